@@ -16,6 +16,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 
 BUSY_S = 60.0
 _DELETES_SECURELY = 0x4B534431
@@ -38,7 +39,7 @@ class Database:
         self._lock = threading.RLock()
         with self._translate_errors("opened"):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=BUSY_S, check_same_thread=False, isolation_level=None
             )
@@ -54,6 +55,8 @@ class Database:
                 self._db.execute(f"PRAGMA application_id={_DELETES_SECURELY}")
             self._db.executescript(f"{schema} PRAGMA user_version={version};")
             self._file = None if path is None else _identify_file(path)
+            if path is not None:
+                sync_folder(path.parent)
 
     @contextmanager
     def open_read(self) -> Iterator[sqlite3.Connection]:

@@ -83,8 +83,11 @@ class Membership(ShardDirectory):
         settling: bool = False,
         clock: Callable[[], float] = time.monotonic,
         ramp_s: float = 0.0,
+        name: str = "",
+        epoch: int = 0,
     ) -> None:
-        """``settling``: some shards may not have reported yet, so give no map for one lease."""
+        """``settling``: some shards may not have reported yet, so give no map for one lease. ``name`` and
+        ``epoch``: of the directory, in every map."""
         self.ramp_s = ramp_s
         """Seconds until a shard that joins empty is given all its chunks."""
         self._clock = clock
@@ -94,7 +97,7 @@ class Membership(ShardDirectory):
         """Shards that may come back; the last `SHARDS_MAX`."""
         self.replicas = 1
         """Shards that are to hold each chunk."""
-        self._map = ShardMap(0)
+        self._map = ShardMap(0, directory=name, epoch=epoch)
 
     def record_heartbeat(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
         """Note that a shard is alive, and whether it holds nothing. ``instance`` names its process: another
@@ -158,7 +161,7 @@ class Membership(ShardDirectory):
         )
         if all(share == 1 for share in shares):
             shares = ()
-        current = ShardMap(self._map.version, shards, self.replicas, shares)
+        current = replace(self._map, shards=shards, replicas=self.replicas, shares=shares)
         if current != self._map:
             self._map = replace(current, version=current.version + 1)
         return self._map
@@ -170,13 +173,16 @@ class Membership(ShardDirectory):
 class DirectoryActor:
     """A Ray actor on one event loop: shards call it, clients reach it at `address`."""
 
-    def __init__(self, store: dict[str, Any]) -> None:
+    def __init__(self, store: dict[str, Any], name: str = "") -> None:
+        """``name``: what the directory calls itself, in every life of the actor."""
         import ray
 
         spec = load(StoreSpec, store, "store")
         again = ray.get_runtime_context().was_current_actor_reconstructed
         # The default until a shard has been told: shards that start together are to find that they do.
-        self._membership = Membership(settling=again, ramp_s=spec.ramp_s)
+        self._membership = Membership(
+            settling=again, ramp_s=spec.ramp_s, name=name, epoch=int(time.time() * 1000)
+        )
         self._listen = format_address(spec.host, spec.directory_port)
         self._tls = tls_of(spec)
         self._insecure = spec.insecure
@@ -238,7 +244,8 @@ def ensure_directory(store: dict[str, Any]) -> Any:
         # The head node's address is what clients of another cluster know.
         resources={"node:__internal_head__": 0.001},
     )
-    handle = actor.remote(store)
+    # The cluster's own name: a directory that is made anew on it follows the one before.
+    handle = actor.remote(store, ray.get_runtime_context().gcs_address)
     try:
         ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
     except RayTaskError as error:

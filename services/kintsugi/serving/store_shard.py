@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
+from kintsugi.core.deploy import METRICS_PORTS, StoreSpec, directory_url
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import format_address, free_port, is_wildcard, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.serving.directory import Announcer, Configured, directory_address
-from kintsugi.store.client.directory import SHARDS_MAX, GrpcDirectory
-from kintsugi.store.client.grpc_store import GrpcOptions
+from kintsugi.serving.directory import Announcer, Configured, reachable
+from kintsugi.store.client.directory import SHARDS_MAX
+from kintsugi.store.client.registry import open_directory
+from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -84,13 +85,13 @@ class StoreShard:
         self._server = serve_shard(spec, self._shard, self._not_yet)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
-        tls = tls_of(spec)
-        directory = GrpcDirectory(directory_address(dict(store)), tls)
-        self._catching_up = CatchingUp(self._shard, directory, GrpcOptions(tls=tls))
+        self._catching_up = CatchingUp(self._shard, *open_directory(reachable(directory_url(spec))))
         self._catching_up.start()
         self._announcer = Announcer(
             dict(store), self._shard.shard_id, address, self._is_empty, self._catching_up.ask_all
         )
+        self._replicator = Replicator(self._shard, *open_directory(reachable(directory_url(spec))))
+        self._replicator.start()
         self._stopped = False
 
     def _not_yet(self) -> str:
@@ -122,6 +123,7 @@ class StoreShard:
             return
         self._stopped = True
         if self._announcer is not None:
+            self._replicator.stop()
             self._announcer.close()
             self._catching_up.close()
         left = self._shard.drain(self._drain_s)

@@ -449,7 +449,7 @@ def test_an_io_error_leaves_the_chunk_in_ram_and_says_so(
 ) -> None:
     manifest, frames = make_chunk(range(40))
 
-    def broken() -> None:
+    def broken(since: int) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -466,7 +466,7 @@ def test_a_flush_hears_of_the_batch_before_it(shard: Shard, monkeypatch: pytest.
     manifest, frames = make_chunk(range(40))
     syncing, go_on = threading.Event(), threading.Event()
 
-    def broken() -> None:
+    def broken(since: int) -> None:
         syncing.set()
         assert go_on.wait(30.0)
         raise OSError(5, "Input/output error")
@@ -493,10 +493,10 @@ def test_a_batch_is_written_while_the_one_before_is_committed(
     sync, write = slab.sync, slab.write
     syncing, writing = threading.Event(), threading.Event()
 
-    def slow_sync() -> None:
+    def slow_sync(since: int) -> None:
         syncing.set()
         assert writing.wait(10.0), "the next batch is not written meanwhile"
-        sync()
+        sync(since)
 
     def noted(offset: int, views: list[memoryview]) -> None:
         if syncing.is_set():

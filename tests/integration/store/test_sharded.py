@@ -303,7 +303,9 @@ def test_replicas_serve_what_a_lost_shard_held(stack: ExitStack) -> None:
     }
 
 
-def test_a_directory_over_grpc_is_followed(stack: ExitStack, servers: list[ShardServer]) -> None:
+def test_a_directory_over_grpc_is_followed(
+    stack: ExitStack, servers: list[ShardServer], caplog: pytest.LogCaptureFixture
+) -> None:
     known = FixedDirectory(shard_map(servers[:1]))
     options = ServerOptions(extra_handlers=(DirectoryService(known).generic_handler(),))
     host = stack.enter_context(ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", options))
@@ -314,6 +316,15 @@ def test_a_directory_over_grpc_is_followed(stack: ExitStack, servers: list[Shard
     while directory.current() != known.shards:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+    known.shards = ShardMap(
+        9, (ShardAddress("stranger", "127.0.0.1:9"),), directory="another service", epoch=9
+    )
+    deadline_s = time.monotonic() + 10
+    while "is ignored" not in caplog.text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert directory.current() == shard_map(servers)
+    known.shards = shard_map(servers)
     directory.close()
     store = open_store(f"shards://{host.address}")
     manifest, frames = make_chunk(range(40))

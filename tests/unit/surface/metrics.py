@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -18,6 +17,7 @@ from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.shard.eviction.reuse import Counters
 from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi_operator.controller.pulse import Pulse
 
@@ -82,8 +82,7 @@ def _families(registry: CollectorRegistry) -> dict[str, str]:
 
 
 def _shard() -> dict[str, str]:
-    counters = SimpleNamespace(hits=0, misses=0, quarantined=0, expired=0)
-    shard = MagicMock(table=MagicMock(counters=counters, queues=[]), tiers=[], failure=None)
+    shard = MagicMock(table=MagicMock(counters=Counters(), queues=[]), tiers=[], failure=None)
     return _families(ShardMetrics(shard, {}).registry)
 
 

@@ -25,12 +25,16 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client.admin import ShardAdmin, Verified
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
+from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
 
 app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
 
@@ -108,7 +112,12 @@ def serve(
     recompute_ms_per_token: Annotated[
         float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
     ] = 0.0,
-    scrub: Annotated[str, typer.Option(help="Bytes per second to verify in the background.")] = "0",
+    scrub: Annotated[str, typer.Option(help="Bytes per second to verify in the background; 0: none.")] = (
+        f"{SCRUB_BYTES_PER_S >> 20}MiB"
+    ),
+    peers: Annotated[
+        str, typer.Option(help="URL of the store that the shard belongs to; it sends others what they lack.")
+    ] = "",
     metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
     share_arena: Annotated[
         bool, typer.Option(help="Let peers on this host read the RAM tier directly.")
@@ -144,10 +153,12 @@ def serve(
         insecure=insecure,
         metrics_listen=metrics,
     )
-    return _serve_shard(screen, spec, listen, options, drain_s)
+    return _serve_shard(screen, spec, listen, options, drain_s, peers)
 
 
-def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
+def _serve_shard(
+    screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float, peers: str
+) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -156,7 +167,7 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
     with screen.step("Opening the shard"):
         shard = open_shard(spec)
     try:
-        with ShardServer(shard, listen, options) as server:
+        with ShardServer(shard, listen, options) as server, _replicate(shard, peers):
             banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
             document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
             screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
@@ -173,6 +184,20 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
         screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
         return 1
     return 0
+
+
+@contextmanager
+def _replicate(shard: Shard, peers: str) -> Iterator[None]:
+    """Send the other shards of the store at `peers` what they lack, during the `with` block."""
+    if not peers:
+        yield
+        return
+    replicator = Replicator(shard, *open_directory(peers))
+    replicator.start()
+    try:
+        yield
+    finally:
+        replicator.stop()
 
 
 @command(app)
@@ -207,6 +232,9 @@ def _print_status(console: Console, stats: Any) -> None:
             tier.name, str(tier.chunks), *sizes, str(tier.evictions), format_bytes(tier.queue_bytes)
         )
     console.print(table)
+    for tier in stats.tiers:
+        if tier.failure:
+            console.print(f"{tier.name} fails: {tier.failure}", highlight=False, soft_wrap=True)
     for path, size in sorted(stats.bytes_read.items()):
         console.print(f"read over {path}: {format_bytes(size)}", highlight=False)
 

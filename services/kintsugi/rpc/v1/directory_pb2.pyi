@@ -59,9 +59,15 @@ class ShardMap(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     SHARES_FIELD_NUMBER: builtins.int
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Grows with every change."""
     replicas: builtins.int
+    directory: builtins.str
+    """The directory that made the map; empty: one of an earlier version. It keeps its name when it restarts."""
+    epoch: builtins.int
+    """When this life of the directory began, in milliseconds of Unix time: a later life has a larger one."""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardAddress]: ...
     @property
@@ -75,7 +81,9 @@ class ShardMap(google.protobuf.message.Message):
         shards: collections.abc.Iterable[global___ShardAddress] | None = ...,
         replicas: builtins.int = ...,
         shares: collections.abc.Iterable[builtins.float] | None = ...,
+        directory: builtins.str = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["replicas", b"replicas", "shards", b"shards", "shares", b"shares", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "epoch", b"epoch", "replicas", b"replicas", "shards", b"shards", "shares", b"shares", "version", b"version"]) -> None: ...
 
 global___ShardMap = ShardMap

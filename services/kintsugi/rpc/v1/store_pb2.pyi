@@ -224,7 +224,12 @@ class LookupRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    PEEK_FIELD_NUMBER: builtins.int
     namespace: builtins.str
+    peek: builtins.bool
+    """Another shard asks what is missing here: the lookup does not count as a use, and manifests are left out.
+    The tier of what is there is not empty.
+    """
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -232,8 +237,9 @@ class LookupRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        peek: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "peek", b"peek"]) -> None: ...
 
 global___LookupRequest = LookupRequest
 
@@ -266,14 +272,18 @@ class LookupResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: builtins.int
+    ROOM_BYTES_FIELD_NUMBER: builtins.int
+    room_bytes: builtins.int
+    """To a peek: how many bytes of copies fit without an eviction."""
     @property
     def found(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Found]: ...
     def __init__(
         self,
         *,
         found: collections.abc.Iterable[global___Found] | None = ...,
+        room_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["found", b"found"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["found", b"found", "room_bytes", b"room_bytes"]) -> None: ...
 
 global___LookupResponse = LookupResponse
 
@@ -343,6 +353,7 @@ class PutHeader(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
+    IS_COPY_FIELD_NUMBER: builtins.int
     ack: global___Ack.ValueType
     tier: builtins.str
     """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
@@ -350,6 +361,10 @@ class PutHeader(google.protobuf.message.Message):
     """What computing the chunk again costs; 0: unknown."""
     ttl_s: builtins.float
     """Seconds until the chunk expires; 0: never."""
+    is_copy: builtins.bool
+    """A copy of what another shard holds, not a chunk that a client computed. It is not taken if it needs an
+    eviction, nor for a while after the chunk was deleted here.
+    """
     @property
     def manifest(self) -> global___Manifest: ...
     def __init__(
@@ -360,9 +375,10 @@ class PutHeader(google.protobuf.message.Message):
         tier: builtins.str = ...,
         recompute_ms: builtins.float = ...,
         ttl_s: builtins.float = ...,
+        is_copy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
 
 global___PutHeader = PutHeader
 
@@ -959,12 +975,15 @@ class TierStats(google.protobuf.message.Message):
     BYTES_CAPACITY_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     QUEUE_BYTES_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
     name: builtins.str
     chunks: builtins.int
     bytes_used: builtins.int
     bytes_capacity: builtins.int
     evictions: builtins.int
     queue_bytes: builtins.int
+    failure: builtins.str
+    """Not empty: why the last write to the tier, or the last read from it, failed."""
     def __init__(
         self,
         *,
@@ -974,8 +993,9 @@ class TierStats(google.protobuf.message.Message):
         bytes_capacity: builtins.int = ...,
         evictions: builtins.int = ...,
         queue_bytes: builtins.int = ...,
+        failure: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_capacity", b"bytes_capacity", "bytes_used", b"bytes_used", "chunks", b"chunks", "evictions", b"evictions", "name", b"name", "queue_bytes", b"queue_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_capacity", b"bytes_capacity", "bytes_used", b"bytes_used", "chunks", b"chunks", "evictions", b"evictions", "failure", b"failure", "name", b"name", "queue_bytes", b"queue_bytes"]) -> None: ...
 
 global___TierStats = TierStats
 

@@ -6,6 +6,7 @@ Clients know only a directory's address; shards come and go without anything bei
 from __future__ import annotations
 
 import json
+import logging
 import random
 import threading
 import time
@@ -25,6 +26,8 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import directory_pb2 as pb
 from kintsugi.store.protocol.status import error_of_call
 from kintsugi.store.protocol.tls import TlsFiles, open_channel
+
+log = logging.getLogger(__name__)
 
 DIRECTORY_SERVICE = "kintsugi.rpc.v1.ShardDirectory"
 SHARDS_MAX = 1024
@@ -60,6 +63,10 @@ class ShardMap:
     """For each shard, in the order of `shards`, the share in (0, 1] of its chunks that it is given. A chunk
     that a shard is not yet given stays with the next in rank, which had it before the shard joined. Empty:
     every shard is given all its chunks."""
+    directory: str = ""
+    """Name of the directory that made the map, which outlives its restarts; empty: it has none."""
+    epoch: int = 0
+    """Tells the lives of a directory apart: a later one has a larger number."""
 
     def __post_init__(self) -> None:
         if len({shard.shard_id for shard in self.shards}) != len(self.shards):
@@ -100,6 +107,28 @@ def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
     """
     draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
     return draw < share * (1 << 64)
+
+
+def why_not_believed(new: ShardMap, known: ShardMap | None) -> str:
+    """Why a client that knows one map does not take another from the same address; empty: it does.
+
+    A later life of the same directory may number its maps from the beginning; an earlier one, which a broken
+    network may have kept alive, is not heard. Whoever else answers at the address, such as another service
+    that was given the port, is believed only if its map has a shard in common with the known one.
+    """
+    if known is None or not known.shards:
+        return ""
+    if new.directory == known.directory:
+        if (new.epoch, new.version) >= (known.epoch, known.version) or not new.directory:
+            return ""
+        return f"the map of epoch {new.epoch}, version {new.version}, is older than the known one"
+    ids = {shard.shard_id for shard in known.shards}
+    if any(shard.shard_id in ids for shard in new.shards):
+        return ""
+    return (
+        f"directory {new.directory or 'without a name'} is not {known.directory or 'the known one'} and has "
+        "none of its shards; if the store was set up anew, restart this process"
+    )
 
 
 class ShardDirectory(ABC):
@@ -183,6 +212,8 @@ class GrpcDirectory(ShardDirectory):
         self._known = threading.Condition()
         self._map: ShardMap | None = None
         self._failure = f"{address} has not answered yet"
+        self._refusal = ""
+        """Why the last map was ignored; empty: it was not."""
         self._closed = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="kintsugi-directory", daemon=True)
@@ -213,10 +244,16 @@ class GrpcDirectory(ShardDirectory):
             wait_s = min(2 * wait_s, _RECONNECT_S_MAX)
 
     def _learn(self, shards: ShardMap) -> None:
-        """Take the last map received: a restarted directory may number its maps from the beginning."""
+        """Take a map that is believed."""
         with self._known:
-            self._map = shards
-            self._known.notify_all()
+            refusal = why_not_believed(shards, self._map)
+            if not refusal:
+                self._map = shards
+                self._known.notify_all()
+        if refusal != self._refusal:
+            self._refusal = refusal
+            if refusal:
+                log.error("%s: a shard map is ignored: %s", self._address, refusal)
 
     def close(self) -> None:
         self._closed.set()
@@ -234,10 +271,12 @@ def map_to_wire(shards: ShardMap) -> pb.ShardMap:
         shards=[pb.ShardAddress(shard_id=s.shard_id, address=s.address) for s in shards.shards],
         replicas=shards.replicas,
         shares=shards.shares,
+        directory=shards.directory,
+        epoch=shards.epoch,
     )
 
 
 def map_from_wire(wire: pb.ShardMap) -> ShardMap:
     """Raises `InvalidField`."""
     shards = tuple(ShardAddress(shard.shard_id, shard.address) for shard in wire.shards)
-    return ShardMap(wire.version, shards, wire.replicas, tuple(wire.shares))
+    return ShardMap(wire.version, shards, wire.replicas, tuple(wire.shares), wire.directory, wire.epoch)

@@ -32,8 +32,6 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
-from kintsugi.store.client.formats import StoredFormats
-from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.client.erasing import (
     ERASE_TIMEOUT_S,
     ShardErasures,
@@ -43,6 +41,8 @@ from kintsugi.store.client.erasing import (
     read_cursor,
     write_cursor,
 )
+from kintsugi.store.client.formats import StoredFormats
+from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
@@ -105,6 +105,16 @@ class GrpcOptions(UrlOptions):
         """As `ChunkStore.name_key`."""
         found = self.find_keys(namespace)
         return b"" if found is None else found.name_key
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """What `GrpcStore.peek` found."""
+
+    held: Sequence[bool]
+    """For each key, whether the shard has the chunk."""
+    room_bytes: int
+    """Bytes of copies that it takes."""
 
 
 class _Manifests:
@@ -174,6 +184,20 @@ class GrpcStore(ChunkStore):
     def name_key(self, namespace: str) -> bytes:
         return self._options.name_key(namespace)
 
+    def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
+        """Ask which chunks the shard holds, without using them."""
+        held: builtins.list[bool] = []
+        room_bytes = 0
+        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
+            part = [key.digest for key in keys[start : start + wire.LOOKUP_KEYS_BATCH]]
+            request = pb.LookupRequest(namespace=namespace, keys=part, peek=True)
+            response = self.call("Lookup", request, pb.LookupResponse)
+            held += [bool(found.tier) for found in response.found]
+            room_bytes = response.room_bytes
+        if len(held) != len(keys):
+            raise Unavailable(f"{self.address}: answered {len(held)} of {len(keys)} keys")
+        return Peeked(held, room_bytes)
+
     def _read_found(self, found: pb.Found) -> Found | None:
         """None for a miss, and for a chunk that another build wrote."""
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
@@ -208,36 +232,11 @@ class GrpcStore(ChunkStore):
         """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
         hold."""
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
-        if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
-            raise InvalidField(
-                "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
-            )
         keys = self._options.find_keys(manifest.namespace)
         if keys is not None and not manifest.is_encrypted:
             manifest, frames = encrypt_chunk(keys, manifest, frames)
         # Behind encryption, which needs a later format.
         manifest, frames = self._formats.fit(self.address, manifest, frames)
-        views = [memoryview(frame).cast("B") for frame in frames]
-        inserted = self._send(manifest, views, recompute_ms, tier)
-        if keys is None or inserted:
-            return inserted
-        (held,) = self.find_stored(manifest.namespace, [manifest.key])
-        if held is None or is_readable(keys, held.manifest):
-            return False
-        # It was encrypted with a key that is gone: nobody can read it, and nobody else would remove it.
-        self.delete(manifest.namespace, [manifest.key])
-        return self._send(manifest, views, recompute_ms, tier)
-
-    def _send(
-        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
-    ) -> bool:
-        """Put a chunk as it is to be stored; whether it was new."""
-        messages = self._put_messages(manifest, views, recompute_ms, tier)
-        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
-
-    def _put_messages(
-        self, manifest: ChunkManifest, views: Sequence[memoryview], recompute_ms: float, tier: str
-    ) -> Iterator[bytes]:
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
@@ -245,13 +244,36 @@ class GrpcStore(ChunkStore):
             recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
             ttl_s=self._options.ttl_s,
         )
-        yield pb.PutChunkKVRequest(header=header).SerializeToString()
-        first = 0
-        for stop in _message_ends(views):
-            layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
-            request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
-            yield wire.with_payload(request.SerializeToString(), views[first:stop])
-            first = stop
+        inserted = self._put(manifest, frames, header)
+        if keys is None or inserted:
+            return inserted
+        (held,) = self.find_stored(manifest.namespace, [manifest.key])
+        if held is None or is_readable(keys, held.manifest):
+            return False
+        # It was encrypted with a key that is gone: nobody can read it, and nobody else would remove it.
+        self.delete(manifest.namespace, [manifest.key])
+        return self._put(manifest, frames, header)
+
+    def put_copy(
+        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float, ttl_s: float
+    ) -> bool:
+        """Hand a chunk to another shard, as it is stored; whether it took it. `ttl_s` 0: the chunk does not
+        expire. Raises `FormatNotStored`, as `put`."""
+        manifest, frames = self._formats.fit(self.address, manifest, frames)
+        header = pb.PutHeader(
+            manifest=wire.manifest_to_wire(manifest), recompute_ms=recompute_ms, ttl_s=ttl_s, is_copy=True
+        )
+        return self._put(manifest, frames, header)
+
+    def _put(self, manifest: ChunkManifest, frames: Sequence[Buffer], header: pb.PutHeader) -> bool:
+        views = [memoryview(frame).cast("B") for frame in frames]
+        check_frames(manifest, [len(view) for view in views])
+        if manifest.frame_bytes > wire.FRAME_BYTES_MAX:
+            raise InvalidField(
+                "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
+            )
+        messages = _put_messages(header, manifest, views)
+        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
 
     def stream(
         self,
@@ -530,3 +552,15 @@ def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
     for header in response.frames:
         yield header, payload[position : position + header.size_bytes]
         position += header.size_bytes
+
+
+def _put_messages(
+    header: pb.PutHeader, manifest: ChunkManifest, views: Sequence[memoryview]
+) -> Iterator[bytes]:
+    yield pb.PutChunkKVRequest(header=header).SerializeToString()
+    first = 0
+    for stop in _message_ends(views):
+        layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
+        request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
+        yield wire.with_payload(request.SerializeToString(), views[first:stop])
+        first = stop

@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 READY_PATH = "/readyz"
 
 
-def with_readiness(app: WSGIApplication, why_not: Callable[[], str]) -> WSGIApplication:
+def with_readiness(
+    app: WSGIApplication, why_not: Callable[[], str], warning: Callable[[], str] = lambda: ""
+) -> WSGIApplication:
     """Return `app` with an answer at `READY_PATH`: 200, or 503 and the reason that `why_not` gives.
 
-    An empty reason means ready. Every other path goes to `app`.
+    An empty reason means ready; `warning` then says what is wrong all the same, if anything is. Every other
+    path goes to `app`.
     """
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
@@ -23,6 +26,7 @@ def with_readiness(app: WSGIApplication, why_not: Callable[[], str]) -> WSGIAppl
         reason = why_not()
         headers = [("Content-Type", "text/plain; charset=utf-8")]
         start("503 Service Unavailable" if reason else "200 OK", headers)
-        return [f"{reason or 'ready'}\n".encode()]
+        words = [reason] if reason else ["ready", warning()]
+        return [("; ".join(filter(None, words)) + "\n").encode()]
 
     return answer

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
-from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
 
 ROOM_BYTES_MIN = 64 << 20
 """An SSD tier evicts this much at once, up to 1/16 of the tier: each round costs the catalog a commit."""
+DELETION_S = 600.0
+"""How long a deletion keeps copies away: longer than a shard takes to send one that it read before."""
+DELETIONS_MAX = 100_000
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,32 @@ def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> Non
         raise InvalidField("layers", f"[{layers.start}, {layers.stop}) is outside [0, {layout.num_layers})")
     if not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
         raise InvalidField("heads", f"[{heads.start}, {heads.stop}) is outside [0, {layout.num_kv_heads})")
+
+
+class Deletions:
+    """What was deleted lately. A copy that another shard read before must not bring it back.
+
+    Not thread-safe: the table holds the lock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deleted_s: OrderedDict[Address | str, float] = OrderedDict()
+        """When a chunk, or a whole namespace, was deleted: the last `DELETIONS_MAX`."""
+        self._forgotten_s = -math.inf
+        """When the newest deletion that is not listed any more was."""
+
+    def note(self, deleted: Iterable[Address | str]) -> None:
+        """Chunks, or whole namespaces, were deleted now, whether or not they were here."""
+        now_s = self._clock()
+        for one in deleted:
+            self._deleted_s[one] = now_s
+            self._deleted_s.move_to_end(one)
+        while len(self._deleted_s) > DELETIONS_MAX:
+            self._forgotten_s = self._deleted_s.popitem(last=False)[1]
+
+    def cover(self, address: Address) -> bool:
+        """Whether a chunk may have been deleted within `DELETION_S`."""
+        times = (self._deleted_s.get(address), self._deleted_s.get(address[0]), self._forgotten_s)
+        last_s = max(time for time in times if time is not None)
+        return self._clock() - last_s < DELETION_S

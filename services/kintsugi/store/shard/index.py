@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
@@ -16,16 +15,6 @@ from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.entry import Address, ChunkEntry
 
 _Anchor = tuple[str, bytes, int]
-
-
-@dataclass
-class Counters:
-    """What became of lookups and chunks since the shard started."""
-
-    hits: int = 0
-    misses: int = 0
-    quarantined: int = 0
-    expired: int = 0
 
 
 class Index:
@@ -72,7 +61,7 @@ class Index:
             if not entries:
                 del self._by_anchor[anchor]
 
-    def candidates(
+    def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
         """Chunks of a space by the anchor that they begin with, longest first."""

@@ -46,12 +46,17 @@ class ShardMetrics:
         with self._latency.labels(rpc).time():
             yield
 
-    def serve(self, address: str, why_not_ready: Callable[[], str] = lambda: "") -> Any:
+    def serve(
+        self,
+        address: str,
+        why_not_ready: Callable[[], str] = lambda: "",
+        warning: Callable[[], str] = lambda: "",
+    ) -> Any:
         """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller shuts it down.
         Raises `InvalidField`, `OSError`."""
         host, port = parse_address("metrics", address)
         server, _ = start_http_server(port, host, self.registry)
-        server.set_app(with_readiness(make_wsgi_app(self.registry), why_not_ready))
+        server.set_app(with_readiness(make_wsgi_app(self.registry), why_not_ready, warning))
         return server
 
 
@@ -68,6 +73,7 @@ class _ShardCollector(Collector):
             ("misses", "Keys that lookups did not find", counters.misses),
             ("quarantined", "Chunks dropped because their bytes or records were wrong", counters.quarantined),
             ("expired", "Chunks whose time was over", counters.expired),
+            ("copied", "Chunks taken from other shards", counters.copied),
         ):
             yield CounterMetricFamily(f"kintsugi_store_{name}", text, value=value)
         yield GaugeMetricFamily("kintsugi_store_chunks", "Chunks held", value=len(shard))
@@ -95,7 +101,9 @@ class _ShardCollector(Collector):
         used = GaugeMetricFamily("kintsugi_store_tier_used_bytes", "Bytes taken", labels=["tier"])
         capacity = GaugeMetricFamily("kintsugi_store_tier_capacity_bytes", "Bytes in all", labels=["tier"])
         failing = GaugeMetricFamily(
-            "kintsugi_store_tier_failing", "1 if the last write to the tier failed", labels=["tier"]
+            "kintsugi_store_tier_failing",
+            "1 if the last write to the tier, or the last read from it, failed",
+            labels=["tier"],
         )
         chunks = GaugeMetricFamily("kintsugi_store_tier_chunks", "Chunks in the tier", labels=["tier"])
         evictions = CounterMetricFamily("kintsugi_store_evictions", "Chunks evicted", labels=["tier"])
@@ -104,8 +112,9 @@ class _ShardCollector(Collector):
             capacity.add_metric([tier.name], tier.capacity_bytes)
             chunks.add_metric([tier.name], tier.chunks)
             evictions.add_metric([tier.name], tier.evictions)
+        failures = shard.tier_failures()
         queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
         for waiting in shard.table.queues:
             queue.add_metric([waiting.tier.name], waiting.queue_bytes)
-            failing.add_metric([waiting.tier.name], float(bool(waiting.tier.failure)))
+            failing.add_metric([waiting.tier.name], float(waiting.tier.name in failures))
         yield from (used, capacity, failing, chunks, evictions, queue)

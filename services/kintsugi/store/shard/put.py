@@ -21,6 +21,8 @@ class PutOptions:
     durable: bool = False
     ttl_s: float = math.inf
     recompute_ms: float = 0.0
+    is_copy: bool = False
+    """Another shard's copy, not what a client computed."""
 
     def __post_init__(self) -> None:
         if not self.ttl_s > 0:
@@ -45,11 +47,14 @@ class ChunkPut:
     Cost per byte: one copy into the arena and one xxh3 pass over it.
     """
 
-    def __init__(self, entry: ChunkEntry, residence: Residence, ram: RamTier, tier: str) -> None:
+    def __init__(
+        self, entry: ChunkEntry, residence: Residence, ram: RamTier, tier: str, is_copy: bool = False
+    ) -> None:
         self.entry = entry
         self.residence = residence
         self.tier = tier
         """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
+        self.is_copy = is_copy
         self.is_erased = False
         """Whether its chunk was deleted since it began: its commit has no effect."""
         self._ram = ram

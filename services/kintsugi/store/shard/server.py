@@ -26,7 +26,7 @@ from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.workers.keeper import Keeper
+from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S, Keeper
 
 HEALTH_PERIOD_S = 0.5
 STALLED_S = 10.0
@@ -43,7 +43,8 @@ class ServerOptions:
     """Whether peers of the same host may map the arena, which lets them read every namespace."""
     socket_folder: Path | None = None
     """Folder of the socket that hands out the arena; in a pod, one that its containers share."""
-    scrub_bytes_per_s: float = 0.0
+    scrub_bytes_per_s: float = SCRUB_BYTES_PER_S
+    """Rate at which chunks are verified in the background; 0: they are not."""
     tls: TlsFiles | None = None
     insecure: bool = False
     """Listen beyond loopback without TLS."""
@@ -121,20 +122,34 @@ class ShardServer:
         await self._server.start()
         self._reported_s = time.monotonic()
         if self._options.metrics_listen:
-            self._metrics_server = service.metrics.serve(self._options.metrics_listen, self.why_not_ready)
+            self._metrics_server = service.metrics.serve(
+                self._options.metrics_listen, self.why_not_ready, self._warning
+            )
             host, port = self._metrics_server.server_address[:2]
             self.metrics_address = f"{host}:{port}"
         self._keeper.start()
 
     async def _report_health(self, health: Any) -> None:
-        """Report NOT_SERVING while the shard drains and once it has failed."""
+        """Report NOT_SERVING while the shard drains and once it has failed, and for an SSD tier whose last
+        write or read failed. Each tier is a service of its own: RAM and the other tiers go on serving."""
         while True:
             healthy = self.shard.failure is None and not self.shard.draining
             status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
             for service in ("", wire.SERVICE):
                 await health.set(service, status)
+            failures = self.shard.tier_failures()
+            for disk in self.shard.disks:
+                failing = disk.name in failures
+                await health.set(
+                    f"{wire.SERVICE}/{disk.name}",
+                    HealthCheckResponse.NOT_SERVING if failing else HealthCheckResponse.SERVING,
+                )
             self._reported_s = time.monotonic()
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def _warning(self) -> str:
+        """What is wrong with a shard that is ready all the same."""
+        return "; ".join(f"{tier} fails: {why}" for tier, why in self.shard.tier_failures().items())
 
     def why_not_ready(self) -> str:
         """Why a readiness probe fails; empty: the shard takes calls."""

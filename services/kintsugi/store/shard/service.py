@@ -114,6 +114,10 @@ class ChunkStoreService:
         return self._build_lookup_response(request)
 
     def _build_lookup_response(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        if request.peek:
+            tiers = self.shard.tiers_of(request.namespace, wire.keys_from_wire(request.keys))
+            found = [pb.Found(tier=tier) for tier in tiers]
+            return pb.LookupResponse(found=found, room_bytes=self.shard.table.room_bytes())
         entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
         size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
         if size > wire.RESPONSE_BYTES_MAX:
@@ -206,6 +210,7 @@ class ChunkStoreService:
             durable=durable,
             ttl_s=header.ttl_s or math.inf,
             recompute_ms=header.recompute_ms,
+            is_copy=header.is_copy,
         )
 
     @staticmethod
@@ -440,6 +445,7 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
     counters = shard.table.counters
     queues = {queue.tier.name: queue.queue_bytes for queue in shard.table.queues}
+    failures = shard.tier_failures()
     return pb.StatsResponse(
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,
@@ -454,6 +460,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
                 bytes_capacity=tier.capacity_bytes,
                 evictions=tier.evictions,
                 queue_bytes=queues.get(tier.name, 0),
+                failure=failures.get(tier.name, ""),
             )
             for tier in shard.tiers
         ],

@@ -90,6 +90,11 @@ class Shard:
         """All of them, fastest first."""
         return (self.ram, *self.disks)
 
+    def tier_failures(self) -> dict[str, str]:
+        """By SSD tier, why the last write or the last read failed; healthy tiers are left out."""
+        failures = {disk.name: disk.failure or disk.read_failure for disk in self.disks}
+        return {name: failure for name, failure in failures.items() if failure}
+
     @property
     def draining(self) -> bool:
         """Whether puts are refused because the shard is about to end."""
@@ -115,6 +120,11 @@ class Shard:
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkEntry | None]:
         """The entry of each key; a hit counts as a use."""
         return self.table.use(self._addresses(namespace, keys))
+
+    def tiers_of(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str]:
+        """The fastest tier that holds each key, empty for an absent one. No use is counted."""
+        found = map(self.table.get, self._addresses(namespace, keys))
+        return ["" if entry is None else entry.tier_name for entry in found]
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]

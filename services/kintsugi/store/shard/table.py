@@ -18,12 +18,12 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard import admission, life
-from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
+from kintsugi.store.shard.admission import Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
-from kintsugi.store.shard.eviction.reuse import ReuseGaps
-from kintsugi.store.shard.index import Counters, Index
+from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
+from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.shard.reading import HeldChunk, Reading
@@ -70,6 +70,7 @@ class EntryTable:
         self._wall_clock = wall_clock
         self._clock = clock
         self._index = Index()
+        self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self._loads = LoadQueue()
         self._puts: set[ChunkPut] = set()
@@ -169,9 +170,9 @@ class EntryTable:
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """Chunks of a space by the anchor that they begin with, longest first."""
+        """As `Index.find_candidates`."""
         with self._lock:
-            return self._index.candidates(namespace, space_digest, anchors)
+            return self._index.find_candidates(namespace, space_digest, anchors)
 
     # Putting
 
@@ -190,6 +191,8 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another")
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
+                if options.is_copy and not self._takes_copy(manifest):
+                    return None
                 speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
                 tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
                 residence = self._make_room_to_put(manifest, tier)
@@ -201,9 +204,20 @@ class EntryTable:
             life.acquire(residence)
             now_s = self._wall_clock()
             entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
-            put = ChunkPut(entry, residence, self._ram, tier)
+            put = ChunkPut(entry, residence, self._ram, tier, options.is_copy)
             self._puts.add(put)
         return put
+
+    def _takes_copy(self, manifest: ChunkManifest) -> bool:
+        """Whether another shard's copy is taken: not if it needs an eviction, or may predate a deletion."""
+        namespace = manifest.namespace
+        left = self._config.quota_of(namespace) - self._index.bytes_by_namespace.get(namespace, 0)
+        is_deleted = self._deletions.cover((namespace, manifest.key))
+        return not is_deleted and manifest.chunk_bytes <= min(self.room_bytes(), left)
+
+    def room_bytes(self) -> int:
+        """Bytes of chunks that fit without one being lost."""
+        return sum(tier.allocator.free_bytes for tier in self._disks or (self._ram,))
 
     def _make_room_to_put(self, manifest: ChunkManifest, tier: str) -> Residence | None:
         """RAM for a chunk that is to be written to `tier`; None where it has to wait."""
@@ -225,7 +239,8 @@ class EntryTable:
         exceed a quota."""
         entry = put.entry
         with self._lock:
-            if put.is_erased or self._find(entry.address) is not None:
+            gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
+            if gone or self._find(entry.address) is not None:
                 self.abort(put)
                 return Committed(False, None)
             if not self._make_quota(entry.manifest):
@@ -233,6 +248,7 @@ class EntryTable:
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._puts.discard(put)
             self._index.add(entry)
+            self.counters.copied += put.is_copy
             life.add_copy(entry, put.residence)
             queue = self._queue_of(put.tier)
             writing = None if queue is None else self._begin_write(entry, queue)
@@ -265,9 +281,12 @@ class EntryTable:
                 for put in self._puts:
                     put.is_erased = put.is_erased or scope.covers(put.entry.address)
                 if scope.keys is None:
+                    self._deletions.note([scope.namespace])
                     entries = self._index.page(scope.namespace, CLEAR_BATCH, None)
                 else:
-                    entries = self._find_all((scope.namespace, key) for key in scope.keys)
+                    addresses = [(scope.namespace, key) for key in scope.keys]
+                    self._deletions.note(addresses)
+                    entries = self._find_all(addresses)
                 for entry in entries:
                     removed.count(entry)
                     self._forget(entry)
@@ -395,18 +414,20 @@ class EntryTable:
             return self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that were not written in time. Waits."""
+        """Refuse puts and write back what only RAM holds; the bytes that still only RAM holds, because time
+        ran out or a disk refused them. Waits."""
         with self._lock:
             self.draining = True
             if self.queues:
                 for entry in self._index:
                     if entry.disk is None and entry.writing is None:
                         self._begin_write(entry, self.queues[0])
-            self._changed.wait_for(lambda: not self._count_unwritten() or self.failure, timeout_s)
-            return self._count_unwritten()
-
-    def _count_unwritten(self) -> int:
-        return sum(queue.queue_bytes for queue in self.queues)
+            self._changed.wait_for(
+                lambda: self.failure or not any(queue.queue_bytes for queue in self.queues), timeout_s
+            )
+            if not self.queues:
+                return 0
+            return sum(entry.manifest.chunk_bytes for entry in self._index if entry.disk is None)
 
     def flush(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""

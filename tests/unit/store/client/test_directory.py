@@ -20,6 +20,7 @@ from kintsugi.store.client.directory import (
     map_from_wire,
     map_to_wire,
     rank_shards,
+    why_not_believed,
 )
 
 SHARDS = tuple(ShardAddress(f"shard-{i}", f"10.0.0.{i}:7400") for i in range(5))
@@ -69,9 +70,36 @@ def test_replicas_are_as_many_even_where_no_shard_is_given_much() -> None:
         assert {owner.shard_id for owner in few.owners(key)} == {"shard-0", "shard-1"}
 
 
-def test_shares_travel_with_their_map() -> None:
-    shards = ShardMap(3, SHARDS[:2], 2, (0.25, 1.0))
+def test_shares_and_origin_travel_with_their_map() -> None:
+    shards = ShardMap(3, SHARDS[:2], 2, (0.25, 1.0), "head:6379", 7)
     assert map_from_wire(map_to_wire(shards)) == shards
+
+
+KNOWN = ShardMap(5, SHARDS[:3], directory="ours", epoch=10)
+
+
+@pytest.mark.parametrize(
+    ("new", "known", "refusal"),
+    [
+        (ShardMap(1, (), directory="any"), None, ""),
+        (ShardMap(1, SHARDS[3:], directory="other"), ShardMap(9, (), directory="ours"), ""),
+        (ShardMap(6, SHARDS[3:], directory="ours", epoch=10), KNOWN, ""),
+        (ShardMap(0, (), directory="ours", epoch=11), KNOWN, ""),
+        (ShardMap(4, SHARDS, directory="ours", epoch=10), KNOWN, "older"),
+        (ShardMap(99, SHARDS, directory="ours", epoch=9), KNOWN, "older"),
+        (ShardMap(1, SHARDS[2:], directory="other", epoch=1), KNOWN, ""),
+        (ShardMap(99, SHARDS[3:], directory="other", epoch=99), KNOWN, "other is not ours"),
+        (ShardMap(99, (), directory="other", epoch=99), KNOWN, "other is not ours"),
+        (ShardMap(99, SHARDS[3:]), KNOWN, "without a name is not ours"),
+        (ShardMap(1, SHARDS[:1]), KNOWN, ""),
+        (ShardMap(1, SHARDS[3:]), ShardMap(5, SHARDS[:3]), ""),
+    ],
+)
+def test_a_map_is_believed_only_from_its_directory(
+    new: ShardMap, known: ShardMap | None, refusal: str
+) -> None:
+    why = why_not_believed(new, known)
+    assert (refusal in why) if refusal else not why
 
 
 def test_a_map_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,6 +17,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.store.protocol.certificate import first_expiry_s
 from kintsugi.store.protocol.tls import TlsFiles
+from kintsugi.store.shard.eviction.reuse import Counters
 from kintsugi.store.shard.metrics import ShardMetrics
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
@@ -67,8 +67,7 @@ def test_what_is_no_certificate_is_refused(text: bytes) -> None:
 
 def shard() -> MagicMock:
     """A shard without chunks or tiers."""
-    counters = SimpleNamespace(hits=0, misses=0, quarantined=0, expired=0)
-    return MagicMock(table=MagicMock(counters=counters, queues=[]), tiers=[], failure=None)
+    return MagicMock(table=MagicMock(counters=Counters(), queues=[]), tiers=[], failure=None)
 
 
 def test_shard_and_gateway_show_when_their_certificate_expires(tmp_path: Path) -> None:

@@ -32,3 +32,13 @@ def test_readiness_is_answered_and_the_rest_is_left(path: str, reason: str, stat
     seen = []
     answer = with_readiness(other, lambda: reason)(environ, lambda status, _, __=None: seen.append(status))
     assert (seen, b"".join(answer)) == ([status], body)
+
+
+def test_what_is_wrong_with_a_ready_process_is_said_beside_it() -> None:
+    environ: dict[str, Any] = {}
+    setup_testing_defaults(environ)
+    environ["PATH_INFO"] = "/readyz"
+    seen = []
+    app = with_readiness(other, lambda: "", lambda: "ssd0 fails: read-only")
+    answer = app(environ, lambda status, _, __=None: seen.append(status))
+    assert (seen, b"".join(answer)) == (["200 OK"], b"ready; ssd0 fails: read-only\n")

@@ -24,8 +24,8 @@ from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.layout import FORMATS
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address
-from kintsugi.store.shard.tiers.home import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class Catalog:
         shutil.rmtree(path / _REWRITTEN, ignore_errors=True)  # a crash may have left it
         self._write_lock = threading.Lock()
         self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=_READERS_MAX)
+        sync_folder(path)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
 

@@ -17,6 +17,7 @@ from kintsugi.core.layout import PLAIN_FORMAT
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.rpc.v1.store_pb2 import Manifest
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
@@ -60,12 +61,15 @@ class DiskTier(CopyTier):
         self.home = home
         self.slab = Slab(home.path / "slab", capacity_bytes)
         self.catalog = Catalog(home.path / "catalog")
+        sync_folder(home.path)  # or a power loss takes slab and catalog, whatever was synced in them
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
         super().__init__(name, policy(self.slab.capacity_bytes))
         self.read_bytes_per_s = self._measure_read_speed()
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""
         """Why the last write failed; empty: it did not."""
+        self.read_failure = ""
+        """Why the last read failed; empty: it did not."""
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
         must not go with the old."""
@@ -146,6 +150,7 @@ class DiskTier(CopyTier):
         Raises `OSError` and `lmdb.Error`; then some may still be there.
         """
         self.bury()
+        since = self.slab.syncs_failed
         with self._space_lock:
             runs = self.allocator.take_leftovers()
         wiped = 0
@@ -160,7 +165,7 @@ class DiskTier(CopyTier):
                 for start, size in runs[wiped:]:
                     self.allocator.return_unwiped(start, size)
         self.slab.cut_tail()
-        self.slab.sync()
+        self.slab.sync(since)
         with self._catalog_lock:
             self.catalog.rewrite()
 
@@ -190,8 +195,13 @@ class DiskTier(CopyTier):
     def read(self, residence: Residence, first: int, frames: Sequence[memoryview]) -> None:
         """Fill padded frames from `first` on. Raises `OSError` and `Corrupted`."""
         began_s = time.perf_counter()
-        for start, stop in runs_of(residence.offsets, residence.strides.each, first, len(frames)):
-            self.slab.read(residence.offsets[start], frames[start - first : stop - first])
+        try:
+            for start, stop in runs_of(residence.offsets, residence.strides.each, first, len(frames)):
+                self.slab.read(residence.offsets[start], frames[start - first : stop - first])
+        except (OSError, Corrupted) as error:
+            self.read_failure = str(error)
+            raise
+        self.read_failure = ""
         rate = sum(map(len, frames)) / max(time.perf_counter() - began_s, 1e-6)
         self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
 

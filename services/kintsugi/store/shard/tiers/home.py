@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
+from kintsugi.store.protocol.durable_files import make_folder, write_durably
 
 DATA_FORMAT_VERSION = 1
 """Format of everything below a data directory. No chunk key depends on it, unlike `spaces.FORMAT_VERSION`."""
@@ -38,7 +39,7 @@ class Home:
         """
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             self._lock_fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise InvalidField("data-dir", f"{path} cannot be written ({error.strerror})") from error
@@ -82,23 +83,3 @@ class Home:
 
     def close(self) -> None:
         os.close(self._lock_fd)
-
-
-def write_durably(file: Path, data: bytes) -> None:
-    """Replace `file` whole or not at all, across a crash."""
-    fresh = file.with_suffix(".new")
-    with open(fresh, "wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(fresh, file)
-    sync_folder(file.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """The names in the folder survive a crash."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -11,6 +11,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ class Slab:
         self._fd = self._open_file()
         self.intact_bytes = os.fstat(self._fd).st_size
         """Size of the file when it was opened: less than the capacity if it is new or was cut."""
+        self.syncs_failed = 0
+        """Syncs that failed since the file was opened."""
+        self._sync_lock = threading.Lock()
         try:
             if self.intact_bytes < self.capacity_bytes:
                 os.posix_fallocate(self._fd, 0, self.capacity_bytes)
@@ -81,7 +85,7 @@ class Slab:
         block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))
         if not self.intact_bytes:
             self.write(0, [block])
-            self.sync()
+            self.sync(self.syncs_failed)
         began_s = time.perf_counter()
         self.read(0, [block])
         return len(block) / max(time.perf_counter() - began_s, 1e-6)
@@ -99,9 +103,22 @@ class Slab:
         if os.fstat(self._fd).st_size > self.capacity_bytes:
             os.ftruncate(self._fd, self.capacity_bytes)
 
-    def sync(self) -> None:
-        """Everything written so far survives a crash."""
-        os.fdatasync(self._fd)
+    def sync(self, since: int) -> None:
+        """Make the writes before this call survive a crash. `since`: `syncs_failed` before the first of them.
+
+        Raises `OSError` if that fails, and also if anybody's sync has failed since that first write. The
+        kernel reports a page that it could not write once, to whoever syncs first, then takes the page for
+        written: a later sync that succeeds says nothing about it.
+        """
+        with self._sync_lock:  # or a sync could succeed before the one that was told is counted
+            if self.syncs_failed == since:
+                try:
+                    os.fdatasync(self._fd)
+                except OSError:
+                    self.syncs_failed += 1
+                    raise
+            else:
+                raise OSError(errno.EIO, "an earlier sync failed, so what was written before it may be lost")
 
     def close(self) -> None:
         os.close(self._fd)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import xxhash
 
+from kintsugi.store.protocol.durable_files import write_durably
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.tiers.catalog import catalog_key
-from kintsugi.store.shard.tiers.home import write_durably
 
 log = logging.getLogger(__name__)
 

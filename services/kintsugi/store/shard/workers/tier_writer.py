@@ -46,9 +46,11 @@ class TierWriter:
             if not self.tier.bury() and not evictions:
                 return None
 
-    def sync_and_commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
-        """Have the catalog name chunks whose frames were written. Raises `OSError`, `lmdb.Error`."""
-        self.tier.slab.sync()
+    def sync_and_commit(self, written: Sequence[tuple[ChunkEntry, Residence]], since: int) -> None:
+        """Have the catalog name chunks whose frames were written. `since`: as in `Slab.sync`.
+
+        Raises `OSError`, `lmdb.Error`."""
+        self.tier.slab.sync(since)
         self.tier.commit(written)
 
     def demote(self, evictions: Sequence[Eviction]) -> None:
@@ -67,6 +69,7 @@ class TierWriter:
         Raises `OSError`, `lmdb.Error`; then there are none.
         """
         placed: dict[Eviction, Residence] = {}
+        since = self.tier.slab.syncs_failed
         try:
             for eviction in evictions:
                 if self._table.begin_copy(eviction):
@@ -75,8 +78,12 @@ class TierWriter:
                     finally:
                         self._table.end_copy(eviction)
             if placed:
-                self.sync_and_commit([(eviction.entry, target) for eviction, target in placed.items()])
-        except BaseException:
+                written = [(eviction.entry, target) for eviction, target in placed.items()]
+                self.sync_and_commit(written, since)
+                self.tier.failure = ""
+        except BaseException as error:
+            if isinstance(error, OSError | lmdb.Error):
+                self.tier.failure = str(error)
             for target in placed.values():
                 self.tier.return_unwritten(target)
             raise
@@ -95,7 +102,8 @@ class TierWriter:
 
 
 def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Residence) -> None:
-    """From slab to slab through a bounded buffer. Raises `OSError` and `Corrupted`."""
+    """From slab to slab through a bounded buffer. Raises `Corrupted` where the source cannot be read,
+    `OSError` where the target cannot be written."""
     strides = source.strides
     frame_bytes_max = max(stride for stride, _ in strides.runs)
     bounce = memoryview(mmap.mmap(-1, min(max(_BOUNCE_BYTES, frame_bytes_max), strides.size_bytes)))
@@ -104,6 +112,9 @@ def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Res
         stop = strides.stop_within(first, _BOUNCE_BYTES)
         ends = list(accumulate(strides.each[first:stop], initial=0))
         frames = [bounce[start:end] for start, end in pairwise(ends)]
-        tier.read(source, first, frames)
+        try:
+            tier.read(source, first, frames)
+        except OSError as error:
+            raise Corrupted(f"a chunk cannot be read ({error})") from error
         other.write(target, frames, first)
         first = stop

@@ -83,6 +83,7 @@ class WriteBack:
 
     def _write_once(self, jobs: Sequence[WriteJob]) -> KintsugiError | None:
         """Write a batch and have it committed; the disk's failures end with the jobs, not with the thread."""
+        since = self._tier.slab.syncs_failed
         try:
             self._tier.bury()
             placed = self._write_frames([job for job in jobs if not job.entry.gone])
@@ -94,7 +95,7 @@ class WriteBack:
                 self._end(job, None)
         self._wait_until_committed()
         if placed:
-            self._committing = self._committer.submit(self._commit, placed)
+            self._committing = self._committer.submit(self._commit, placed, since)
         else:
             self._tier.failure = ""
         return None
@@ -115,10 +116,10 @@ class WriteBack:
             raise
         return placed
 
-    def _commit(self, placed: Sequence[_Placed]) -> KintsugiError | None:
-        """Sync, name in the catalog, end the jobs. In the committer's thread."""
+    def _commit(self, placed: Sequence[_Placed], since: int) -> KintsugiError | None:
+        """Sync, name in the catalog, end the jobs. In the committer's thread. `since`: as in `Slab.sync`."""
         try:
-            self._writer.sync_and_commit([(job.entry, target) for job, target in placed])
+            self._writer.sync_and_commit([(job.entry, target) for job, target in placed], since)
         except (OSError, lmdb.Error) as error:
             self._give_back(placed)
             return self._fail_jobs([job for job, _ in placed], error)

@@ -1,0 +1,34 @@
+"""Files and folders that survive a power loss. A new file is safe only once its folder was synced, too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents; all of them survive a power loss. Raises `OSError`."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power loss. Raises `OSError`."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_durably(file: Path, data: bytes) -> None:
+    """Replace `file` whole or not at all, across a crash and a power loss. Raises `OSError`."""
+    fresh = file.with_suffix(".new")
+    with open(fresh, "wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(fresh, file)
+    sync_folder(file.parent)

@@ -1,0 +1,189 @@
+"""The thread of a shard that sends chunks to other shards of its map which should hold them and do not.
+
+One mechanism repairs everything: a shard that joined, one that took over from a dead one, one that was away
+while a chunk was put, and one whose scrubber found a damaged copy and dropped it. Nothing is evicted for a
+copy, a chunk that was deleted lately is not taken, and the rate is bounded, because requests share the
+network and the disks. A shard that owns all its chunks alone asks nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from kintsugi.core.errors import Corrupted, KintsugiError, Unavailable
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.protocol import wire
+from kintsugi.store.replication.decisions import owners_of, receivers_of
+from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.reading import HeldChunk
+from kintsugi.store.shard.shard import Shard
+
+log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+ROUND_S = 60.0
+"""Time from the end of one round over all chunks to the next, while the map stays the same."""
+SETTLE_S = 30.0
+"""A shard that restarts is back within this time: its chunks are not copied elsewhere meanwhile."""
+COPY_BYTES_PER_S = 64 << 20
+
+
+class Replicator:
+    """Runs `turn` every `turn_s` until `stop`. If its thread dies, the shard fails."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        directory: ShardDirectory,
+        options: GrpcOptions | None = None,
+        bytes_per_s: float = COPY_BYTES_PER_S,
+        turn_s: float = TURN_S,
+        settle_s: float = SETTLE_S,
+        round_s: float = ROUND_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes the directory over: `stop` closes it."""
+        self.sent_chunks = 0
+        """Chunks that another shard took."""
+        self._shard = shard
+        self._directory = directory
+        self._options = options
+        self._bytes_per_turn = bytes_per_s * turn_s
+        self._turn_s, self._settle_s, self._round_s = turn_s, settle_s, round_s
+        self._clock = clock
+        self._budget_bytes = 0.0
+        self._peers: dict[ShardAddress, GrpcStore] = {}
+        self._members: tuple[tuple[ShardAddress, ...], int] = ((), 0)
+        """Shards and number of replicas for which chunks are looked through."""
+        self._due_s = math.inf
+        """When the next round begins."""
+        self._round: Iterator[None] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kintsugi-copies", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the copy under way by closing its connection."""
+        self._stop.set()
+        self._directory.close()
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._turn_s):
+                self.turn()
+        except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
+            if not self._stop.is_set():
+                self._shard.table.fail(error)
+
+    def turn(self) -> None:
+        """Go on with the round, or begin one that is due."""
+        try:
+            shards = self._directory.current()
+        except Unavailable:
+            return
+        self._schedule(shards)
+        if self._round is None and self._clock() >= self._due_s:
+            self._close_peers_except(shards)
+            self._round = self._look_through(shards)
+        self._budget_bytes = min(self._budget_bytes + self._bytes_per_turn, self._bytes_per_turn)
+        while self._round is not None and self._budget_bytes > 0 and not self._stop.is_set():
+            if next(self._round, self) is self:
+                self._round = None
+                self._due_s = self._clock() + self._round_s
+
+    def _schedule(self, shards: ShardMap) -> None:
+        """Abandon the round if the shards are others now, and wait until they settle."""
+        members = (shards.shards, shards.replicas)
+        if members != self._members:
+            self._members, self._round = members, None
+            self._due_s = self._clock() + self._settle_s
+
+    def _close_peers_except(self, shards: ShardMap) -> None:
+        for address in [address for address in self._peers if address not in shards.shards]:
+            self._peers.pop(address).close()
+
+    def _peer(self, address: ShardAddress) -> GrpcStore:
+        if address not in self._peers:
+            self._peers[address] = GrpcStore(address.address, self._options)
+        return self._peers[address]
+
+    def _look_through(self, shards: ShardMap) -> Iterator[None]:
+        """One round over all chunks; yields after each page and after each chunk that was sent."""
+        me = self._shard.shard_id
+        pages: defaultdict[str, list[ChunkEntry]] = defaultdict(list)
+        for entry in self._shard.table.entries():
+            owners = owners_of(shards, entry.manifest.key)
+            if [owner.shard_id for owner in owners] == [me]:
+                continue
+            page = pages[entry.manifest.namespace]
+            page.append(entry)
+            if len(page) == wire.LOOKUP_KEYS_BATCH:
+                yield from self._send_page(shards, pages.pop(entry.manifest.namespace))
+        for page in pages.values():
+            yield from self._send_page(shards, page)
+
+    def _send_page(self, shards: ShardMap, page: Sequence[ChunkEntry]) -> Iterator[None]:
+        """Ask the owners of some chunks of one namespace what they lack, and send it."""
+        asked: defaultdict[ShardAddress, list[ChunkKey]] = defaultdict(list)
+        owners = {entry.manifest.key: owners_of(shards, entry.manifest.key) for entry in page}
+        for key, ranked in owners.items():
+            for owner in ranked:
+                if owner.shard_id != self._shard.shard_id:
+                    asked[owner].append(key)
+        holders: defaultdict[ChunkKey, set[ShardAddress]] = defaultdict(set)
+        room_bytes: dict[ShardAddress, int] = {}
+        for owner, keys in asked.items():
+            with suppress(KintsugiError):
+                peeked = self._peer(owner).peek(page[0].manifest.namespace, keys)
+                room_bytes[owner] = peeked.room_bytes
+                for key, held in zip(keys, peeked.held, strict=True):
+                    if held:
+                        holders[key].add(owner)
+        yield
+        silent = asked.keys() - room_bytes.keys()
+        for entry in page:
+            key, size = entry.manifest.key, entry.manifest.chunk_bytes
+            for receiver in receivers_of(owners[key], self._shard.shard_id, holders[key], silent):
+                if size <= room_bytes[receiver]:
+                    room_bytes[receiver] -= size
+                    self._budget_bytes -= size
+                    self._send(entry, receiver)
+                    yield
+
+    def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
+        """Send a chunk, unless it left meanwhile. A failure is logged: the next round tries again."""
+        manifest = entry.manifest
+        opened = self._shard.table.open_copies(entry.address)
+        if opened is None:
+            return
+        current, reading = opened
+        try:
+            if (held := next(iter(reading.chunks), None)) is None:
+                return  # its only copy is on its way to another tier
+            ttl_s = max(0.001, current.expires_at_s - time.time()) if current.expires_at_s < math.inf else 0.0
+            frames = [_frame(held, layer) for layer in range(manifest.layout.num_layers)]
+            self.sent_chunks += self._peer(receiver).put_copy(manifest, frames, current.recompute_ms, ttl_s)
+        except Corrupted as error:
+            log.error("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
+            self._shard.verify(manifest.namespace, [manifest.key])
+        except KintsugiError as error:
+            log.warning("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
+        finally:
+            self._shard.close_reading(reading)
+
+
+def _frame(held: HeldChunk, layer: int) -> memoryview:
+    return held.frame(layer) if held.in_ram else held.read(layer)
