@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from kintsugi.core.access import Caller, Verb
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import Access, Caller, open_access
 from kintsugi.gateway.answers import AnswerPipeline
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import FillConfig, Filler
@@ -34,6 +34,7 @@ from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
 from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -203,7 +204,7 @@ class Gateway:
         wait: bool = True,
     ) -> list[Put]:
         """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.PUT)
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
         info = await self.spaces.info()
@@ -238,7 +239,7 @@ class Gateway:
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.LIST)
         (tier,), (manifest,) = await self._store.run(
             lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
         )
@@ -249,7 +250,7 @@ class Gateway:
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
         """Deletes every copy of a chunk and forgets its tokens; whether the store had any. Raises
         `Unavailable` if a shard that may hold some does not answer."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.DELETE)
         self._check_writable("chunks cannot be deleted")
         try:
             tokens = await asyncio.to_thread(self.known.token_ids, namespace, key)
@@ -263,7 +264,7 @@ class Gateway:
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
         """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.LIST)
         self._check_count("page_size", limit, self.limits.chunks_max)
         manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
         return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
@@ -271,8 +272,9 @@ class Gateway:
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
-        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming."""
-        caller.authorize(namespace)
+        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
+        a caller who may not know what the store holds."""
+        caller.authorize(namespace, Verb.GENERATE)
         self._check_count("segments", len(segments), self.limits.segments_max)
         space = await self.spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
@@ -280,7 +282,7 @@ class Gateway:
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
         accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
         await self._resolver.learn(space, segments, pieces)
-        return keys, accepted
+        return keys, accepted if caller.may(Verb.LIST) else 0
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""

@@ -6,15 +6,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kintsugi.core.access import Caller, parse_bearer
 from kintsugi.core.errors import KintsugiError
-from kintsugi.gateway.access import Access, Caller
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
+from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
 
 log = logging.getLogger("kintsugi.gateway")
@@ -27,12 +28,6 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 def choose_request_id(given: str = "") -> str:
     """The caller's id if it is 1 to 128 letters, digits, dots, dashes and underscores, or else a new one."""
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def parse_bearer(header: str | None) -> str | None:
-    """The token in `Bearer TOKEN`; None for anything else."""
-    scheme, _, token = (header or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
 
 
 @dataclass
@@ -60,9 +55,9 @@ class ServedRequest:
         """W3C trace headers."""
         return {name: self.headers[name] for name in TRACE_HEADERS if name in self.headers}
 
-    def authenticate(self, access: Access) -> Caller:
-        """Raises `Unauthenticated`."""
-        return access.caller(parse_bearer(self.headers.get("authorization")))
+    def authenticate(self, access: Access, identities: Collection[str] = ()) -> Caller:
+        """``identities``: those of the connection's client certificate. Raises `Unauthenticated`."""
+        return access.caller(parse_bearer(self.headers.get("authorization")), identities)
 
     @contextmanager
     def record(self, status_of: Callable[[BaseException], str | int]) -> Iterator[None]:

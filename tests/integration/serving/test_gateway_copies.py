@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kintsugi.core.access import ANYONE
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client
 from tests.integration.serving.gateways import Running, Setup, running

@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from kintsugi.core import deploy
+from kintsugi.core.access import AccessDocument as TokensFile
 from kintsugi.engine.local import FORCING, transfer_config
-from kintsugi.gateway.access import _File as TokensFile
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client import registry
 from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery

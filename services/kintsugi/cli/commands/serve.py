@@ -29,12 +29,13 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.gateway.access import check_exposure, open_access
+from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.service import DeploymentProgress, Service, start_ray
+from kintsugi.store.protocol.access import open_access
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0

@@ -18,10 +18,11 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
+from kintsugi.core.access import Caller, parse_bearer
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.gateway.access import Caller, check_exposure
+from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
@@ -29,9 +30,10 @@ from kintsugi.gateway.fronts.limits import ByteBudget
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
-from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
+from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.store.protocol.access import identities_of_call
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
@@ -79,13 +81,19 @@ class KintsugiService:
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answer(data: bytes, context: Any) -> Any:
             async with self.serve(method, context) as (served, _):
-                caller = served.authenticate(self.gateway.access)
+                caller = self._authenticate(served, context)
                 with self._budget.reserve(len(data)):
                     request = _parse_message(message, data)
                     served.namespace = request.namespace
                     return await handler(caller, request)
 
         return answer
+
+    def _authenticate(self, served: ServedRequest, context: Any) -> Caller:
+        """Raises `Unauthenticated`."""
+        access = self.gateway.access
+        identities = identities_of_call(context) if access.has_certificates else ()
+        return served.authenticate(access, identities)
 
     @asynccontextmanager
     async def serve(
@@ -109,7 +117,7 @@ class KintsugiService:
     async def _generate(self, data: bytes, context: Any) -> None:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
         async with self.serve("Generate", context) as (served, announced):
-            caller = served.authenticate(self.gateway.access)
+            caller = self._authenticate(served, context)
             with self._budget.reserve(len(data)):
                 request = _parse_message(pb.GenerateRequest, data)
                 served.namespace = request.namespace
@@ -207,10 +215,16 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
     Kubernetes' probes have no token and may check the health; everything else needs one, because health
-    watches and reflection streams can hold a place among the concurrent requests forever.
+    watches and reflection streams can hold a place among the concurrent requests forever. A client
+    certificate is seen only with the call itself, so a caller who shows one instead of a token is identified
+    by the handler: the authority of the TLS files has vouched for it by then.
     """
 
-    def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
+    def __init__(
+        self, gateway: Gateway, service: KintsugiService, health: Any, asks_certificates: bool
+    ) -> None:
+        """``asks_certificates``: every connection has shown a certificate."""
+        self._asks_certificates = asks_certificates
         self._gateway = gateway
         self._service = service
         self._health = health
@@ -219,9 +233,12 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return handler
+        access = self._gateway.access
+        token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
+        if not token and self._asks_certificates and access.has_certificates and _is_ours(details.method):
+            return handler
         try:
-            token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
-            self._gateway.access.caller(token)
+            access.caller(token)
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
                 return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
@@ -234,13 +251,17 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _refuse_path(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
         async def refuse(requests: Any, context: Any) -> None:
-            _, service, method = path.split("/")
-            if service != SERVICE:
+            if not _is_ours(path):
                 await abort_call(context, error)
-            async with self._service.serve(method, context):
+            async with self._service.serve(path.rpartition("/")[2], context):
                 raise error
 
         return refuse
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an RPC is one of the service `Kintsugi`, whose handlers authenticate."""
+    return path.startswith(f"/{SERVICE}/")
 
 
 def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
@@ -292,8 +313,9 @@ class GatewayServer:
         """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         service, self._watched = KintsugiService(self.gateway), _Health()
+        asks_certificates = self._tls is not None and self._tls.ca is not None
         self._server = grpc.aio.server(
-            interceptors=(_Guard(self.gateway, service, self._watched),),
+            interceptors=(_Guard(self.gateway, service, self._watched, asks_certificates),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from kintsugi.core.access import ANYONE
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import accounting_in
