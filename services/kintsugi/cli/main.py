@@ -14,8 +14,8 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
-from kintsugi.core.access import Verb
 from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.callers import Verb
 
 EXIT_CODES = (
     "Exit codes: 0 success · 1 unexpected failure · 2 bad input · 3 not blendable, or the self-test failed · "

@@ -197,6 +197,9 @@ class ServeTask:
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port of the gateway; 0: any free.")] = None
     http_port: Annotated[int | None, typer.Option(help="HTTP port of the gateway; 0: any free.")] = None
     tokens_file: Annotated[Path | None, typer.Option(help="Token file; see kintsugi token.")] = None
+    audit_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the audit logs of gateway and shards.")
+    ] = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Annotated[

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.access import Grant, Verb
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.store.protocol.access import parse_document, read_values, token_digest
+from kintsugi.store.protocol.callers import Grant, Verb
 from kintsugi.store.protocol.tls import is_loopback
 
 TOKEN_PREFIX = "kg_"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from kintsugi.core.access import Caller, Verb
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
@@ -35,6 +34,8 @@ from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import Access, open_access
+from kintsugi.store.protocol.audit import AuditLog, open_audit
+from kintsugi.store.protocol.callers import Caller, Verb
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -105,6 +106,7 @@ class Gateway:
         documents: DocumentIndex | None = None,
         detokenize: Detokenize | None = None,
         access: Access | None = None,
+        audit: AuditLog | None = None,
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
         read_only: bool = False,
@@ -115,10 +117,12 @@ class Gateway:
         """``tokenize`` gives a text's ids without special tokens; the longest token has ``token_chars_max``
         characters. With ``detokenize`` the texts of ``documents`` are found in messages. ``fill`` None:
         misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
-        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted."""
+        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted. ``audit`` is closed with
+        the gateway; None: nothing is audited."""
         self.backend = backend
         self._store = ThreadedStore(store)
         self.access = access or Access()
+        self.audit = audit
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority
@@ -152,6 +156,11 @@ class Gateway:
                 "fill_queue_chunks", "Missed chunks that wait to be filled", lambda: len(queue)
             )
         self.answers = AnswerPipeline(backend, self._filler)
+        self.metrics.add_gauge(
+            "audit_lines_lost",
+            "Lines of the audit log that could not be written",
+            lambda: 0 if audit is None else audit.lines_lost,
+        )
         self.metrics.add_gauge("active_requests", "Answers under way", lambda: self.answers.under_way)
         self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
 
@@ -181,6 +190,7 @@ class Gateway:
             documents=documents,
             detokenize=chunker.text_of,
             access=open_access(spec.tokens_file),
+            audit=open_audit(spec.audit_dir, "gateway"),
             fill=FillConfig() if spec.fill_on_miss == "background" else None,
             read_only=spec.read_only,
             allow_negative_priority=spec.overtaking,
@@ -304,6 +314,8 @@ class Gateway:
         await asyncio.to_thread(self.known.close)
         if self._documents is not None:
             self._documents.close()
+        if self.audit is not None:
+            self.audit.close()
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

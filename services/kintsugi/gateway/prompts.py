@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kintsugi.core.access import Caller, Verb
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
@@ -21,6 +20,7 @@ from kintsugi.gateway.requests import choose_request_id
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.gateway.tracing import TraceSpan, span, without_times
+from kintsugi.store.protocol.callers import Caller, Verb
 
 MAX_TOKENS_DEFAULT = 16
 """vLLM's."""

@@ -18,7 +18,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kintsugi.core.access import ANYONE
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
@@ -40,6 +39,7 @@ from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
 from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kintsugi.core.access import ANYONE
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client
+from kintsugi.store.protocol.callers import ANYONE
 from tests.integration.serving.gateways import Running, Setup, running
 
 NAMESPACE = "tenant"

@@ -14,15 +14,17 @@ import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kintsugi.core.access import Verb
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
+from kintsugi.gateway.requests import METHOD_VERBS
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.transport import ClientOptions
 from kintsugi.store.protocol import access
 from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.audit import AuditLog
+from kintsugi.store.protocol.callers import Verb
 from tests.authority import Authority
 from tests.integration.serving.gateways import Running, Setup, running
 
@@ -102,6 +104,36 @@ def test_a_revoked_token_is_refused_without_a_restart(served: Served) -> None:
         revoke_grant(served.file, "put")
         with pytest.raises(Unauthenticated, match="revoked"):
             client.put_chunks(["another chunk"])
+
+
+def test_the_audit_log_says_who_did_what(tmp_path: Path) -> None:
+    assert {name: verb for name, (verb, _) in CALLS.items()}.items() <= METHOD_VERBS.items()
+    file = tmp_path / "tokens.json"
+    token, grant = new_token("search", ["docs"], [Verb.PUT, Verb.GENERATE])
+    add_grant(file, grant)
+    more = {"access": TokenFile(file), "audit": AuditLog(tmp_path / "audit", "gateway")}
+    with running(Setup(gateway=more)) as gateway:
+        with Client(gateway.address, "docs", token=token) as client:
+            (put,) = client.put_chunks(["a chunk"])
+            answer = client.generate(["a chunk"], "why?")
+            with pytest.raises(PermissionDenied):
+                client.delete_chunk(put.key)
+        with Client(gateway.address, "docs") as client, pytest.raises(Unauthenticated):
+            client.tokenize(["a chunk"])
+    lines = [json.loads(line) for line in (tmp_path / "audit/gateway.jsonl").read_text().splitlines()]
+    told = [
+        (line["caller"], line["verb"], line["method"], line["namespace"], line["keys"], line["result"])
+        for line in lines
+    ]
+    assert told == [
+        ("search", "put", "PutChunks", "docs", [put.key], "OK"),
+        ("search", "generate", "Generate", "docs", [put.key], "OK"),
+        ("search", "delete", "DeleteChunk", "docs", [put.key], "PERMISSION_DENIED"),
+        ("", None, "Tokenize", "", [], "UNAUTHENTICATED"),
+    ]
+    assert lines[1]["request_id"] == answer.request_id
+    assert "lacks the verb 'delete'" in lines[2]["error"]
+    assert not any("a chunk" in json.dumps(line) or "why?" in json.dumps(line) for line in lines)
 
 
 def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.access import ANYONE, Caller, Verb, check_namespace_pattern
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unauthenticated, UnknownField
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
 from kintsugi.store.protocol import access
 from kintsugi.store.protocol.access import TokenFile, identities_of_certificate, open_access, read_document
+from kintsugi.store.protocol.callers import ANYONE, Caller, Verb, check_namespace_pattern
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
-from kintsugi.core.access import ANYONE
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest
@@ -22,6 +21,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubBackend
 from tests.recorded_spans import recorded
 

@@ -17,11 +17,11 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from kintsugi.core import deploy
-from kintsugi.core.access import AccessDocument as TokensFile
 from kintsugi.engine.local import FORCING, transfer_config
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client import registry
 from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
+from kintsugi.store.protocol.callers import AccessDocument as TokensFile
 from tests.unit.surface.python_api import fields_of
 
 REPOSITORY = Path(__file__).parents[3]

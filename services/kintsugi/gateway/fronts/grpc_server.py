@@ -18,7 +18,6 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
-from kintsugi.core.access import Caller, parse_bearer
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
@@ -34,6 +33,7 @@ from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import identities_of_call
+from kintsugi.store.protocol.callers import Caller, parse_bearer
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
@@ -45,6 +45,8 @@ HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
 """Time in which answers under way may end before they are cancelled."""
 PAGE_DEFAULT = 100
+KEY_CHARS = 64
+"""Length of a chunk key in hexadecimal."""
 
 
 class KintsugiService:
@@ -85,7 +87,10 @@ class KintsugiService:
                 with self._budget.reserve(len(data)):
                     request = _parse_message(message, data)
                     served.namespace = request.namespace
-                    return await handler(caller, request)
+                    served.keys = _find_keys(request)
+                    response = await handler(caller, request)
+                    served.keys = served.keys or _find_keys(response)
+                    return response
 
         return answer
 
@@ -102,7 +107,7 @@ class KintsugiService:
         """Serves one call; the task sends its initial metadata, which go before everything else. An error
         that the block raises becomes the call's status."""
         metadata = _texts(context.invocation_metadata())
-        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK")
+        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK", audit=self.gateway.audit)
         announcement = context.send_initial_metadata(((REQUEST_ID, served.request_id),))
         try:
             with served.record(grpc_status_of):
@@ -125,8 +130,9 @@ class KintsugiService:
                 async with (
                     aclosing(self.gateway.generate(caller, call)) as events,
                     # The engine is asked while the first message is on its way.
-                    _run_beside(_write_first(context, announced, await anext(events))) as first,
+                    _run_beside(_write_first(context, announced, resolved := await anext(events))) as first,
                 ):
+                    served.keys = _find_keys(resolved)
                     async for event in events:
                         await first
                         await context.write(wire.event_to_wire(event))
@@ -190,6 +196,20 @@ async def _run_beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]
     finally:
         await asyncio.gather(task, return_exceptions=True)
     await task
+
+
+def _find_keys(message: Any) -> list[str]:
+    """The chunks that a request names, or the answer to a put or a prompt; hexadecimal."""
+    match message:
+        case pb.GetChunkRequest() | pb.DeleteChunkRequest():
+            return [message.key[:KEY_CHARS]]
+        case pb.PutChunkResponse():
+            return [message.result.key]
+        case pb.PutChunksResponse():
+            return [result.key for result in message.results]
+        case Resolved():
+            return [span.key.hex for span in message.segments if span.key is not None]
+    return []
 
 
 def _serialize_message(message: Any) -> bytes:

@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kintsugi.core.access import Caller, Verb, parse_bearer
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
@@ -31,6 +30,7 @@ from kintsugi.gateway.fronts.openai_server import identities_of_scope
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
 
 SEARCH_INLINE_BYTES = 1 << 16
 """Larger bodies are parsed and searched for known chunks on a thread: it takes milliseconds."""
@@ -116,7 +116,9 @@ class _Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         metrics = self._gateway.metrics
-        served = ServedRequest(request.url.path, request.headers, metrics.http, 200)
+        served = ServedRequest(
+            request.url.path, request.headers, metrics.http, 200, audit=self._gateway.audit
+        )
         reply = _Reply(served, send)
         try:
             with metrics.http_in_flight.track_inprogress(), served.record(http_status_of):

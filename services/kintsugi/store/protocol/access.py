@@ -7,7 +7,7 @@ The file is JSON:
      "certificates": [{"name": "corpus", "subject": "CN=corpus-worker", "namespaces": ["docs/*"],
                        "verbs": ["put", "generate"]}]}
 
-`verbs`, `expires`, `revoked` and `certificates` may be left out (`core.access`). Tokens are 256 random bits
+`verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). Tokens are 256 random bits
 made by `gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by
 guessing, so a slow password hash would only cost every request milliseconds. The token itself is shown once
 and stored nowhere.
@@ -25,14 +25,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.access import ANYONE, AccessDocument, Caller
 from kintsugi.core.errors import InvalidField, Unauthenticated
 from kintsugi.core.schema import load
+from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
 
 log = logging.getLogger(__name__)
 
 ENTRIES_MAX = 1_000
-"""Of tokens and of certificates. Each request is compared with every token: measured as 0.06 ms."""
+"""Maximum number of tokens, and of certificates. Each request is compared with every token: measured as
+0.06 ms."""
 FILE_BYTES_MAX = 8 << 20
 FILE_CHECK_S = 1.0
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from kintsugi.core.access import ANYONE
 from kintsugi.core.deploy import GatewaySpec, OpenAISpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.prompt import Domain, LengthRange
@@ -29,6 +28,7 @@ from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_RE
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.callers import ANYONE
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier

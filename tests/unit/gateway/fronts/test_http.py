@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from kintsugi.core import errors
-from kintsugi.core.access import Caller
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
@@ -29,6 +28,7 @@ from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import Caller
 from kintsugi.store.protocol.tls import TlsFiles
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.integration.store.test_tls import issue

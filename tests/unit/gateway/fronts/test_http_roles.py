@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from kintsugi.core import errors
-from kintsugi.core.access import Caller, Verb
 from kintsugi.core.exchange import CHAT_PATH
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import without_stored_in
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.store.protocol.access import Access, TokenFile
+from kintsugi.store.protocol.audit import AuditLog
+from kintsugi.store.protocol.callers import Caller, Verb
 from tests.authority import Authority
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run, scripted
@@ -148,3 +149,23 @@ def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:
 def test_a_piece_that_cannot_be_read_is_left_out() -> None:
     assert without_stored_in(b'data: {"kintsugi": ') == b""
     assert without_stored_in(b"data: [DONE]") == b"data: [DONE]"
+
+
+def test_the_audit_log_says_who_asked_over_http(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, "gateway")
+
+    async def body() -> None:
+        async with client(ScriptedBackend(), Roles(), audit=log) as caller:
+            for token in ("generate", "list"):
+                await caller.post(CHAT_PATH, json=CHAT, headers={**bearing(token), "x-request-id": token})
+            await caller.post(CHAT_PATH, json=CHAT)
+
+    run(body)
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    told = [(line["caller"], line["verb"], line["namespace"], line["result"]) for line in lines]
+    assert told == [
+        ("someone", "generate", "acme", "200"),
+        ("someone", "generate", "acme", "403"),
+        ("", "generate", "", "401"),
+    ]
+    assert [line["request_id"] for line in lines[:2]] == ["generate", "list"]

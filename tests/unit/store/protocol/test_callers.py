@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.access import (
+from kintsugi.core.errors import InvalidField, PermissionDenied
+from kintsugi.core.schema import load
+from kintsugi.store.protocol.callers import (
     ANYONE,
     TENANT_VERBS,
     AccessDocument,
@@ -15,8 +17,6 @@ from kintsugi.core.access import (
     Verb,
     parse_time_s,
 )
-from kintsugi.core.errors import InvalidField, PermissionDenied
-from kintsugi.core.schema import load
 
 HASH = "0" * 64
 

@@ -1,6 +1,6 @@
 """Who may do what: callers, the verbs and namespaces that they are granted, and the entries of a tokens file.
 
-Pure. `store.protocol.access` reads the file and finds out who calls.
+Pure. `access` reads the file and finds out who calls.
 """
 
 from __future__ import annotations
