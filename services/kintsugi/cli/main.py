@@ -15,6 +15,8 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.callers import Verb
 
 EXIT_CODES = (
     "Exit codes: 0 success · 1 unexpected failure · 2 bad input · 3 not blendable, or the self-test failed · "
@@ -89,21 +91,43 @@ def evaluate(screen: Screen, task: EvaluateTask) -> int | None:
 def token(
     screen: Screen,
     name: Annotated[str, typer.Argument(help="Name of the caller, for logs and for revoking the token.")],
+    *,
     namespace: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option("--namespace", "-n", help="Namespace that it may use, or a prefix and *; repeat."),
-    ],
+    ] = None,
     file: Annotated[Path, typer.Option(help="The gateway's token file; created if missing.")],
+    verb: Annotated[
+        list[Verb] | None,
+        typer.Option(help="What it may do; repeat. Default: generate, put, delete and list."),
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="When it stops to be accepted, such as 2027-01-31T12:00:00Z.")
+    ] = None,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Revoke the token of this name instead.")] = False,
 ) -> None:
     """Create a bearer token for a gateway. It is printed once; the file stores its hash."""
-    from kintsugi.gateway.access import add_grant, new_token
+    from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 
-    text, grant = new_token(name, namespace)
+    if revoke:
+        if namespace or verb or expires:
+            raise InvalidField("revoke", "stands alone: leave out --namespace, --verb and --expires")
+        revoke_grant(file, name)
+        screen.show(
+            {"name": name, "revoked": True, "file": str(file)},
+            lambda console: console.print(f"the token of {name} is revoked", highlight=False, markup=False),
+        )
+        return
+    if not namespace:
+        raise InvalidField("namespace", "is mandatory: name what the token may use with --namespace")
+    text, grant = new_token(name, namespace, verb, expires)
     add_grant(file, grant)
-    screen.show(
-        {"token": text, "name": name, "namespaces": namespace, "file": str(file)},
-        lambda console: console.print(text, highlight=False, soft_wrap=True, markup=False),
-    )
+    document = {"token": text, "name": name, "namespaces": namespace, "file": str(file)}
+    if verb:
+        document["verbs"] = list(verb)
+    if expires:
+        document["expires"] = expires
+    screen.show(document, lambda console: console.print(text, highlight=False, soft_wrap=True, markup=False))
     screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
 
 

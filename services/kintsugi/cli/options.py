@@ -200,6 +200,9 @@ class ServeTask:
     keys_file: Annotated[
         Path | None, typer.Option(help="Key file of encrypted namespaces; see kintsugi keys.")
     ] = None
+    audit_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the audit logs of gateway and shards.")
+    ] = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Annotated[

@@ -198,6 +198,13 @@ class StoreSpec(StoreSettings):
     """The name that all shards' certificates are for; empty: the address that each is called by."""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
+    tokens_file: str = ""
+    """JSON file of hashed bearer tokens and of client certificates, with what each may do on a shard. Empty:
+    whoever connects may do everything."""
+    token_file: str = ""
+    """File with the token that engines and gateways show to shards."""
+    audit_dir: str = ""
+    """Folder of the shards' audit logs; empty: none are written."""
     share_arena: bool = True
     """Let engines on a shard's host read its RAM directly; otherwise chunks travel over gRPC there, too."""
     drain_s: float = setting(60.0, minimum=0)
@@ -239,6 +246,8 @@ class GatewaySpec(GatewaySettings):
     tls_client_ca: str = ""
     insecure: bool = False
     """Listen beyond loopback without tokens."""
+    audit_dir: str = ""
+    """Folder of the gateway's audit log; empty: none is written."""
     data_dir: str = ""
     """Folder for the chunk texts that the gateway knows; empty: it forgets them when it stops."""
     ledger: str = ""
@@ -266,6 +275,12 @@ class ServiceSpec(Settings):
             raise InvalidField("store.data_dir", "is needed with tiers: it holds the shards' identities")
         if len({bool(file) for file in (store.tls_ca, store.tls_cert, store.tls_key)}) > 1:
             raise InvalidField("store.tls", "give tls_ca, tls_cert and tls_key together")
+        if store.tokens_file and not (store.token_file or store.tls_ca):
+            raise InvalidField(
+                "store.token_file",
+                "is needed with tokens_file, unless engines and gateways show a certificate: name the file "
+                "with their token",
+            )
         if bool(gateway.tls_cert) != bool(gateway.tls_key):
             raise InvalidField("gateway.tls", "give tls_cert and tls_key together")
 
@@ -309,7 +324,7 @@ def serve_config(
     }
 
 
-_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file")
+_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file", "token_file")
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
@@ -380,9 +395,8 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
     """The URL by which engines and clients know the shards, with the head node's address as ``host``."""
-    given = {"keys": store.keys_file}
-    if store.tls_ca:
-        given = {name: getattr(store, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")} | given
+    tls = ("tls_ca", "tls_cert", "tls_key", "tls_name") if store.tls_ca else ()
+    given = {name: getattr(store, name) for name in (*tls, "token_file")} | {"keys": store.keys_file}
     query = urlencode({name: value for name, value in given.items() if value}, safe="/")
     host = host or store.host
     return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{'?' * bool(query)}{query}"

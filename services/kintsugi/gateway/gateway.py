@@ -19,7 +19,6 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import Access, Caller, open_access
 from kintsugi.gateway.answers import AnswerPipeline
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
@@ -35,6 +34,9 @@ from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
 from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.access import Access, open_access
+from kintsugi.store.protocol.audit import AuditLog, open_audit
+from kintsugi.store.protocol.callers import Caller, Verb
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -105,6 +107,7 @@ class Gateway:
         documents: DocumentIndex | None = None,
         detokenize: Detokenize | None = None,
         access: Access | None = None,
+        audit: AuditLog | None = None,
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
         read_only: bool = False,
@@ -115,10 +118,12 @@ class Gateway:
         """``tokenize`` gives a text's ids without special tokens; the longest token has ``token_chars_max``
         characters. With ``detokenize`` the texts of ``documents`` are found in messages. ``fill`` None:
         misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
-        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted."""
+        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted. ``audit`` is closed with
+        the gateway; None: nothing is audited."""
         self.backend = backend
         self._store = ThreadedStore(store)
         self.access = access or Access()
+        self.audit = audit
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority
@@ -156,6 +161,11 @@ class Gateway:
         )
         self._eraser = Eraser(self._store, self._copies, remembered)
         self.answers = AnswerPipeline(backend, self._filler)
+        self.metrics.add_gauge(
+            "audit_lines_lost",
+            "Lines of the audit log that could not be written",
+            lambda: 0 if audit is None else audit.lines_lost,
+        )
         self.metrics.add_gauge("active_requests", "Answers under way", lambda: self.answers.under_way)
         self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
 
@@ -185,6 +195,7 @@ class Gateway:
             documents=documents,
             detokenize=chunker.text_of,
             access=open_access(spec.tokens_file),
+            audit=open_audit(spec.audit_dir, "gateway"),
             fill=FillConfig() if spec.fill_on_miss == "background" else None,
             read_only=spec.read_only,
             allow_negative_priority=spec.overtaking,
@@ -214,7 +225,7 @@ class Gateway:
         wait: bool = True,
     ) -> list[Put]:
         """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.PUT)
         self._check_writable("chunks cannot be put")
         self._check_count("chunks", len(chunks), self.limits.chunks_max)
         info = await self.spaces.info()
@@ -249,7 +260,7 @@ class Gateway:
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.LIST)
         (tier,), (manifest,) = await self._store.run(
             lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
         )
@@ -260,7 +271,7 @@ class Gateway:
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> Receipt:
         """Erases every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold some
         does not answer."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.DELETE)
         self._check_writable("chunks cannot be deleted")
         return await self._eraser.erase_chunk(namespace, key)
 
@@ -269,14 +280,14 @@ class Gateway:
     ) -> tuple[bool, Receipt]:
         """Erases a document, and the chunks that no other document has; whether it was there. Raises
         `NotFound` without a ledger, and `Unavailable`."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.DELETE)
         self._check_writable("documents cannot be deleted")
         return await self._eraser.erase_document(namespace, corpus, document_id)
 
     async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
         """Erases everything that is stored of a namespace. Raises `Unavailable` if a shard does not
         answer."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.ADMIN)
         self._check_writable("namespaces cannot be erased")
         return await self._eraser.erase_namespace(namespace)
 
@@ -284,7 +295,7 @@ class Gateway:
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
         """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
-        caller.authorize(namespace)
+        caller.authorize(namespace, Verb.LIST)
         self._check_count("page_size", limit, self.limits.chunks_max)
         manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
         return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
@@ -292,8 +303,9 @@ class Gateway:
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
-        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming."""
-        caller.authorize(namespace)
+        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
+        a caller who may not know what the store holds."""
+        caller.authorize(namespace, Verb.GENERATE)
         self._check_count("segments", len(segments), self.limits.segments_max)
         space = await self.spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
@@ -301,7 +313,7 @@ class Gateway:
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
         accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
         await self._resolver.learn(space, segments, pieces)
-        return keys, accepted
+        return keys, accepted if caller.may(Verb.LIST) else 0
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""
@@ -324,6 +336,8 @@ class Gateway:
         await asyncio.to_thread(self.known.close)
         if self._documents is not None:
             self._documents.close()
+        if self.audit is not None:
+            self.audit.close()
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -13,7 +13,6 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
-from kintsugi.gateway.access import Caller
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.recent_info import Spaces
@@ -21,6 +20,7 @@ from kintsugi.gateway.requests import choose_request_id
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.gateway.tracing import TraceSpan, span, without_times
+from kintsugi.store.protocol.callers import Caller, Verb
 
 MAX_TOKENS_DEFAULT = 16
 """vLLM's."""
@@ -151,7 +151,9 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         began_s = time.perf_counter()
-        self._caller.authorize(self.namespace)
+        self._caller.authorize(self.namespace, Verb.GENERATE)
+        if self._call.explain:
+            self._caller.require(Verb.LIST)
         with span("gateway.resolve", trace.headers()):
             self._prompt, self._request = await self._prompts.resolve(self._call)
         prompt_tokens = len(self._prompt.token_ids)
@@ -183,6 +185,8 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         if not self.wants_times:
             accounting = without_times(accounting)
         usage = last.usage or Usage(len(self._prompt.token_ids), 0, 0)
+        if not self._caller.may(Verb.LIST):  # both tell what the store holds
+            accounting, usage = {}, replace(usage, cached_tokens=0)
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:

@@ -6,33 +6,43 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.gateway.access import Access, Caller
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.audit import AuditEntry, AuditLog
+from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
 from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
 
 log = logging.getLogger("kintsugi.gateway")
 
 REQUEST_ID = "x-request-id"
 """Header or metadata key: the caller's id of a request, and ours in the answer."""
+METHOD_VERBS: Mapping[str, Verb | None] = {
+    CHAT_PATH: Verb.GENERATE,
+    COMPLETIONS_PATH: Verb.GENERATE,
+    "Generate": Verb.GENERATE,
+    "Prefetch": Verb.GENERATE,
+    "PutChunk": Verb.PUT,
+    "PutChunks": Verb.PUT,
+    "GetChunk": Verb.LIST,
+    "ListChunks": Verb.LIST,
+    "DeleteChunk": Verb.DELETE,
+    "Tokenize": None,
+}
+"""The verb that each method needs, for the audit log. None: any."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def choose_request_id(given: str = "") -> str:
     """The caller's id if it is 1 to 128 letters, digits, dots, dashes and underscores, or else a new one."""
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def parse_bearer(header: str | None) -> str | None:
-    """The token in `Bearer TOKEN`; None for anything else."""
-    scheme, _, token = (header or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
 
 
 @dataclass
@@ -46,6 +56,12 @@ class ServedRequest:
     metrics: FrontMetrics
     status: str | int
     """How it ends unless it fails: a gRPC status name or an HTTP status."""
+    audit: AuditLog | None = None
+    """Where it is written who asked for what; None: nowhere."""
+    caller: str = ""
+    """The caller's name, once that is known."""
+    keys: Sequence[str] = ()
+    """Chunks that it names, hexadecimal, for the audit log."""
     namespace: str = ""
     failure: Exception | None = None
     """Why it failed, for the log."""
@@ -60,9 +76,11 @@ class ServedRequest:
         """W3C trace headers."""
         return {name: self.headers[name] for name in TRACE_HEADERS if name in self.headers}
 
-    def authenticate(self, access: Access) -> Caller:
-        """Raises `Unauthenticated`."""
-        return access.caller(parse_bearer(self.headers.get("authorization")))
+    def authenticate(self, access: Access, identities: Collection[str] = ()) -> Caller:
+        """``identities``: those of the connection's client certificate. Raises `Unauthenticated`."""
+        caller = access.caller(parse_bearer(self.headers.get("authorization")), identities)
+        self.caller = caller.name
+        return caller
 
     @contextmanager
     def record(self, status_of: Callable[[BaseException], str | int]) -> Iterator[None]:
@@ -81,6 +99,22 @@ class ServedRequest:
             self.metrics.count_request(self.method, self.status)
             if log.isEnabledFor(logging.INFO):
                 log.info(self._line())
+            if self.audit is not None:
+                self.audit.write(self._entry())
+
+    def _entry(self) -> AuditEntry:
+        return AuditEntry(
+            self.method,
+            str(self.status),
+            self.caller,
+            METHOD_VERBS.get(self.method),
+            self.namespace[:DETAIL_CHARS_MAX],
+            self.keys,
+            self.request_id,
+            ""
+            if self.failure is None
+            else f"{type(self.failure).__name__}: {self.failure}"[:DETAIL_CHARS_MAX],
+        )
 
     def _line(self) -> RequestLine:
         ms = round((time.perf_counter() - self.began_s) * 1e3, 3)

@@ -64,6 +64,8 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
         insecure=spec.insecure,
         metrics_listen=metrics,
         not_yet=not_yet,
+        tokens_file=Path(spec.tokens_file) if spec.tokens_file else None,
+        audit_dir=Path(spec.audit_dir) if spec.audit_dir else None,
     )
     server = ShardServer(shard, format_address(spec.host, spec.port), options)
     server.start()

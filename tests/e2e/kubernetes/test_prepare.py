@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from kintsugi.gateway.access import TokenFile
+from kintsugi.store.protocol.access import TokenFile
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.controller.cluster import BLEND_SERVICE

@@ -23,11 +23,11 @@ from kintsugi.core.errors import (
     Unauthenticated,
 )
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.gateway.access import TokenFile
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client, ClientOptions
+from kintsugi.store.protocol.access import TokenFile
 from kintsugi.store.protocol.status import ERROR_METADATA
 from tests.fakes.stub_backend import StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.gateway.access import TokenFile
+from kintsugi.store.protocol.access import TokenFile
 from tests.integration.serving.gateways import Running, Setup, running, token_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -24,7 +24,6 @@ from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import recent_info
-from kintsugi.gateway.access import ANYONE, TokenFile
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
 from kintsugi.gateway.fronts.grpc_server import GatewayServer, load_gateway_tls
@@ -39,6 +38,8 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
+from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 
@@ -368,7 +369,7 @@ def test_strangers_hold_no_place(tmp_path: Path) -> None:
 SERVED = """
 import resource, sys
 from pathlib import Path
-from kintsugi.gateway.access import TokenFile
+from kintsugi.store.protocol.access import TokenFile
 from tests.integration.serving.gateways import Setup, running
 with running(Setup(gateway={"access": TokenFile(Path(sys.argv[1]))})) as gateway:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

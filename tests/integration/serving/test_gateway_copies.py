@@ -8,9 +8,9 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client
+from kintsugi.store.protocol.callers import ANYONE
 from tests.integration.serving.gateways import Running, Setup, running
 
 NAMESPACE = "tenant"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import yaml
@@ -16,17 +19,29 @@ from kintsugi.cli.commands.serve import (
     ServiceMonitor,
     build_service_spec,
     describe_progress,
+    protect_store,
     read_yaml,
 )
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.screen import Screen
-from kintsugi.core.deploy import EngineSpec, GatewaySpec, ModelSpec, Scale, ServiceSpec, TierSpec
+from kintsugi.core.deploy import (
+    EngineSpec,
+    GatewaySpec,
+    ModelSpec,
+    Scale,
+    ServiceSpec,
+    StoreSpec,
+    TierSpec,
+    directory_url,
+)
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.service import DeploymentProgress
+from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.callers import Caller, Verb
 
 
 def test_without_anything_the_bundled_model_is_served() -> None:
@@ -60,19 +75,49 @@ def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
     file.write_text("model: {path: other}\ngateway: {tokens_file: old, read_only: true, http_port: 1}\n")
     asked: list[ServeTask] = []
     monkeypatch.setattr(command, "run", lambda screen, task: asked.append(task) or ExitCode.OK)
-    options = [*("--tokens-file", "t.json"), *("--tls-cert", "c.pem"), *("--tls-key", "k.pem"), "--insecure"]
+    options = [
+        *("--tokens-file", "t.json"),
+        *("--audit-dir", "audit"),
+        *("--tls-cert", "c.pem"),
+        *("--tls-key", "k.pem"),
+        "--insecure",
+    ]
     for more in (["--config", str(file), *options], ["--read-only"]):
         assert CliRunner().invoke(app, ["serve", *more]).exit_code == 0
     first, second = (build_service_spec(task).gateway for task in asked)
     assert first == GatewaySpec(
         http_port=1,
         tokens_file=str(Path("t.json").resolve()),
+        audit_dir=str(Path("audit").resolve()),
         tls_cert=str(Path("c.pem").resolve()),
         tls_key=str(Path("k.pem").resolve()),
         insecure=True,
         read_only=True,
     )
     assert second == GatewaySpec(read_only=True)
+
+
+def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:
+    tokens = str(tmp_path / "tokens.json")
+    spec = ServiceSpec(ModelSpec("m"), gateway=GatewaySpec(tokens_file=tokens))
+    with protect_store(spec) as protected:
+        store = protected.store
+        url = directory_url(store)
+        assert parse_qs(urlsplit(url).query) == {"token_file": [store.token_file]}
+        caller = TokenFile(Path(store.tokens_file)).caller(Path(store.token_file).read_text())
+        assert caller == Caller("service", ("*",), frozenset(Verb))
+        files = [Path(store.tokens_file), Path(store.token_file)]
+        assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
+        assert stat.S_IMODE(files[0].parent.stat().st_mode) == 0o700
+        assert protected.gateway == spec.gateway
+    assert not files[0].parent.exists()
+    for own in (
+        ServiceSpec(ModelSpec("m")),
+        replace(spec, store=StoreSpec(tokens_file="mine", token_file="my-token")),
+        replace(spec, store=StoreSpec(tls_ca="ca", tls_cert="cert", tls_key="key")),
+    ):
+        with protect_store(own) as unchanged:
+            assert unchanged is own
 
 
 def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:

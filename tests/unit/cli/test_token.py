@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.core.errors import Unauthenticated
-from kintsugi.gateway.access import Caller, TokenFile
+from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.callers import Caller, Verb
 
 RUNNER = CliRunner()
 
@@ -42,3 +43,37 @@ def test_what_cannot_be_bound_is_refused(tmp_path: Path, arguments: list[str], m
     assert done.exit_code == ExitCode.BAD_INPUT
     assert message in done.stderr
     assert not (tmp_path / "tokens.json").exists()
+
+
+def test_a_token_with_verbs_and_an_end_can_be_revoked_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    made = ["token", "ingest", "-n", "docs", "--verb", "put", "--verb", "list", "--file", str(file)]
+    done = RUNNER.invoke(app, [*made, "--expires", "2999-01-31T12:00:00Z", "--json"])
+    document = json.loads(done.stdout)
+    assert document["verbs"] == ["put", "list"]
+    assert document["expires"] == "2999-01-31T12:00:00Z"
+    caller = TokenFile(file).caller(document["token"])
+    assert caller.verbs == {Verb.PUT, Verb.LIST}
+    done = RUNNER.invoke(app, ["token", "ingest", "--revoke", "--file", str(file)])
+    assert done.exit_code == ExitCode.OK
+    assert "revoked" in done.stdout
+    with pytest.raises(Unauthenticated, match="revoked"):
+        TokenFile(file).caller(document["token"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "namespace: is mandatory"),
+        (["-n", "a", "--expires", "soon"], "expires: 'soon' must be a time"),
+        (["-n", "a", "--revoke"], "revoke: stands alone"),
+        (["--revoke"], "no token named 'search'"),
+    ],
+)
+def test_what_makes_no_token_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text('{"tokens": []}')
+    done = RUNNER.invoke(app, ["token", "search", *arguments, "--file", str(file)])
+    assert done.exit_code == ExitCode.BAD_INPUT
+    assert message in done.stderr
+    assert json.loads(file.read_text()) == {"tokens": []}

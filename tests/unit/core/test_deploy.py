@@ -155,6 +155,7 @@ def test_engines_know_the_directory_alone() -> None:
     assert service_application(SMALL, elsewhere)["args"]["store_url"] == "shards://store-head:7410"
     tls = StoreSpec(host="::1", tls_ca="/a", tls_cert="/c", tls_key="/k")
     assert directory_url(tls) == "shards://[::1]:7410?tls_ca=/a&tls_cert=/c&tls_key=/k"
+    assert directory_url(StoreSpec(token_file="/t")) == "shards://127.0.0.1:7410?token_file=/t"
     named = dataclasses.replace(tls, tls_name="store")
     assert directory_url(named).endswith("&tls_key=/k&tls_name=store")
     assert directory_url(StoreSpec(), "head") == "shards://head:7410"
@@ -222,6 +223,7 @@ def test_a_configuration_file() -> None:
         ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.0.gib"),
         ({"model": {"path": "m"}, "store": {"ram_gib": 0}}, "store.ram_gib"),
         ({"model": {"path": "m"}, "store": {"tls_ca": "/a"}}, "store.tls"),
+        ({"model": {"path": "m"}, "store": {"tokens_file": "/a"}}, "store.token_file"),
         ({"model": {"path": "m"}, "store": {"port": 65_536}}, "store.port"),
         ({"model": {"path": "m"}, "store": {"directory_port": 0}}, "store.directory_port"),
         ({"model": {"path": "m"}, "gateway": {"replicas": 0}}, "gateway.replicas"),

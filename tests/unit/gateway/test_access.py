@@ -3,23 +3,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated, UnknownField
-from kintsugi.gateway import access
-from kintsugi.gateway.access import (
-    ANYONE,
-    Caller,
-    TokenFile,
-    add_grant,
-    check_exposure,
-    check_namespace_pattern,
-    grants_of,
-    new_token,
-    open_access,
-)
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unauthenticated, UnknownField
+from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
+from kintsugi.store.protocol import access
+from kintsugi.store.protocol.access import TokenFile, identities_of_certificate, open_access, read_document
+from kintsugi.store.protocol.callers import ANYONE, Caller, Verb, check_namespace_pattern
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +116,7 @@ def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
 
 def test_bounds_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = file_with(tmp_path, a=("a",), b=("b",))
-    monkeypatch.setattr(access, "TOKENS_MAX", 1)
+    monkeypatch.setattr(access, "ENTRIES_MAX", 1)
     with pytest.raises(InvalidField, match="at most 1"):
         TokenFile(path)
     monkeypatch.setattr(access, "FILE_BYTES_MAX", 10)
@@ -137,7 +130,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
     path, _ = file_with(tmp_path, a=("a",))
     with pytest.raises(InvalidField, match="remove it there first"):
         add_grant(path, new_token("a", ["b"])[1])
-    assert len(grants_of(path)) == 1
+    assert len(read_document(path).tokens) == 1
     if os.geteuid():  # root may write anywhere
         os.chmod(tmp_path, 0o500)
         with pytest.raises(InvalidField, match="cannot be written"):
@@ -174,3 +167,72 @@ def test_beyond_loopback_tokens_and_tls_are_needed() -> None:
         check_exposure("0.0.0.0:7500", False, False, False)
     with pytest.raises(InvalidField, match="give --tls-cert with --tls-key"):
         check_exposure("0.0.0.0:7500", True, False, False)
+
+
+def test_a_token_with_verbs_expires_by_the_clock_and_can_be_revoked(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    token, grant = new_token("ingest", ["docs"], [Verb.PUT], "2027-01-31T12:00:00Z")
+    add_grant(path, grant)
+    now_s = datetime(2027, 1, 31, 11, 59, 59, tzinfo=UTC).timestamp()
+    tokens = TokenFile(path, lambda: now_s)
+    assert tokens.caller(token) == Caller("ingest", ("docs",), frozenset({Verb.PUT}))
+    assert tokens.names_verbs
+    now_s += 1
+    with pytest.raises(Unauthenticated, match="expired at 2027-01-31T12:00:00Z"):
+        tokens.caller(token)
+    now_s -= 1
+    revoke_grant(path, "ingest")
+    with pytest.raises(Unauthenticated, match="was revoked"):
+        tokens.caller(token)
+    assert json.loads(path.read_text())["tokens"][0]["revoked"]
+    with pytest.raises(NotFound, match="no token named 'ingestt'"):
+        revoke_grant(path, "ingestt")
+
+
+def test_a_token_that_one_of_its_entries_revokes_is_refused(tmp_path: Path) -> None:
+    path, tokens = file_with(tmp_path, old=("a",))
+    values = json.loads(path.read_text())
+    values["tokens"][0]["revoked"] = True
+    values["tokens"].append({**values["tokens"][0], "name": "again", "revoked": False})
+    path.write_text(json.dumps(values))
+    with pytest.raises(Unauthenticated, match="was revoked"):
+        TokenFile(path).caller(tokens["old"])
+
+
+def test_a_new_token_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+    path, _ = file_with(tmp_path, first=("a",))
+    assert json.loads(path.read_text())["tokens"][0].keys() == {"name", "sha256", "namespaces"}
+    values = json.loads(path.read_text())
+    values["certificates"] = [{"name": "worker", "subject": "CN=worker", "namespaces": ["a"]}]
+    path.write_text(json.dumps(values))
+    add_grant(path, new_token("second", ["b"])[1])
+    revoke_grant(path, "first")
+    after = json.loads(path.read_text())
+    assert after["certificates"] == values["certificates"]
+    assert [entry["name"] for entry in after["tokens"]] == ["first", "second"]
+
+
+def test_a_certificate_stands_for_a_caller_who_shows_no_token(tmp_path: Path) -> None:
+    path, tokens = file_with(tmp_path, search=("search",))
+    assert not TokenFile(path).has_certificates
+    values = json.loads(path.read_text())
+    entry = {"name": "worker", "subject": "CN=worker", "namespaces": ["docs"], "verbs": ["put"]}
+    path.write_text(json.dumps({**values, "certificates": [entry]}))
+    access = TokenFile(path)
+    assert access.has_certificates
+    worker = Caller("worker", ("docs",), frozenset({Verb.PUT}))
+    assert access.caller(None, ("CN=worker", "DNS:worker.acme")) == worker
+    assert access.caller(tokens["search"], ("CN=worker",)).name == "search"
+    with pytest.raises(Unauthenticated, match="unknown"):
+        access.caller("kg_wrong", ("CN=worker",))
+    with pytest.raises(Unauthenticated, match="no entry is for the certificate CN=other"):
+        access.caller(None, ("CN=other",))
+
+
+def test_the_names_of_a_certificate_as_python_gives_them() -> None:
+    certificate = {
+        "subject": ((("organizationName", "acme"),), (("commonName", "worker"),)),
+        "subjectAltName": (("DNS", "worker.acme"), ("IP Address", "127.0.0.1"), ("URI", "spiffe://acme/w")),
+    }
+    assert identities_of_certificate(certificate) == ("CN=worker", "DNS:worker.acme", "URI:spiffe://acme/w")
+    assert identities_of_certificate(None) == identities_of_certificate({}) == ()

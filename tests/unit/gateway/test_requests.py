@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.gateway.requests import ServedRequest, choose_request_id, parse_bearer
+from kintsugi.gateway.requests import ServedRequest, choose_request_id
+from kintsugi.store.protocol.callers import parse_bearer
 
 
 @pytest.mark.parametrize("given", ["mine-1", "a.b_c-9", "x" * 128])

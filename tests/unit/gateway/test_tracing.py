@@ -16,12 +16,12 @@ from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.gateway import tracing
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_in
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubBackend
 from tests.recorded_spans import recorded
 

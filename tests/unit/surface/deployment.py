@@ -18,10 +18,10 @@ import yaml
 
 from kintsugi.core import deploy
 from kintsugi.engine.local import FORCING, transfer_config
-from kintsugi.gateway.access import _File as TokensFile
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client import registry
 from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
+from kintsugi.store.protocol.callers import AccessDocument as TokensFile
 from tests.unit.surface.python_api import fields_of
 
 REPOSITORY = Path(__file__).parents[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +30,15 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.gateway.access import check_exposure, open_access
+from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.service import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
+from kintsugi.store.protocol.access import open_access
+from kintsugi.store.protocol.callers import EVERY_NAMESPACE, Verb
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
@@ -92,6 +95,8 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
         changes["shards"] = task.shards
     if task.keys_file is not None:
         changes["keys_file"] = str(task.keys_file.resolve())
+    if task.audit_dir is not None:
+        changes["audit_dir"] = str(task.audit_dir.resolve())
     return dataclasses.replace(store, **changes)
 
 
@@ -100,7 +105,7 @@ def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
     for name in ("grpc_port", "http_port"):
         if getattr(task, name) is not None:
             changes[name] = getattr(task, name)
-    for name in ("tokens_file", "tls_cert", "tls_key"):
+    for name in ("tokens_file", "audit_dir", "tls_cert", "tls_key"):
         if getattr(task, name) is not None:
             changes[name] = str(getattr(task, name).resolve())
     for name in ("insecure", "read_only"):
@@ -137,7 +142,7 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
     prepare_model(screen, spec.model.path)
     spec = _with_free_ports(spec)
     stop = threading.Event()
-    with _run_service(screen, spec, stop) as service:
+    with protect_store(spec) as spec, _run_service(screen, spec, stop) as service:
         if stop.is_set():
             return ExitCode.OK
         _report_ready(screen, service)
@@ -161,6 +166,7 @@ def _check_here(spec: ServiceSpec) -> None:
             "--print-config prints on a Ray cluster",
         )
     open_access(gateway.tokens_file)
+    open_access(spec.store.tokens_file)
     if spec.store.keys_file:
         KeyFile(Path(spec.store.keys_file))
     files = load_gateway_tls(gateway)
@@ -169,6 +175,23 @@ def _check_here(spec: ServiceSpec) -> None:
     for port in (gateway.grpc_port, gateway.http_port):
         listen = format_address(gateway.host, port)
         check_exposure(listen, bool(gateway.tokens_file), files is not None, gateway.insecure)
+
+
+@contextmanager
+def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
+    """Has shards ask for a token where the gateway asks for some: every user of this machine can connect to
+    their ports. Engines and the gateway show a token of this run, whose files only this user may read."""
+    if not spec.gateway.tokens_file or spec.store.tokens_file or spec.store.tls_ca:
+        yield spec
+        return
+    with tempfile.TemporaryDirectory(prefix="kintsugi-store-") as folder:
+        tokens_file, token_file = Path(folder) / "tokens.json", Path(folder) / "token"
+        token, grant = new_token("service", [EVERY_NAMESPACE], list(Verb))
+        add_grant(tokens_file, grant)
+        token_file.touch(mode=0o600)
+        token_file.write_text(token)
+        store = dataclasses.replace(spec.store, tokens_file=str(tokens_file), token_file=str(token_file))
+        yield dataclasses.replace(spec, store=store)
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:

@@ -71,13 +71,17 @@ class ShardLink(TlsOptions):
     address: Annotated[str, typer.Option(help="The shard's address: host:port or grpc://host:port.")] = (
         DEFAULT_ADDRESS
     )
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that the shard asks for.")] = (
+        None
+    )
 
     @contextmanager
     def connect(self) -> Iterator[ShardAdmin]:
         """Raises `InvalidField`."""
         address = self.address.removeprefix("grpc://")
         parse_address("address", address)
-        with closing(GrpcStore(address, GrpcOptions(tls=self.files()))) as store:
+        options = GrpcOptions(tls=self.files(), token_file=self.token_file)
+        with closing(GrpcStore(address, options)) as store:
             yield ShardAdmin(store)
 
 
@@ -129,6 +133,10 @@ def serve(
     *,
     tls: TlsOptions,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
+    tokens_file: Annotated[
+        Path | None, typer.Option(help="File of hashed tokens and what each may do; default: anything.")
+    ] = None,
+    audit_dir: Annotated[Path | None, typer.Option(help="Folder of the audit log.")] = None,
 ) -> int:
     """Run a shard until interrupted; it drains before it stops."""
     if ack not in ("ram", "durable"):
@@ -152,6 +160,8 @@ def serve(
         tls=tls.files(),
         insecure=insecure,
         metrics_listen=metrics,
+        tokens_file=tokens_file,
+        audit_dir=audit_dir,
     )
     return _serve_shard(screen, spec, listen, options, drain_s, peers)
 

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.gateway.access import Caller, check_exposure
+from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
@@ -29,9 +29,11 @@ from kintsugi.gateway.fronts.limits import ByteBudget
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
-from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
+from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
+from kintsugi.store.protocol.access import identities_of_call
+from kintsugi.store.protocol.callers import Caller, parse_bearer
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
@@ -43,6 +45,8 @@ HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
 """Time in which answers under way may end before they are cancelled."""
 PAGE_DEFAULT = 100
+KEY_CHARS = 64
+"""Length of a chunk key in hexadecimal."""
 
 
 class KintsugiService:
@@ -81,13 +85,22 @@ class KintsugiService:
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answer(data: bytes, context: Any) -> Any:
             async with self.serve(method, context) as (served, _):
-                caller = served.authenticate(self.gateway.access)
+                caller = self._authenticate(served, context)
                 with self._budget.reserve(len(data)):
                     request = _parse_message(message, data)
                     served.namespace = request.namespace
-                    return await handler(caller, request)
+                    served.keys = _find_keys(request)
+                    response = await handler(caller, request)
+                    served.keys = served.keys or _find_keys(response)
+                    return response
 
         return answer
+
+    def _authenticate(self, served: ServedRequest, context: Any) -> Caller:
+        """Raises `Unauthenticated`."""
+        access = self.gateway.access
+        identities = identities_of_call(context) if access.has_certificates else ()
+        return served.authenticate(access, identities)
 
     @asynccontextmanager
     async def serve(
@@ -96,7 +109,7 @@ class KintsugiService:
         """Serves one call; the task sends its initial metadata, which go before everything else. An error
         that the block raises becomes the call's status."""
         metadata = _texts(context.invocation_metadata())
-        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK")
+        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK", audit=self.gateway.audit)
         announcement = context.send_initial_metadata(((REQUEST_ID, served.request_id),))
         try:
             with served.record(grpc_status_of):
@@ -111,7 +124,7 @@ class KintsugiService:
     async def _generate(self, data: bytes, context: Any) -> None:
         """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
         async with self.serve("Generate", context) as (served, announced):
-            caller = served.authenticate(self.gateway.access)
+            caller = self._authenticate(served, context)
             with self._budget.reserve(len(data)):
                 request = _parse_message(pb.GenerateRequest, data)
                 served.namespace = request.namespace
@@ -119,8 +132,9 @@ class KintsugiService:
                 async with (
                     aclosing(self.gateway.generate(caller, call)) as events,
                     # The engine is asked while the first message is on its way.
-                    _run_beside(_write_first(context, announced, await anext(events))) as first,
+                    _run_beside(_write_first(context, announced, resolved := await anext(events))) as first,
                 ):
+                    served.keys = _find_keys(resolved)
                     async for event in events:
                         await first
                         await context.write(wire.event_to_wire(event))
@@ -200,6 +214,20 @@ async def _run_beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]
     await task
 
 
+def _find_keys(message: Any) -> list[str]:
+    """The chunks that a request names, or the answer to a put or a prompt; hexadecimal."""
+    match message:
+        case pb.GetChunkRequest() | pb.DeleteChunkRequest():
+            return [message.key[:KEY_CHARS]]
+        case pb.PutChunkResponse():
+            return [message.result.key]
+        case pb.PutChunksResponse():
+            return [result.key for result in message.results]
+        case Resolved():
+            return [span.key.hex for span in message.segments if span.key is not None]
+    return []
+
+
 def _serialize_message(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -223,10 +251,16 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
 
     Kubernetes' probes have no token and may check the health; everything else needs one, because health
-    watches and reflection streams can hold a place among the concurrent requests forever.
+    watches and reflection streams can hold a place among the concurrent requests forever. A client
+    certificate is seen only with the call itself, so a caller who shows one instead of a token is identified
+    by the handler: the authority of the TLS files has vouched for it by then.
     """
 
-    def __init__(self, gateway: Gateway, service: KintsugiService, health: Any) -> None:
+    def __init__(
+        self, gateway: Gateway, service: KintsugiService, health: Any, asks_certificates: bool
+    ) -> None:
+        """``asks_certificates``: every connection has shown a certificate."""
+        self._asks_certificates = asks_certificates
         self._gateway = gateway
         self._service = service
         self._health = health
@@ -235,9 +269,12 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return handler
+        access = self._gateway.access
+        token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
+        if not token and self._asks_certificates and access.has_certificates and _is_ours(details.method):
+            return handler
         try:
-            token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
-            self._gateway.access.caller(token)
+            access.caller(token)
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
                 return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
@@ -250,13 +287,17 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _refuse_path(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
         async def refuse(requests: Any, context: Any) -> None:
-            _, service, method = path.split("/")
-            if service != SERVICE:
+            if not _is_ours(path):
                 await abort_call(context, error)
-            async with self._service.serve(method, context):
+            async with self._service.serve(path.rpartition("/")[2], context):
                 raise error
 
         return refuse
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an RPC is one of the service `Kintsugi`, whose handlers authenticate."""
+    return path.startswith(f"/{SERVICE}/")
 
 
 def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
@@ -308,8 +349,9 @@ class GatewayServer:
         """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         service, self._watched = KintsugiService(self.gateway), _Health()
+        asks_certificates = self._tls is not None and self._tls.ca is not None
         self._server = grpc.aio.server(
-            interceptors=(_Guard(self.gateway, service, self._watched),),
+            interceptors=(_Guard(self.gateway, service, self._watched, asks_certificates),),
             maximum_concurrent_rpcs=limits.concurrent_max,
             options=(
                 ("grpc.max_receive_message_length", limits.message_bytes_max),

@@ -22,13 +22,15 @@ from starlette.types import Receive, Scope, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
-from kintsugi.gateway.access import Caller
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.limits import RequestLimits
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
+from kintsugi.gateway.fronts.openai_server import identities_of_scope
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import REQUEST_ID, ServedRequest, parse_bearer
+from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
 
 SEARCH_INLINE_BYTES = 1 << 16
 """Larger bodies are parsed and searched for known chunks on a thread: it takes milliseconds."""
@@ -73,10 +75,13 @@ class HttpFront:
         return JSONResponse({"status": "ready", "model": info.model, "blending": info.blending})
 
     async def _metrics(self, request: Request) -> Response:
+        access = self._gateway.access
+        if access.names_verbs:
+            _identify(access, request).require_everywhere(Verb.ADMIN)
         return Response(generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
-        self._gateway.access.caller(parse_bearer(request.headers.get("authorization")))
+        _identify(self._gateway.access, request)
         info = await self._gateway.recent_info.get()
         model = {
             "id": info.model,
@@ -96,6 +101,12 @@ class HttpFront:
         return JSONResponse({"object": "list", "data": [model]})
 
 
+def _identify(access: Access, request: Request) -> Caller:
+    """Raises `Unauthenticated`."""
+    token = parse_bearer(request.headers.get("authorization"))
+    return access.caller(token, identities_of_scope(request.scope))
+
+
 class _Completions:
     """The ASGI endpoint of chat and text completions."""
 
@@ -105,7 +116,9 @@ class _Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         metrics = self._gateway.metrics
-        served = ServedRequest(request.url.path, request.headers, metrics.http, 200)
+        served = ServedRequest(
+            request.url.path, request.headers, metrics.http, 200, audit=self._gateway.audit
+        )
         reply = _Reply(served, send)
         try:
             with metrics.http_in_flight.track_inprogress(), served.record(http_status_of):
@@ -118,14 +131,16 @@ class _Completions:
 
     async def _answer(self, request: Request, served: ServedRequest, reply: _Reply) -> None:
         """Raises what the caller is refused with. A caller that leaves ends the work."""
-        caller = served.authenticate(self._gateway.access)  # first: a stranger's body is not even read
+        # First: a stranger's body is not even read.
+        caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
         try:
             raw = await request.body()
         except ClientDisconnect:
             served.status = LEFT_STATUS
             return
         call = await self._parse(caller, served, request.url.path, raw)
-        answer = asyncio.create_task(reply.send_answer(self._gateway, call))
+        ask = OpenAIAsk(self._gateway.prompts, call, tells_stored=caller.may(Verb.LIST))
+        answer = asyncio.create_task(reply.send_answer(self._gateway, ask))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +160,8 @@ class _Completions:
             body = _parse_body(raw)
             wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
             namespace = served.namespace = choose_namespace(caller, wanted)
-            return parse_openai_call(
+            caller.require(Verb.GENERATE)
+            call = parse_openai_call(
                 served.request_id,
                 path,
                 body,
@@ -154,6 +170,9 @@ class _Completions:
                 served.trace,
                 self._gateway.allow_negative_priority,
             )
+            if call.params.explain or call.params.timeline:
+                caller.require(Verb.LIST)
+            return call
 
         return parse() if len(raw) <= SEARCH_INLINE_BYTES else await asyncio.to_thread(parse)
 
@@ -167,11 +186,11 @@ class _Reply:
         self._is_stream = False
         self.has_begun = False
 
-    async def send_answer(self, gateway: Gateway, call: OpenAICall) -> None:
+    async def send_answer(self, gateway: Gateway, ask: OpenAIAsk) -> None:
         """Sends the answer's events. A stream that fails ends with an event that says so; before its head,
         and in a response that is no stream, the error is raised."""
         try:
-            async with aclosing(gateway.answers.stream(OpenAIAsk(gateway.prompts, call))) as events:
+            async with aclosing(gateway.answers.stream(ask)) as events:
                 async for event in events:
                     if isinstance(event, OpenAIHead):
                         await self._send_head(event)

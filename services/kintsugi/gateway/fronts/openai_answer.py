@@ -20,6 +20,7 @@ from kintsugi.gateway.tracing import TIMES, without_times
 
 _DATA = b"data: "
 _NAMED = f'"{PARAMS_KEY}"'.encode()
+_DETAILS = b'"prompt_tokens_details"'
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
 
 
@@ -29,9 +30,11 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
 
     span_name = "gateway.openai"
 
-    def __init__(self, prompts: Prompts, call: OpenAICall) -> None:
+    def __init__(self, prompts: Prompts, call: OpenAICall, *, tells_stored: bool = True) -> None:
+        """``tells_stored``: the caller may learn what the store holds, which accounting tells."""
         super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
         self.wants_times = call.params.timeline or call.params.explain
+        self._tells_stored = tells_stored
         self._prompts = prompts
         self._call = call
         self._head: OpenAIHead | None = None
@@ -50,7 +53,10 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
-            item = item if self.wants_times else without_times_in(item)
+            if self._tells_stored and not self.wants_times:
+                item = without_times_in(item)
+        if not self._tells_stored:
+            item = without_stored_in(item)
         head, self._head = self._head, None
         return (item,) if head is None else (head, item)
 
@@ -76,6 +82,28 @@ def without_times_in(piece: bytes) -> bytes:
     if holder is None:
         return piece
     holder[PARAMS_KEY] = without_times(holder[PARAMS_KEY])
+    return _encode_like(piece, document)
+
+
+def without_stored_in(piece: bytes) -> bytes:
+    """The piece for a caller who may not learn what the store holds: without the accounting, and without how
+    many of the prompt's tokens were not computed."""
+    if _NAMED not in piece and _DETAILS not in piece:
+        return piece
+    document = _document(piece)
+    if document is None:  # nothing can be taken out of it
+        return b""
+    holder = _holder(document)
+    if holder is not None:
+        del holder[PARAMS_KEY]
+    usage = document.get("usage") if isinstance(document, dict) else None
+    if isinstance(usage, dict):
+        usage.pop("prompt_tokens_details", None)
+    return _encode_like(piece, document)
+
+
+def _encode_like(piece: bytes, document: Any) -> bytes:
+    """The document as JSON, as an event of a stream where ``piece`` is one."""
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     return _DATA + text + b"\n\n" if piece.startswith(_DATA) else text
 

@@ -11,16 +11,19 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
+from kintsugi.store.protocol.access import identities_of_certificate
 from kintsugi.store.protocol.tls import TlsFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
 POLL_S = 0.01
+_IDENTITIES = "kintsugi.identities"
 
 
 class _Tls:
@@ -57,6 +60,21 @@ class _Tls:
         connection.context = self._current
 
 
+class _CertifiedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Puts the identities of the connection's client certificate into the scope of its requests."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        identities = identities_of_certificate(transport.get_extra_info("peercert"))
+        self.app_state = {**self.app_state, _IDENTITIES: identities}  # type: ignore[has-type]
+
+
+def identities_of_scope(scope: Scope) -> tuple[str, ...]:
+    """The identities of the client certificate behind a request; none without mutual TLS."""
+    identities: tuple[str, ...] = scope.get("state", {}).get(_IDENTITIES, ())
+    return identities
+
+
 class _Quiet(uvicorn.Server):
     """Leaves signals to the process that runs it."""
 
@@ -75,6 +93,7 @@ class HttpServer:
         if tls is not None:
             context = _Tls(tls).context
             options["ssl_context_factory"] = lambda config, default: context
+            options["http"] = _CertifiedProtocol
         self._server = _Quiet(
             uvicorn.Config(
                 app,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Generator, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from kintsugi.core.errors import InvalidField
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.watchdog import Watchdog
 from kintsugi.store.protocol import wire
@@ -12,14 +17,51 @@ from kintsugi.store.protocol.status import errors_of
 from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles
 
 METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
+TOKEN_CHECK_S = 5.0
+TOKEN_BYTES_MAX = 4096
+
+
+class BearerToken:
+    """The metadata of calls with the token of a file, which is read again when it changes. Thread-safe."""
+
+    def __init__(self, path: Path | None) -> None:
+        """``path`` None: no token. Raises `InvalidField` for a file that cannot be read or holds none."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._metadata = METADATA if path is None else self._read(path)
+        self._checked_s = time.monotonic()
+
+    @staticmethod
+    def _read(path: Path) -> tuple[tuple[str, str], ...]:
+        try:
+            with path.open("rb") as file:
+                token = file.read(TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
+        except OSError as error:
+            raise InvalidField("token_file", f"{path} cannot be read ({error.strerror})") from error
+        if not token.isprintable() or not token.isascii() or not token:
+            raise InvalidField("token_file", f"{path} must hold one bearer token, made with kintsugi token")
+        return (*METADATA, ("authorization", f"Bearer {token}"))
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of the next call."""
+        if self._path is None:
+            return self._metadata
+        with self._lock:
+            if time.monotonic() - self._checked_s >= TOKEN_CHECK_S:
+                self._checked_s = time.monotonic()
+                with suppress(InvalidField):  # being replaced; the next call reads it
+                    self._metadata = self._read(self._path)
+            return self._metadata
 
 
 class ShardCalls:
     """The shard at `address`. Thread-safe. Every method raises what `store.protocol.status` makes of a
     failure."""
 
-    def __init__(self, address: str, tls: TlsFiles | None) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None, token_file: Path | None = None) -> None:
+        """Raises `InvalidField` for a file that cannot be read."""
         self.address = address
+        self._token = BearerToken(token_file)
         self._line = ReloadingChannel(address, tls)
         self._watchdog = Watchdog()
 
@@ -29,7 +71,7 @@ class ShardCalls:
             method = self._line.channel().unary_unary(
                 f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
             )
-            return method(request, timeout=timeout_s, metadata=METADATA)
+            return method(request, timeout=timeout_s, metadata=self._token.metadata())
 
     def put(self, messages: Iterable[bytes], timeout_s: float) -> pb.PutChunkKVResponse:
         """Send one chunk."""
@@ -37,7 +79,8 @@ class ShardCalls:
             method = self._line.channel().stream_unary(
                 f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
             )
-            response: pb.PutChunkKVResponse = method(iter(messages), timeout=timeout_s, metadata=METADATA)
+            metadata = self._token.metadata()
+            response: pb.PutChunkKVResponse = method(iter(messages), timeout=timeout_s, metadata=metadata)
             return response
 
     def stream(
@@ -50,7 +93,7 @@ class ShardCalls:
                 type(request).SerializeToString,
                 None if response is None else response.FromString,
             )
-            call = method(request, metadata=METADATA)
+            call = method(request, metadata=self._token.metadata())
         guard = self._watchdog.guard(call.cancel)
         try:
             while True:

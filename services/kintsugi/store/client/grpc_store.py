@@ -83,6 +83,8 @@ class UrlOptions:
     """Read from the shard's memory where it runs on this host and shares it."""
     ttl_s: float = 0.0
     """Lifetime of every chunk put; 0: chunks do not expire."""
+    token_file: Path | None = None
+    """A file with the bearer token that the shard asks for; read again when it changes."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class GrpcStore(ChunkStore):
     def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
         self._options = options or GrpcOptions()
-        self._calls = ShardCalls(address, self._options.tls)
+        self._calls = ShardCalls(address, self._options.tls, self._options.token_file)
         self._manifests = _Manifests()
         self._same_host = SameHost()
         self._formats = StoredFormats(self._stats)

@@ -4,7 +4,7 @@
 where the engine has one worker; with `?bytes_per_s=…` it is read no faster than that, as a slower tier would
 be. `grpc://HOST:PORT` is a shard. `shards://HOST:PORT` is all shards of the directory there,
 `shardfile:///PATH` all shards of the map in a file. These three take options as a query, such as
-`?ack=durable&tls_ca=…` (see `grpc_store.options_of`).
+`?ack=durable&tls_ca=…&token_file=…` (see `grpc_store.options_of`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import TypeVar
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
+    PermissionDenied,
     ResourceExhausted,
     Unavailable,
     VersionMismatch,
@@ -405,8 +406,9 @@ class ShardedStore(ChunkStore):
         a trip would undo it on the day when it alone answers."""
 
         def put(store: GrpcStore) -> None:
-            # A shard without room, or with another clock, is no reason to fail a read.
-            with suppress(ResourceExhausted, InvalidField):
+            # A shard without room, or with another clock, is no reason to fail a read; nor is a reader who
+            # may not write reports.
+            with suppress(ResourceExhausted, InvalidField, PermissionDenied):
                 store.put_report(fingerprint, name, newest)
 
         self._ask_all([shard for shard, document in held.items() if supersedes(newest, document)], put)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, Histogram, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kintsugi.store.protocol.audit import AuditLog
 from kintsugi.store.protocol.readiness import with_readiness
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.shard.shard import Shard
@@ -38,7 +39,16 @@ class ShardMetrics:
             registry=self.registry,
         )
         shard.table.reuse.observe = gap.observe
+        self._audit_lost = Gauge(
+            "kintsugi_store_audit_lines_lost",
+            "Lines of the audit log that could not be written",
+            registry=self.registry,
+        )
         self.registry.register(_ShardCollector(shard, bytes_read, tls))
+
+    def watch_audit(self, audit: AuditLog) -> None:
+        """Report the lines that this log has lost."""
+        self._audit_lost.set_function(lambda: audit.lines_lost)
 
     @contextmanager
     def time_rpc(self, rpc: str) -> Iterator[None]:

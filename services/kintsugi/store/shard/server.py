@@ -21,6 +21,9 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.access import open_access
+from kintsugi.store.protocol.audit import AuditLog, open_audit
+from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.malloc import keep_large_buffers
@@ -52,6 +55,11 @@ class ServerOptions:
     """`host:port` of the endpoint for Prometheus and readiness probes; empty: none."""
     not_yet: Callable[[], str] = lambda: ""
     """What the shard still waits for before a readiness probe succeeds; empty: nothing."""
+    tokens_file: Path | None = None
+    """Callers, with their namespaces and verbs (`store.protocol.access`). None: whoever connects may do
+    everything."""
+    audit_dir: Path | None = None
+    """Folder of the shard's audit log; None: none is written."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
 
@@ -68,6 +76,7 @@ class ShardServer:
         self._server: Any = None
         self._health: asyncio.Task[None] | None = None
         self._metrics_server: Any = None
+        self._audit: AuditLog | None = None
         self.address = ""
         """`host:port` of the gRPC server, once started."""
         self.metrics_address = ""
@@ -108,7 +117,10 @@ class ShardServer:
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
         options = self._options
-        service = ChunkStoreService(self.shard, options.durable_by_default, self._door, options.tls)
+        guard = self._open_guard()
+        service = ChunkStoreService(self.shard, options.durable_by_default, self._door, options.tls, guard)
+        if self._audit is not None:
+            service.metrics.watch_audit(self._audit)
         health = health_aio.HealthServicer()
         add_HealthServicer_to_server(health, self._server)
         enable_server_reflection((wire.SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE), self._server)
@@ -128,6 +140,13 @@ class ShardServer:
             host, port = self._metrics_server.server_address[:2]
             self.metrics_address = f"{host}:{port}"
         self._keeper.start()
+
+    def _open_guard(self) -> ShardGuard | None:
+        """None where everyone may do everything and nothing is written. Raises `InvalidField`."""
+        if self._options.tokens_file is None and self._options.audit_dir is None:
+            return None
+        self._audit = open_audit(self._options.audit_dir, f"shard-{self.shard.shard_id}")
+        return ShardGuard(open_access(self._options.tokens_file), self._audit)
 
     async def _report_health(self, health: Any) -> None:
         """Report NOT_SERVING while the shard drains and once it has failed, and for an SSD tier whose last
@@ -179,6 +198,8 @@ class ShardServer:
         await asyncio.gather(*rest, return_exceptions=True)
 
     def _close_door(self) -> None:
+        if self._audit is not None:
+            self._audit.close()
         if self._door is not None:
             self._door.close()
             self._door = None

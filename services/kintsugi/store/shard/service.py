@@ -29,6 +29,7 @@ from kintsugi.core.layout import FORMATS, PRIOR_LAYER, ChunkManifest, HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import TlsFiles
@@ -78,7 +79,10 @@ def _answers(
         try:
             _check_protocol(context)
             with self.metrics.time_rpc(handler.__name__):
-                return await handler(self, request, context)
+                if self._guard is None:
+                    return await handler(self, request, context)
+                with self._guard.admit(handler.__name__, request, context) as admitted:
+                    return await handler(self, admitted, context)
         except KintsugiError as error:
             await abort_call(context, error)
 
@@ -94,13 +98,16 @@ class ChunkStoreService:
         durable_by_default: bool = False,
         door: ArenaDoor | None = None,
         tls: TlsFiles | None = None,
+        guard: ShardGuard | None = None,
     ) -> None:
         """`door` hands the arena to peers of the same host; None does not share it. `tls`: the files of the
-        server, whose certificate the metrics watch."""
+        server, whose certificate the metrics watch. `guard` decides who may make which call; None: everyone
+        may make all."""
         self.shard = shard
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read, tls)
         self._door = door
+        self._guard = guard
         self._stream_bytes = 0
         self.durable_by_default = durable_by_default
         self._verifiers = ThreadPoolExecutor(VERIFIERS, "kintsugi-verify")

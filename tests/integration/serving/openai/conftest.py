@@ -18,7 +18,6 @@ from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import accounting_in
@@ -29,6 +28,7 @@ from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_RE
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.callers import ANYONE
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier

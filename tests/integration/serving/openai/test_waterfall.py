@@ -9,11 +9,11 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kintsugi.gateway.access import ANYONE
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.gateway.tracing import TIMES
 from kintsugi.models.bundled import showcase
+from kintsugi.store.protocol.callers import ANYONE
 from tests.integration.serving.openai.conftest import Served
 from tests.recorded_spans import recorded
 

@@ -7,7 +7,7 @@ import json
 import resource
 import shutil
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import recent_info
-from kintsugi.gateway.access import Access, Caller
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.http import HttpFront
@@ -28,6 +27,8 @@ from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import Caller
 from kintsugi.store.protocol.tls import TlsFiles
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.integration.store.test_tls import issue
@@ -41,7 +42,7 @@ DEADLINE_S = 20.0
 class Tokens(Access):
     """Two callers, by the names of their tokens."""
 
-    def caller(self, token: str | None) -> Caller:
+    def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
         match token:
             case "one":
                 return Caller("one", ("acme",))

@@ -1,0 +1,191 @@
+"""Finds out who calls, by the entries of a tokens file. Changes of the file take effect.
+
+The file is JSON:
+
+    {"tokens": [{"name": "search", "sha256": "<64 hexadecimal digits>", "namespaces": ["search", "docs/*"],
+                 "verbs": ["generate", "list"], "expires": "2027-01-31T12:00:00Z"}],
+     "certificates": [{"name": "corpus", "subject": "CN=corpus-worker", "namespaces": ["docs/*"],
+                       "verbs": ["put", "generate"]}]}
+
+`verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). Tokens are 256 random bits
+made by `gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by
+guessing, so a slow password hash would only cost every request milliseconds. The token itself is shown once
+and stored nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import InvalidField, Unauthenticated
+from kintsugi.core.schema import load
+from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
+
+log = logging.getLogger(__name__)
+
+ENTRIES_MAX = 1_000
+"""Maximum number of tokens, and of certificates. Each request is compared with every token: measured as
+0.06 ms."""
+FILE_BYTES_MAX = 8 << 20
+FILE_CHECK_S = 1.0
+
+
+class Access:
+    """Finds out who sent a request. Thread-safe. Accepts everyone: on loopback, or with `insecure`."""
+
+    has_tokens = False
+
+    @property
+    def names_verbs(self) -> bool:
+        """Whether any entry names verbs."""
+        return False
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether a client certificate may stand for a caller."""
+        return False
+
+    def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
+        """``identities``: those of the client certificate that the connection verified, such as `CN=worker`.
+
+        A token goes before a certificate. Raises `Unauthenticated`.
+        """
+        return ANYONE
+
+
+class TokenFile(Access):
+    """Accepts the tokens and certificates of a file."""
+
+    has_tokens = True
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """``clock`` gives seconds since 1970. Raises `InvalidField` for a file that cannot be read or
+        parsed."""
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stamp = _stamp_of(path)
+        self._document = read_document(path)
+        self._checked_s = time.monotonic()
+
+    @property
+    def names_verbs(self) -> bool:
+        return self._current().names_verbs
+
+    @property
+    def has_certificates(self) -> bool:
+        return bool(self._current().certificates)
+
+    def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
+        if token:
+            return self._find_token(token)
+        entry = self._current().find_certificate(identities)
+        if entry is None:
+            shown = f"; no entry is for the certificate {', '.join(identities)}" if identities else ""
+            raise Unauthenticated(
+                f"no token; send the metadata or header `authorization: Bearer <token>`{shown}"
+            )
+        return entry.caller
+
+    def _find_token(self, token: str) -> Caller:
+        presented = token_digest(token)
+        # All of them are compared, so that the time tells nothing.
+        found = [grant for grant in self._current().tokens if hmac.compare_digest(presented, grant.sha256)]
+        if not found:
+            raise Unauthenticated("this token is unknown or was revoked; ask for another")
+        for grant in found:
+            if problem := grant.why_refused(self._clock()):
+                raise Unauthenticated(problem)
+        return found[-1].caller
+
+    def _current(self) -> AccessDocument:
+        with self._lock:
+            if time.monotonic() - self._checked_s >= FILE_CHECK_S:
+                self._checked_s = time.monotonic()
+                stamp = _stamp_of(self._path)
+                if stamp != self._stamp:
+                    try:
+                        self._document = read_document(self._path)
+                    except InvalidField as error:
+                        log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)
+                    self._stamp = stamp
+            return self._document
+
+
+def open_access(tokens_file: str | Path | None) -> Access:
+    """The access by a file's entries; without a file for everyone. Raises `InvalidField`."""
+    return TokenFile(Path(tokens_file)) if tokens_file else Access()
+
+
+def token_digest(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int]:
+    """Changes whenever the file does; zeros if there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+
+
+def read_document(path: Path) -> AccessDocument:
+    """The file's entries. Raises `InvalidField`."""
+    return parse_document(read_values(path), path)
+
+
+def read_values(path: Path) -> Any:
+    """The file's JSON. Raises `InvalidField`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidField("tokens_file", f"{path} cannot be read ({error.strerror})") from error
+    if len(text) > FILE_BYTES_MAX:
+        raise InvalidField("tokens_file", f"{path} has more than {FILE_BYTES_MAX} bytes")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(
+            "tokens_file", f"{path} is no JSON ({error}); make one with kintsugi token"
+        ) from None
+
+
+def parse_document(values: Any, path: Path) -> AccessDocument:
+    """``path`` is where the values are from. Raises `InvalidField`."""
+    document = load(AccessDocument, values, where=str(path))
+    for name, entries in (("tokens", document.tokens), ("certificates", document.certificates)):
+        if len(entries) > ENTRIES_MAX:
+            raise InvalidField(
+                "tokens_file", f"{path} has {len(entries)} {name}; at most {ENTRIES_MAX} are read"
+            )
+    return document
+
+
+def identities_of_call(context: Any) -> tuple[str, ...]:
+    """The identities of the client certificate behind a gRPC call; none without mutual TLS."""
+    names = context.auth_context()
+    kinds = (("CN=", "x509_common_name"), ("DNS:", "peer_dns"), ("URI:", "peer_uri"))
+    return tuple(kind + name.decode(errors="replace") for kind, key in kinds for name in names.get(key, ()))
+
+
+def identities_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The same from what `ssl.SSLObject.getpeercert` gives; None without a certificate."""
+    return tuple(_identities(certificate or {}))
+
+
+def _identities(certificate: Mapping[str, Any]) -> Iterator[str]:
+    for names in certificate.get("subject", ()):
+        yield from (f"CN={value}" for kind, value in names if kind == "commonName")
+    for kind, value in certificate.get("subjectAltName", ()):
+        if kind in ("DNS", "URI"):
+            yield f"{kind}:{value}"

@@ -1,0 +1,231 @@
+"""Who may do what: callers, the verbs and namespaces that they are granted, and the entries of a tokens file.
+
+Pure. `access` reads the file and finds out who calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from kintsugi.core.errors import InvalidField, PermissionDenied
+from kintsugi.core.schema import STRICT
+from kintsugi.core.spaces import check_namespace
+
+EVERY_NAMESPACE = "*"
+SUBJECT_KINDS = ("CN=", "DNS:", "URI:")
+"""What a certificate's identity begins with: the subject's common name, and its alternative names."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Verb(StrEnum):
+    """What a caller may do."""
+
+    GENERATE = "generate"
+    """Ask for answers, and read the KV of chunks."""
+    PUT = "put"
+    """Store chunks."""
+    DELETE = "delete"
+    """Delete the chunks that it names."""
+    LIST = "list"
+    """Learn what is stored: chunks, the accounting of answers, `explain`."""
+    ADMIN = "admin"
+    """Operate the service: metrics; on a shard, drain it and clear a namespace."""
+    REPORT = "report"
+    """Write calibration reports, which decide whether a model is blended for every tenant."""
+
+
+TENANT_VERBS = frozenset({Verb.GENERATE, Verb.PUT, Verb.DELETE, Verb.LIST})
+"""The verbs of an entry that names none: what every token could do before there were verbs."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request."""
+
+    name: str
+    namespaces: tuple[str, ...]
+    verbs: frozenset[Verb] = TENANT_VERBS
+
+    def may(self, verb: Verb) -> bool:
+        return verb in self.verbs
+
+    def may_use(self, namespace: str) -> bool:
+        return any(
+            namespace.startswith(pattern[:-1]) if pattern.endswith("*") else namespace == pattern
+            for pattern in self.namespaces
+        )
+
+    def authorize(self, namespace: str, verb: Verb | None = None) -> str:
+        """Returns the namespace. ``verb`` None: every verb will do.
+
+        Raises `InvalidField` for an invalid namespace, and `PermissionDenied`.
+        """
+        check_namespace(namespace)
+        if not self.may_use(namespace):
+            raise PermissionDenied(
+                f"{self.name!r} may not use namespace {namespace!r}; it is bound to "
+                f"{', '.join(self.namespaces)}"
+            )
+        if verb is not None:
+            self.require(verb)
+        return namespace
+
+    def require(self, verb: Verb) -> None:
+        """Raises `PermissionDenied` for a caller without the verb."""
+        if verb not in self.verbs:
+            raise PermissionDenied(
+                f"{self.name!r} lacks the verb {verb.value!r}; it has "
+                f"{', '.join(sorted(self.verbs))}: add the verb to its entry in the tokens file"
+            )
+
+    def require_everywhere(self, verb: Verb) -> None:
+        """For what concerns every namespace. Raises `PermissionDenied`."""
+        self.require(verb)
+        if not self.is_unrestricted:
+            raise PermissionDenied(
+                f"{self.name!r} is bound to {', '.join(self.namespaces)}, and this concerns every namespace; "
+                f"bind it to {EVERY_NAMESPACE!r}"
+            )
+
+    @property
+    def is_unrestricted(self) -> bool:
+        return EVERY_NAMESPACE in self.namespaces
+
+
+ANYONE = Caller("anyone", (EVERY_NAMESPACE,), frozenset(Verb))
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The entry of one token."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """Names the caller in logs and messages."""
+    sha256: str
+    """SHA-256 of the token, hexadecimal."""
+    namespaces: tuple[str, ...]
+    verbs: tuple[Verb, ...] | None = None
+    """None: `TENANT_VERBS`."""
+    expires: str | None = None
+    """When the token stops to be accepted, as RFC 3339 with an offset; None: never."""
+    revoked: bool = False
+    """Refuse the token from now on. The entry stays, so that the audit log's name keeps its meaning."""
+
+    def __post_init__(self) -> None:
+        _check_entry("token", self.name, self.namespaces, self.verbs)
+        if not _SHA256.fullmatch(self.sha256):
+            raise InvalidField("sha256", f"of token {self.name!r} is not 64 lower-case hexadecimal digits")
+        if self.expires is not None:
+            parse_time_s("expires", self.expires)
+
+    @property
+    def caller(self) -> Caller:
+        return _build_caller(self)
+
+    def why_refused(self, now_s: float) -> str:
+        """Why the token is not accepted at ``now_s`` (seconds since 1970); empty: it is."""
+        if self.revoked:
+            return "this token was revoked; ask for another"
+        if self.expires is not None and now_s >= parse_time_s("expires", self.expires):
+            return f"this token expired at {self.expires}; ask for another"
+        return ""
+
+
+@dataclass(frozen=True)
+class CertificateGrant:
+    """The entry of one client certificate."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """Names the caller in logs and messages."""
+    subject: str
+    """`CN=` and the subject's common name, or `DNS:` or `URI:` and one of its alternative names."""
+    namespaces: tuple[str, ...]
+    verbs: tuple[Verb, ...] | None = None
+    """None: `TENANT_VERBS`."""
+
+    def __post_init__(self) -> None:
+        _check_entry("certificate", self.name, self.namespaces, self.verbs)
+        if not any(self.subject.startswith(kind) and self.subject != kind for kind in SUBJECT_KINDS):
+            raise InvalidField(
+                "subject",
+                f"{self.subject!r} of certificate {self.name!r} must be CN=NAME, DNS:NAME or URI:NAME",
+            )
+
+    @property
+    def caller(self) -> Caller:
+        return _build_caller(self)
+
+
+@dataclass(frozen=True)
+class AccessDocument:
+    """What a tokens file holds."""
+
+    __pydantic_config__ = STRICT
+
+    tokens: tuple[Grant, ...]
+    certificates: tuple[CertificateGrant, ...] = ()
+
+    @property
+    def names_verbs(self) -> bool:
+        """Whether any entry names verbs. A file without them means what it meant before there were any."""
+        entries: list[Grant | CertificateGrant] = [*self.tokens, *self.certificates]
+        return any(entry.verbs is not None for entry in entries)
+
+    def find_certificate(self, identities: Collection[str]) -> CertificateGrant | None:
+        """The first entry that stands for one of a certificate's identities."""
+        return next((entry for entry in self.certificates if entry.subject in identities), None)
+
+
+def _build_caller(entry: Grant | CertificateGrant) -> Caller:
+    verbs = TENANT_VERBS if entry.verbs is None else frozenset(entry.verbs)
+    return Caller(entry.name, entry.namespaces, verbs)
+
+
+def _check_entry(kind: str, name: str, namespaces: Sequence[str], verbs: Sequence[Verb] | None) -> None:
+    if not name:
+        raise InvalidField("name", f"is mandatory: name the {kind}'s owner")
+    if not namespaces:
+        raise InvalidField("namespaces", f"of {kind} {name!r} is empty: name what it may use")
+    for pattern in namespaces:
+        check_namespace_pattern(pattern)
+    if verbs is not None and not verbs:
+        raise InvalidField(
+            "verbs", f"of {kind} {name!r} is empty: name some of {', '.join(Verb)}, or leave it out"
+        )
+
+
+def check_namespace_pattern(pattern: str) -> str:
+    """Returns the pattern: a namespace, a prefix that ends in `*`, or `*` alone. Raises `InvalidField`."""
+    stem = pattern.removesuffix("*")
+    try:
+        # A prefix need not be a whole namespace by itself.
+        check_namespace(stem if stem or not pattern.endswith("*") else "any")
+    except InvalidField as error:
+        raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
+    return pattern
+
+
+def parse_time_s(field: str, text: str) -> float:
+    """Seconds since 1970 of a time as RFC 3339. Raises `InvalidField`, also for a time without an offset,
+    which would mean another moment on every machine."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise InvalidField(field, f"{text!r} must be a time such as 2027-01-31T12:00:00Z")
+    return time.timestamp()
+
+
+def parse_bearer(header: str | None) -> str | None:
+    """The token in `Bearer TOKEN`; None for anything else."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None

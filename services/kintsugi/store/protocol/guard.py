@@ -1,0 +1,154 @@
+"""Who may make which call of a shard, and what the audit log says of it.
+
+A shard without a tokens file and an audit log has no guard: calls pass as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.access import Access, identities_of_call
+from kintsugi.store.protocol.audit import AuditEntry, AuditLog
+from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
+from kintsugi.store.protocol.status import status_of
+
+PUT = "put_chunk_kv"
+
+
+class Scope(Enum):
+    """What a call concerns."""
+
+    NAMESPACE = "the namespace that its message names"
+    EVERYTHING = "every namespace"
+    NOTHING = "no namespace"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a caller needs for a call."""
+
+    verb: Verb | None
+    """None: any."""
+    scope: Scope = Scope.NAMESPACE
+    is_audited: bool = True
+    """Calls that only tell whether something is there come too often. A refusal is always written."""
+
+
+NEEDS: Mapping[str, Need] = {
+    "lookup": Need(None, is_audited=False),
+    "lookup_anchors": Need(Verb.GENERATE, is_audited=False),
+    PUT: Need(Verb.PUT),
+    "stream_layers": Need(Verb.GENERATE),
+    "lease_layers": Need(Verb.GENERATE),
+    "prefetch": Need(Verb.GENERATE),
+    "pin": Need(Verb.PUT),
+    # A lease's id is random, and only who pinned knows it.
+    "unpin": Need(Verb.PUT, Scope.NOTHING),
+    "delete": Need(Verb.DELETE),
+    "list": Need(Verb.LIST),
+    "clear": Need(Verb.ADMIN),
+    "put_report": Need(Verb.REPORT, Scope.NOTHING),
+    "get_report": Need(None, Scope.NOTHING, is_audited=False),
+    "stats": Need(None, Scope.NOTHING, is_audited=False),
+    "verify": Need(Verb.GENERATE),
+    "drain": Need(Verb.ADMIN, Scope.EVERYTHING),
+    # The arena holds the chunks of every namespace.
+    "open_arena": Need(Verb.GENERATE, Scope.EVERYTHING),
+}
+"""By the handler's name."""
+
+
+@dataclass
+class _Call:
+    """One call, as far as it is known."""
+
+    caller: str = ""
+    namespace: str = ""
+    keys: tuple[str, ...] = ()
+
+
+class ShardGuard:
+    """Admits calls, and writes what became of them."""
+
+    def __init__(self, access: Access, audit: AuditLog | None) -> None:
+        self._access = access
+        self._audit = audit
+
+    @contextmanager
+    def admit(self, rpc: str, request: Any, context: Any) -> Iterator[Any]:
+        """Gives the request to be handled: for a put, messages that are checked as they come.
+
+        Raises `Unauthenticated`, `PermissionDenied`, and `InvalidField` for an invalid namespace.
+        """
+        call, result, text = _Call(), "OK", ""
+        try:
+            caller = self._identify(context)
+            call.caller = caller.name
+            if rpc == PUT:
+                request = self._check_put(caller, call, request)
+            else:
+                _authorize(caller, NEEDS[rpc], call, request)
+            yield request
+        except KintsugiError as error:
+            result, text = status_of(error).name, str(error)
+            raise
+        except asyncio.CancelledError:  # the client ended the call: so it ends every lease
+            result = "CANCELLED"
+            raise
+        except Exception:
+            result = "INTERNAL"
+            raise
+        finally:
+            if self._audit is not None and (NEEDS[rpc].is_audited or text):
+                verb = NEEDS[rpc].verb
+                self._audit.write(
+                    AuditEntry(rpc, result, call.caller, verb, call.namespace, call.keys, error=text)
+                )
+
+    def _identify(self, context: Any) -> Caller:
+        """Raises `Unauthenticated`."""
+        metadata = dict(context.invocation_metadata() or ())
+        identities = identities_of_call(context) if self._access.has_certificates else ()
+        return self._access.caller(parse_bearer(metadata.get("authorization")), identities)
+
+    async def _check_put(
+        self, caller: Caller, call: _Call, messages: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """Checks the header that a put begins with, and passes on every message."""
+        is_first = True
+        async for message in messages:
+            if is_first:
+                is_first = False
+                header, _ = wire.parse_payload(message, pb.PutChunkKVRequest)
+                _authorize(caller, NEEDS[PUT], call, header.header.manifest)
+            yield message
+
+
+def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
+    """Notes what the request names. Raises `PermissionDenied` and `InvalidField`."""
+    if isinstance(request, pb.LeaseLayersRequest):
+        request = request.request
+    call.namespace = getattr(request, "namespace", "")
+    call.keys = _keys_in(request)
+    match need.scope:
+        case Scope.NAMESPACE:
+            caller.authorize(request.namespace, need.verb)
+        case Scope.EVERYTHING:
+            assert need.verb is not None, "what concerns everything needs a verb"
+            caller.require_everywhere(need.verb)
+        case Scope.NOTHING if need.verb is not None:
+            caller.require(need.verb)
+
+
+def _keys_in(request: Any) -> tuple[str, ...]:
+    if isinstance(request, pb.Manifest):
+        return (request.key.hex(),)
+    return tuple(key.hex() for key in getattr(request, "keys", ()))
