@@ -324,7 +324,7 @@ def serve_config(
     }
 
 
-_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file", "token_file")
+_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file")
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:

@@ -60,6 +60,8 @@ NEEDS: Mapping[str, Need] = {
     "stats": Need(None, Scope.NOTHING, is_audited=False),
     "verify": Need(Verb.GENERATE),
     "drain": Need(Verb.ADMIN, Scope.EVERYTHING),
+    # Engines, gateways and other shards ask again and again.
+    "list_erasures": Need(Verb.GENERATE, Scope.EVERYTHING, is_audited=False),
     # The arena holds the chunks of every namespace.
     "open_arena": Need(Verb.GENERATE, Scope.EVERYTHING),
 }
