@@ -158,7 +158,7 @@ class Run:
             say("not finished: nothing is chosen yet; run again with the same --records")
             return []
         served = choice.by_budget[found.SERVED_BUDGET]
-        is_done = self._judge(choice, [served], kinds) and self._time(served) and self._calibrate()
+        is_done = self._judge(choice, [served], kinds) and self._time(served) and self._calibrate(served)
         allowed = calibrated(self._records)
         if is_done and allowed is not None:
             is_done = self._judge(choice, [allowed], kinds) and self._time(allowed)
@@ -196,15 +196,15 @@ class Run:
         self._setup.details["chosen"] = [one.name for one in choice.configurations]
         return choice
 
-    def _calibrate(self) -> bool:
-        """As a user does, on choosing passages alone."""
+    def _calibrate(self, served: Configuration) -> bool:
+        """As an operator does, on choosing passages alone, behind the context that was best on these."""
         if not self._size.calibration_sets:
             return True
         if self._clock.is_over:
             return False
         self._stop_engine()
         sets = self._corpus.choosing_sets(self._size.calibration_sets, self._size.per_kind)
-        contexts = {name: self._context(name) for name in self._setup.contexts}
+        contexts = {served.context: self._context(served.context)}
         measure_calibration(self._setup.model, sets, contexts, self._folder, self._records)
         return True
 

@@ -54,7 +54,7 @@ from kintsugi.quality.measure import (
     tokenize_questions,
 )
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
-from kintsugi.quality.racing import FINALISTS_MAX, SCREENING_ROUNDS, Ask, Race, RacePrompt
+from kintsugi.quality.racing import FINALISTS_MAX, FINALISTS_MIN, SCREENING_ROUNDS, Ask, Race, RacePrompt
 
 AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
 """What can be measured without answers."""
@@ -83,8 +83,12 @@ _OTHER_BYTES = 1 << 14
 """Room for whatever else it holds."""
 PROMPTS = 2000
 MINUTES = 12.0
-SCREENING_TIME_SHARE = 0.35
+SCREENING_TIME_SHARE = 0.25
 """Share of the minutes that screening may take, as far as that is known beforehand."""
+CONFIRMATION_TIME_SHARE = 0.6
+"""Share of them that is left for the confirmation."""
+DECIDING_PROMPTS = 200
+"""About so many prompts decide about a configuration that loses half of what it may."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,8 @@ def calibrate(
         budget.cost_max,
     )
     tried = grid.thin(tried, affordable / (2 * SCREENING_ROUNDS[0][0]))
-    race = Race(tried, race_prompts(cases, quantities), noise, thresholds, affordable)
+    finalists_max = count_affordable_finalists(affordable)
+    race = Race(tried, race_prompts(cases, quantities), noise, thresholds, affordable, finalists_max)
     _check_report_size(race, tried, min(len(cases), PROMPTS_MAX) * min(bench.max_tokens, POSITIONS_MAX))
     warnings += unjudged + _warn_of_few(race, cases, quantities, thresholds)
     runner = _RaceRunner(bench, order, race, quantities, notify)
@@ -202,6 +207,15 @@ def _affordable_answers(budget: Budget, full_s: float) -> float:
     if budget.minutes is None:
         return math.inf
     return SCREENING_TIME_SHARE * 60 * budget.minutes / max(full_s, 1e-6)
+
+
+def count_affordable_finalists(screening_max: float) -> int:
+    """How many finalists can be decided about in the time that is left behind a screening of so many answers.
+    Every prompt is prefilled in full as well."""
+    if math.isinf(screening_max):
+        return FINALISTS_MAX
+    answers = screening_max * CONFIRMATION_TIME_SHARE / SCREENING_TIME_SHARE
+    return max(FINALISTS_MIN, min(FINALISTS_MAX, int(answers / DECIDING_PROMPTS) - 1))
 
 
 class _RaceRunner:

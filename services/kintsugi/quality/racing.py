@@ -42,6 +42,8 @@ SCREENING_ROUNDS = ((4, 40), (4, 24), (8, 16), (16, 14), (32, 12), (64, 12))
 SCREENING_SHARE = 0.2
 """At most this share of the prompts is used for screening."""
 FINALISTS_MAX = 8
+FINALISTS_MIN = 3
+"""Finalists of a race against time: the safest, the cheapest, and one between them."""
 COST_STEP = 0.95
 """A finalist costs at most this share of the one before it: more alike ones would only share the error."""
 CONFIRMATION_ROUND = 32
@@ -155,6 +157,7 @@ class Race:
         noise: Noise,
         thresholds: Thresholds,
         screening_max: float = math.inf,
+        finalists_max: int = FINALISTS_MAX,
     ) -> None:
         """`prompts` in the order in which they are used: shuffled. Screening ends before a round that would
         take it beyond `screening_max` answers, and has at least one round."""
@@ -167,6 +170,7 @@ class Race:
         self._rounds = list(_screening_rounds(len(prompts)))
         self._in_screening = list(self.screened)
         self._screening_left = screening_max
+        self._finalists_max = finalists_max
         self.num_screening = count_screening(len(prompts))
         """Prompts that screening may use; those behind them belong to the confirmation."""
         self._unused = list(range(self.num_screening, len(prompts)))
@@ -258,7 +262,7 @@ class Race:
             left = [one for one in left if one not in front]
         self._in_screening = kept
         if not self._has_next_round(len(kept)) or len(kept) <= 1:
-            self.finalists = [Runner(one.selection) for one in _pick_finalists(kept)]
+            self.finalists = [Runner(one.selection) for one in _pick_finalists(kept, self._finalists_max)]
             self._in_screening = []
 
     def _has_next_round(self, count: int) -> bool:
@@ -336,8 +340,9 @@ def _unbeaten(runners: Sequence[Runner]) -> list[Runner]:
     return front
 
 
-def _pick_finalists(runners: Sequence[Runner]) -> list[Runner]:
-    """From the safest to the cheapest, each clearly cheaper than the one before.
+def _pick_finalists(runners: Sequence[Runner], most: int) -> list[Runner]:
+    """From the safest to the cheapest, each clearly cheaper than the one before; at most so many, which must
+    be two or more.
 
     The one nearest to full prefill comes first even if others lost no more in screening: it is there if those
     fail. For the same reason, of those of one risk the dearest comes first.
@@ -349,10 +354,10 @@ def _pick_finalists(runners: Sequence[Runner]) -> list[Runner]:
     anchor = min(runners, key=lambda one: (one.divergence, one.cost), default=None)
     if anchor is not None and anchor.cost > chosen[0].cost:
         chosen.insert(0, anchor)
-    if len(chosen) <= FINALISTS_MAX:
+    if len(chosen) <= most:
         return chosen
-    step = (len(chosen) - 1) / (FINALISTS_MAX - 1)
-    return [chosen[round(number * step)] for number in range(FINALISTS_MAX)]
+    step = (len(chosen) - 1) / (most - 1)
+    return [chosen[round(number * step)] for number in range(most)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from kintsugi.core.prompt import LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport, Quantity, Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid
-from kintsugi.quality.calibrate import Budget, Calibration, calibrate, make_passage_questions, race_prompts
+from kintsugi.quality.calibrate import (
+    Budget,
+    Calibration,
+    calibrate,
+    count_affordable_finalists,
+    make_passage_questions,
+    race_prompts,
+)
 from kintsugi.quality.measure import Bench
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
@@ -110,6 +117,11 @@ def test_the_minutes_end_the_search_and_the_undecided_says_how_many_more_it_take
     assert all(count and count > 0 for count in missing)
     assert "more prompts like these would decide it" in report.choice.why
     assert MINUTES_SHORT <= report.search.minutes < 1.1 * MINUTES_SHORT
+
+
+@pytest.mark.parametrize(("screening_max", "expected"), [(float("inf"), 8), (1e6, 8), (170.0, 3), (3.0, 3)])
+def test_as_many_finalists_as_there_is_time_to_decide_about(screening_max: float, expected: int) -> None:
+    assert count_affordable_finalists(screening_max) == expected
 
 
 def test_progress_names_what_is_tried_and_what_leads() -> None:

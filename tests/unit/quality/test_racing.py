@@ -80,6 +80,18 @@ def test_screening_ends_before_a_round_that_there_is_no_time_for() -> None:
     assert all(min(asked.prompts) >= race.num_screening for asked in world.asks if asked.is_confirmation)
 
 
+def test_a_race_against_time_has_few_finalists_from_the_safest_to_the_cheapest() -> None:
+    ratios = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+    world = Recorded(rates(r10=0.02, r15=0.015, r20=0.01, r30=0.005, r40=0.001, r50=0.0))
+    every, few = (
+        world.drive(Race(candidates(*ratios), prompts(1200), QUIET, THRESHOLDS, finalists_max=most))
+        for most in (8, 3)
+    )
+    assert len(every.finalists) > len(few.finalists) == 3
+    for end in (0, -1):
+        assert few.finalists[end].selection == every.finalists[end].selection
+
+
 def test_no_prompt_of_the_screening_counts_in_the_confirmation() -> None:
     world = Recorded(rates(r20=0.002, r40=0.0))
     race = race_of(world, 800, 0.1, 0.2, 0.4)

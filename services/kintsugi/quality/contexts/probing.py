@@ -19,7 +19,7 @@ from kintsugi.quality.measure import Bench, Notify, measure_selection
 from kintsugi.quality.racing import count_screening
 
 PROMPTS_MAX = 32
-MINUTES_SHARE = 0.5
+MINUTES_SHARE = 0.25
 """At most this share of the minutes is spent on probing, divided evenly among the contexts."""
 
 
