@@ -219,6 +219,10 @@ class Store(StoreSettings, ManifestSettings):
     empty: plaintext."""
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
     """DNS name that tls.crt is issued for. All shards show the same certificate."""
+    tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
+    namespaces and verbs, as JSON, `token` the token of engines, gateways and calibrations, and `corpus-token`
+    that of CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     placement: ShardPlacement = ShardPlacement.APART

@@ -27,6 +27,8 @@ from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifes
 from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selector
 from kintsugi_operator.objects.pods import (
     STORE_TLS,
+    STORE_TOKEN,
+    STORE_TOKENS,
     TLS,
     TOKENS,
     Manifest,
@@ -34,6 +36,7 @@ from kintsugi_operator.objects.pods import (
     apart,
     preferences,
     secret,
+    secret_key,
 )
 
 DIRECTORY_PORT = 7410
@@ -46,6 +49,10 @@ SHARD_RESOURCE = "kintsugi_shard"
 ENGINE_RESOURCE = "kintsugi_engine"
 GATEWAY_RESOURCE = "kintsugi_gateway"
 ANY_HOST = "0.0.0.0"
+TOKENS_KEY = "tokens.yaml"
+CLIENT_KEY = "token"
+CORPUS_KEY = "corpus-token"
+"""Keys of the Secret in `store.tokensSecret`."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,8 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         # Engines are in other pods, which share no memory.
         share_arena=False,
         tls_name=store.tls_name if store.tls_secret else "",
+        tokens_file=f"{STORE_TOKENS}/{TOKENS_KEY}" if store.tokens_secret else "",
+        token_file=f"{STORE_TOKEN}/{CLIENT_KEY}" if store.tokens_secret else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
 
@@ -139,6 +148,20 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
 def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
     """The store's certificates for a shard or one of its clients, where there are some."""
     return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
+
+
+def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
+    """What a shard needs to know its clients."""
+    name = spec.store.tokens_secret
+    tokens = [secret_key("store-tokens", STORE_TOKENS, name, TOKENS_KEY, TOKENS_KEY)] if name else []
+    return [*store_tls_volumes(spec), *tokens]
+
+
+def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume]:
+    """What a client of the store shows to shards: of the Secret with tokens its own alone, in ``key``."""
+    name = spec.store.tokens_secret
+    token = [secret_key("store-token", STORE_TOKEN, name, key, CLIENT_KEY)] if name else []
+    return [*store_tls_volumes(spec), *token]
 
 
 def heads_apart(service: str) -> Manifest:
