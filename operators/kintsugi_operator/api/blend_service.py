@@ -222,6 +222,10 @@ class Store(StoreSettings, ManifestSettings):
     keys_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret whose key `keys.json` is a key file of encrypted namespaces (see `kintsugi keys`).
     Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
+    tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
+    """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
+    namespaces and verbs, as JSON, `token` the token of engines, gateways and calibrations, and `corpus-token`
+    that of CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     placement: ShardPlacement = ShardPlacement.APART

@@ -28,6 +28,8 @@ from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selec
 from kintsugi_operator.objects.pods import (
     STORE_KEYS,
     STORE_TLS,
+    STORE_TOKEN,
+    STORE_TOKENS,
     TLS,
     TOKENS,
     Manifest,
@@ -35,6 +37,7 @@ from kintsugi_operator.objects.pods import (
     apart,
     preferences,
     secret,
+    secret_key,
 )
 
 DIRECTORY_PORT = 7410
@@ -47,6 +50,10 @@ SHARD_RESOURCE = "kintsugi_shard"
 ENGINE_RESOURCE = "kintsugi_engine"
 GATEWAY_RESOURCE = "kintsugi_gateway"
 ANY_HOST = "0.0.0.0"
+TOKENS_KEY = "tokens.yaml"
+CLIENT_KEY = "token"
+CORPUS_KEY = "corpus-token"
+"""Keys of the Secret in `store.tokensSecret`."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,8 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         share_arena=False,
         tls_name=store.tls_name if store.tls_secret else "",
         keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
+        tokens_file=f"{STORE_TOKENS}/{TOKENS_KEY}" if store.tokens_secret else "",
+        token_file=f"{STORE_TOKEN}/{CLIENT_KEY}" if store.tokens_secret else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
 
@@ -143,10 +152,24 @@ def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
     return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
 
 
-def store_client_volumes(spec: BlendServiceSpec) -> list[Volume]:
-    """What a pod mounts that reads or stores chunks: certificates, and the keys of encrypted namespaces."""
+def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
+    """What a shard needs to know its clients, and to be known by other shards."""
+    name = spec.store.tokens_secret
+    tokens = [secret_key("store-tokens", STORE_TOKENS, name, TOKENS_KEY, TOKENS_KEY)] if name else []
+    return [*store_tls_volumes(spec), *tokens, *_own_token(spec, CLIENT_KEY)]
+
+
+def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume]:
+    """What a client of the store shows to shards, of the Secret with tokens its own alone, in ``key``; and the
+    keys of encrypted namespaces."""
     keys = spec.store.keys_secret
-    return [*store_tls_volumes(spec), *([secret("store-keys", STORE_KEYS, keys)] if keys else [])]
+    mounted = [secret("store-keys", STORE_KEYS, keys)] if keys else []
+    return [*store_tls_volumes(spec), *_own_token(spec, key), *mounted]
+
+
+def _own_token(spec: BlendServiceSpec, key: str) -> list[Volume]:
+    name = spec.store.tokens_secret
+    return [secret_key("store-token", STORE_TOKEN, name, key, CLIENT_KEY)] if name else []
 
 
 def heads_apart(service: str) -> Manifest:

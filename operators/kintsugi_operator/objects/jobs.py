@@ -11,7 +11,13 @@ from kintsugi.core.deploy import ModelSpec
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
-from kintsugi_operator.objects.deployed import EngineRevision, pod_basics, store_client_volumes, store_url
+from kintsugi_operator.objects.deployed import (
+    CORPUS_KEY,
+    EngineRevision,
+    client_secrets,
+    pod_basics,
+    store_url,
+)
 from kintsugi_operator.objects.names import LABEL_CORPUS, LABEL_ROLE, join_name, labels, ray_named
 from kintsugi_operator.objects.pods import (
     Manifest,
@@ -49,7 +55,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
         command += ["--engine", json.dumps(arguments, sort_keys=True)]
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
-    volumes = [*store_client_volumes(spec), *_system_prompt(owner.name, revision)]
+    volumes = [*client_secrets(spec), *_system_prompt(owner.name, revision)]
     command += _prompt_options(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)
     head = template(
@@ -119,7 +125,7 @@ def corpus_job(
     volumes = model_volumes(service, workers.scratch)
     if corpus.volume_claim:
         volumes.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
-    volumes += store_client_volumes(service)
+    volumes += client_secrets(service, CORPUS_KEY)
     shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
     shared |= {"nodes": workers.nodes, "more": workers.pod_template}
     head = template(

@@ -33,6 +33,8 @@ SCRATCH = "/scratch"
 TLS = "/etc/kintsugi/tls"
 STORE_TLS = "/etc/kintsugi/store-tls"
 STORE_KEYS = "/etc/kintsugi/store-keys"
+STORE_TOKENS = "/etc/kintsugi/store-tokens"
+STORE_TOKEN = "/etc/kintsugi/store-token"
 TOKENS = "/etc/kintsugi/tokens"
 MODELS = "/models"
 
@@ -75,6 +77,13 @@ def scratch(name: str, path: str, size: str, in_memory: bool = False) -> Volume:
 def secret(name: str, path: str, secret_name: str) -> Volume:
     """A Secret's keys as files, readable by the pod's group alone."""
     return Volume(name, path, {"secret": {"secretName": secret_name, "defaultMode": 0o440}}, read_only=True)
+
+
+def secret_key(name: str, path: str, secret_name: str, key: str, file: str) -> Volume:
+    """One key of a Secret as a file, readable by the pod's group alone."""
+    items = [{"key": key, "path": file}]
+    source = {"secret": {"secretName": secret_name, "items": items, "defaultMode": 0o440}}
+    return Volume(name, path, source, read_only=True)
 
 
 def claim_volume(name: str, path: str, claim: str, read_only: bool = False) -> Volume:

@@ -26,10 +26,10 @@ from kintsugi_operator.objects.deployed import (
     ENGINE_RESOURCE,
     GATEWAY_RESOURCE,
     EngineRevision,
+    client_secrets,
     heads_apart,
     pod_basics,
     service_config,
-    store_client_volumes,
     store_tls_volumes,
     store_url,
 )
@@ -164,7 +164,7 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
         **_basics(spec, owner, revision, "engine"),
         **engine_pod(spec),
         ports={"engine-metrics": ENGINE_METRICS_PORT},
-        volumes=[*model_volumes(spec, engines.scratch), *store_client_volumes(spec)],
+        volumes=[*model_volumes(spec, engines.scratch), *client_secrets(spec)],
         readiness=process_health("engine-metrics"),
         affinity=_apart(owner, revision, "engine"),
     )
@@ -179,7 +179,7 @@ def _apart(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     gateway, tls = spec.gateway, spec.tls
-    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *store_client_volumes(spec)]
+    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *client_secrets(spec)]
     if tls.secret:
         volumes.append(secret("tls", TLS, tls.secret))
     if gateway.tokens_secret:

@@ -29,6 +29,7 @@ from kintsugi_operator.objects.deployed import (
     TIERS,
     heads_apart,
     pod_basics,
+    shard_secrets,
     store_config,
     store_tls_volumes,
 )
@@ -170,7 +171,7 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             env=environment(spec.store.env),
-            volumes=[*_volumes(spec, owner, index), *store_tls_volumes(spec)],
+            volumes=[*_volumes(spec, owner, index), *shard_secrets(spec)],
             readiness=process_health("shard-metrics"),
             affinity=_affinity(spec, owner.name),
             more=spec.store.pod_template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -61,15 +62,21 @@ def revoke_grant(path: Path, name: str) -> None:
 
 
 def _change_tokens(path: Path, change: Callable[[list[Any]], None]) -> None:
-    """Rewrites the file with changed tokens. What else it holds stays as it is."""
-    values = read_values(path) if path.exists() else {"tokens": []}
-    parse_document(values, path)
-    change(values["tokens"])
-    parse_document(values, path)
+    """Rewrites the file with changed tokens, one process at a time: a change that is lost could be a
+    revocation. What else the file holds stays as it is."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
-            file.write(json.dumps(values, indent=2) + "\n")
-        os.replace(file.name, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            values = read_values(path) if path.exists() else {"tokens": []}
+            parse_document(values, path)
+            change(values["tokens"])
+            parse_document(values, path)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
+                file.write(json.dumps(values, indent=2) + "\n")
+            os.replace(file.name, path)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from error
 

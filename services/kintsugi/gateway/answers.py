@@ -86,7 +86,8 @@ class Ask(ABC, Generic[Event]):
 
     @abstractmethod
     async def find_missed(self) -> Sequence[ToSave]:
-        """The chunks of which the engine may have lacked some. Raises `KintsugiError`."""
+        """The chunks of which the engine may have lacked some; none for a caller who may not store chunks.
+        Raises `KintsugiError`."""
 
 
 class AnswerPipeline:

@@ -190,5 +190,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:
+        if not self._caller.may(Verb.PUT):
+            return ()
         placed = zip(self._prompt.spans, self._prompt.pieces, strict=True)
         return [(piece.key, piece.token_ids) for span, piece in placed if span.key is not None]

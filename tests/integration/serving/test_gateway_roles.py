@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
+from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.requests import METHOD_VERBS
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
@@ -96,6 +97,22 @@ def test_only_who_may_list_learns_what_was_stored(served: Served) -> None:
         assert (silent.text, silent.accounting, silent.usage.cached_tokens) == (told.text, {}, 0)
         with pytest.raises(PermissionDenied, match="lacks the verb 'list'"):
             client.generate(["a chunk"], "why?", explain=True)
+
+
+def test_misses_are_filled_for_who_may_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, tokens = tmp_path / "tokens.json", {}
+    for name, verbs in (("reader", [Verb.GENERATE]), ("writer", [Verb.GENERATE, Verb.PUT])):
+        tokens[name], grant = new_token(name, ["docs"], verbs)
+        add_grant(file, grant)
+    with running(Setup(gateway={"access": TokenFile(file), "fill": FillConfig()})) as served:
+        missed: list[int] = []
+        filler = served.gateway._filler
+        monkeypatch.setattr(filler, "suspect", lambda namespace, chunks: missed.append(len(chunks)))
+        for count, name in enumerate(("reader", "writer"), 1):
+            with Client(served.address, "docs", token=tokens[name]) as client:
+                client.generate(["a chunk"], "why?")
+            assert served.eventually(lambda count=count: len(missed) == count)
+        assert missed == [0, 1]
 
 
 def test_a_revoked_token_is_refused_without_a_restart(served: Served) -> None:

@@ -12,7 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from kintsugi.cli.commands import store as store_command
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -54,7 +58,7 @@ class Keys:
 
 
 @contextmanager
-def shard(tokens_file: Path, **options: Any) -> Iterator[ShardServer]:
+def shard(tokens_file: Path | None, **options: Any) -> Iterator[ShardServer]:
     with ShardServer(
         Shard(RamTier(8 << 20)), "127.0.0.1:0", ServerOptions(tokens_file=tokens_file, **options)
     ) as server:
@@ -286,6 +290,35 @@ def test_who_may_not_write_reports_reads_them_where_copies_differ(keys: Keys) ->
         with closing(ShardedStore(directory, GrpcOptions(token_file=keys.folder / "everything"))) as store:
             assert store.get_report(*address) == report.to_bytes()
         assert second.shard.reports.get(*address) == report.to_bytes()
+
+
+def test_a_shard_does_not_start_with_a_tokens_file_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text("{")
+    with pytest.raises(InvalidField, match="is no JSON"), shard(file):
+        pass
+    with pytest.raises(InvalidField, match="audit_dir"), shard(None, audit_dir=file):
+        pass
+
+
+def test_commands_show_the_token_of_a_file(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shard(keys.file) as server:
+        status = ["store", "status", "--address", server.address]
+        refused = CliRunner().invoke(app, status)
+        assert refused.exit_code == ExitCode.BAD_INPUT
+        assert "authorization: Bearer" in refused.stderr
+        shown = CliRunner().invoke(app, [*status, "--token-file", str(keys.folder / "everything")])
+        assert shown.exit_code == ExitCode.OK
+    served: list[ServerOptions] = []
+
+    def serve(screen: Any, spec: Any, listen: str, options: ServerOptions, drain_s: float) -> int:
+        served.append(options)
+        return 0
+
+    monkeypatch.setattr(store_command, "_serve_shard", serve)
+    asked = ["--tokens-file", str(keys.file), "--audit-dir", str(keys.folder)]
+    assert CliRunner().invoke(app, ["store", "serve", *asked]).exit_code == ExitCode.OK
+    assert (served[0].tokens_file, served[0].audit_dir) == (keys.file, keys.folder)
 
 
 def test_the_audit_log_says_who_did_what(keys: Keys) -> None:

@@ -3,12 +3,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unauthenticated, UnknownField
+from kintsugi.gateway import access as gateway_access
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
 from kintsugi.store.protocol import access
 from kintsugi.store.protocol.access import TokenFile, identities_of_certificate, open_access, read_document
@@ -236,3 +240,28 @@ def test_the_names_of_a_certificate_as_python_gives_them() -> None:
     }
     assert identities_of_certificate(certificate) == ("CN=worker", "DNS:worker.acme", "URI:spiffe://acme/w")
     assert identities_of_certificate(None) == identities_of_certificate({}) == ()
+
+
+def test_two_changes_at_a_time_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may be a revocation."""
+    path, _ = file_with(tmp_path, old=("a",))
+    both_have_read = threading.Barrier(2)
+    whole = gateway_access.read_values
+
+    def read_and_wait(read: Path) -> Any:
+        values = whole(read)
+        with suppress(threading.BrokenBarrierError):
+            both_have_read.wait(0.2)
+        return values
+
+    monkeypatch.setattr(gateway_access, "read_values", read_and_wait)
+    changes = [
+        threading.Thread(target=revoke_grant, args=(path, "old")),
+        threading.Thread(target=add_grant, args=(path, new_token("new", ["b"])[1])),
+    ]
+    for change in changes:
+        change.start()
+    for change in changes:
+        change.join()
+    old, new = read_document(path).tokens
+    assert (old.name, old.revoked, new.name) == ("old", True, "new")

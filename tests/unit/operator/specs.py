@@ -11,6 +11,7 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.environment import FIELDS
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.objects.base import Owner
+from kintsugi_operator.objects.pods import Manifest
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 OWNER = Owner("BlendService", "acme", "team", "uid-1")
@@ -121,6 +122,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
         "keysSecret": draw(optional),
+        "tokensSecret": draw(optional),
         "insecure": True,
         "podTemplate": draw(pod_templates),
         "env": draw(variables()),
@@ -200,3 +202,15 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 specs = manifests().map(lambda values: from_manifest(BlendServiceSpec, values))
+
+
+def secret_keys(template: Manifest, secret: str) -> list[tuple[str, str]]:
+    """The keys of a Secret that a pod mounts, and where."""
+    pod = template["spec"]
+    paths = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    return [
+        (item["key"], f"{paths[volume['name']]}/{item['path']}")
+        for volume in pod["volumes"]
+        if volume.get("secret", {}).get("secretName") == secret
+        for item in volume["secret"]["items"]
+    ]

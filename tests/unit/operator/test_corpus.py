@@ -21,7 +21,7 @@ from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import calibration_job
 from kintsugi_operator.objects.names import LABEL_SERVICE
 from kintsugi_operator.observed.views import JobState, JobView
-from tests.unit.operator.specs import NOW, spec_of
+from tests.unit.operator.specs import NOW, secret_keys, spec_of
 
 OWNER = Owner("CorpusPrecompute", "handbook", "team", "uid-2")
 FRESH = CorpusPrecomputeStatus()
@@ -80,6 +80,15 @@ def test_its_engines_have_the_environment_of_the_services() -> None:
         env = template["spec"]["containers"][0]["env"]
         assert proxy in env
         assert "OTEL_SERVICE_NAME" not in {one["name"] for one in env}
+
+
+def test_it_shows_shards_a_token_of_its_own() -> None:
+    spec = spec_of(store={"tokensSecret": "store-access"})
+    job = job_of(decide(corpus_of(), at=Target(spec, EngineRevision.of(spec), True)))
+    assert "?token_file=/etc/kintsugi/store-token/token" in job["spec"]["entrypoint"]
+    cluster = job["spec"]["rayClusterSpec"]
+    for template in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]):
+        assert secret_keys(template, "store-access") == [("corpus-token", "/etc/kintsugi/store-token/token")]
 
 
 def options_of(command: list[str]) -> dict[str, str]:

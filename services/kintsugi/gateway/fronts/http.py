@@ -139,7 +139,7 @@ class _Completions:
             served.status = LEFT_STATUS
             return
         call = await self._parse(caller, served, request.url.path, raw)
-        ask = OpenAIAsk(self._gateway.prompts, call, tells_stored=caller.may(Verb.LIST))
+        ask = OpenAIAsk(self._gateway.prompts, caller, call)
         answer = asyncio.create_task(reply.send_answer(self._gateway, ask))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))
         try:

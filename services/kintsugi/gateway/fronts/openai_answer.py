@@ -17,6 +17,7 @@ from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import TIMES, without_times
+from kintsugi.store.protocol.callers import Caller, Verb
 
 _DATA = b"data: "
 _NAMED = f'"{PARAMS_KEY}"'.encode()
@@ -30,11 +31,10 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
 
     span_name = "gateway.openai"
 
-    def __init__(self, prompts: Prompts, call: OpenAICall, *, tells_stored: bool = True) -> None:
-        """``tells_stored``: the caller may learn what the store holds, which accounting tells."""
+    def __init__(self, prompts: Prompts, caller: Caller, call: OpenAICall) -> None:
         super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
         self.wants_times = call.params.timeline or call.params.explain
-        self._tells_stored = tells_stored
+        self._caller = caller
         self._prompts = prompts
         self._call = call
         self._head: OpenAIHead | None = None
@@ -53,9 +53,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
-            if self._tells_stored and not self.wants_times:
-                item = without_times_in(item)
-        if not self._tells_stored:
+            item = item if self.wants_times else without_times_in(item)
+        if not self._caller.may(Verb.LIST):
             item = without_stored_in(item)
         head, self._head = self._head, None
         return (item,) if head is None else (head, item)
@@ -64,6 +63,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         return () if self._head is None else (self._head,)
 
     async def find_missed(self) -> Sequence[ToSave]:
+        if not self._caller.may(Verb.PUT):
+            return ()
         return await self._prompts.learn_texts(self.namespace, self._call.chunk_texts)
 
 
@@ -93,8 +94,7 @@ def without_stored_in(piece: bytes) -> bytes:
     document = _document(piece)
     if document is None:  # nothing can be taken out of it
         return b""
-    holder = _holder(document)
-    if holder is not None:
+    while (holder := _holder(document)) is not None:
         del holder[PARAMS_KEY]
     usage = document.get("usage") if isinstance(document, dict) else None
     if isinstance(usage, dict):

@@ -18,7 +18,7 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import Access, identities_of_call
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
 from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
-from kintsugi.store.protocol.status import status_of
+from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, status_of
 
 PUT = "put_chunk_kv"
 
@@ -100,7 +100,7 @@ class ShardGuard:
                 _authorize(caller, NEEDS[rpc], call, request)
             yield request
         except KintsugiError as error:
-            result, text = status_of(error).name, str(error)
+            result, text = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
             raise
         except asyncio.CancelledError:  # the client ended the call: so it ends every lease
             result = "CANCELLED"
@@ -138,7 +138,7 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
     """Notes what the request names. Raises `PermissionDenied` and `InvalidField`."""
     if isinstance(request, pb.LeaseLayersRequest):
         request = request.request
-    call.namespace = getattr(request, "namespace", "")
+    call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]
     call.keys = _keys_in(request)
     match need.scope:
         case Scope.NAMESPACE:
@@ -152,5 +152,6 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
 
 def _keys_in(request: Any) -> tuple[str, ...]:
     if isinstance(request, pb.Manifest):
-        return (request.key.hex(),)
-    return tuple(key.hex() for key in getattr(request, "keys", ()))
+        return (request.key[: wire.DIGEST_BYTES].hex(),)
+    # As many and as long as a valid request's: a caller must not fill the log with one that is not.
+    return tuple(key[: wire.DIGEST_BYTES].hex() for key in getattr(request, "keys", ())[: wire.KEYS_MAX])

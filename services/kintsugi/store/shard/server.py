@@ -105,7 +105,7 @@ class ShardServer:
             self._call(self._start_grpc())
         except (RuntimeError, OSError, KintsugiError) as error:
             self._call(self._stop_grpc(0.0))
-            self._close_door()
+            self._close_files()
             self._end_loop()
             if isinstance(error, KintsugiError):
                 raise
@@ -184,7 +184,7 @@ class ShardServer:
         """Let calls finish for `grace_s`, then close the server."""
         self._call(self._stop_grpc(grace_s))
         self._keeper.stop()
-        self._close_door()
+        self._close_files()
         if self._metrics_server is not None:
             self._metrics_server.shutdown()
             self._metrics_server.server_close()
@@ -197,7 +197,7 @@ class ShardServer:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    def _close_door(self) -> None:
+    def _close_files(self) -> None:
         if self._audit is not None:
             self._audit.close()
         if self._door is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 from collections.abc import Collection
@@ -12,6 +13,7 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import without_stored_in
 from kintsugi.gateway.fronts.openai_server import HttpServer
@@ -19,7 +21,7 @@ from kintsugi.store.protocol.access import Access, TokenFile
 from kintsugi.store.protocol.audit import AuditLog
 from kintsugi.store.protocol.callers import Caller, Verb
 from tests.authority import Authority
-from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, gateway_over
+from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run, scripted
 
 
@@ -79,6 +81,28 @@ def test_only_who_may_list_learns_what_was_stored(stream: bool) -> None:
         assert json.loads(first) == (expected if stream else {**expected, "kv_transfer_params": {}})
         assert rest == (["data: [DONE]", ""] if stream else [])
         assert 'kintsugi_http_chunk_tokens_total{result="hit"} 16.0' in metrics.text, "counted all the same"
+
+    run(body)
+
+
+def test_misses_are_filled_for_who_may_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "text", "text": "a passage", "kintsugi": {"chunk": True}}
+    question = {"messages": [{"role": "user", "content": [part]}]}
+
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: answered("fine", {"tokens_missed": 3}))
+        gateway = gateway_over(backend, access=Roles(), fill=FillConfig())
+        missed: list[int] = []
+        monkeypatch.setattr(gateway._filler, "suspect", lambda namespace, chunks: missed.append(len(chunks)))
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            for token in ("generate", "generate+put"):
+                assert (
+                    await caller.post(CHAT_PATH, json=question, headers=bearing(token))
+                ).status_code == 200
+                await asyncio.gather(*gateway.answers._follow_ups)
+        await gateway.close()
+        assert missed == [0, 1]
 
     run(body)
 
@@ -149,6 +173,11 @@ def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:
 def test_a_piece_that_cannot_be_read_is_left_out() -> None:
     assert without_stored_in(b'data: {"kintsugi": ') == b""
     assert without_stored_in(b"data: [DONE]") == b"data: [DONE]"
+
+
+def test_accounting_is_left_out_wherever_it_stands() -> None:
+    piece = {"kintsugi": {"outcome": "blended"}, "kv_transfer_params": {"kintsugi": {"tokens_hit": 1}}}
+    assert json.loads(without_stored_in(json.dumps(piece).encode())) == {"kv_transfer_params": {}}
 
 
 def test_the_audit_log_says_who_asked_over_http(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_what_the_manifest_says_is_verified_with_the_bytes(change: dict[str, obj
 
 def test_damaged_frames_are_not_encrypted() -> None:
     manifest, frames = make_chunk(range(40))
-    with pytest.raises(Corrupted, match=r"frames\[1\]"):
+    with pytest.raises(Corrupted, match="layer 1"):
         encrypt_chunk(KEYS, manifest, [frames[0], bytes(len(frames[1])), frames[2]])
 
 

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.audit import AuditLog
+from kintsugi.store.protocol.guard import ShardGuard
+
+
+class NoMetadata:
+    def invocation_metadata(self) -> None:
+        return None
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[AuditLog]:
+    log = AuditLog(tmp_path, "shard")
+    yield log
+    log.close()
+
+
+def lines(log: AuditLog) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.path.read_text().splitlines()]
+
+
+def test_a_request_that_is_too_large_makes_no_large_line(log: AuditLog) -> None:
+    """Else one caller could push what others did out of the log."""
+    keys = [bytes(1000)] * (wire.KEYS_MAX + 1)
+    request = pb.DeleteRequest(namespace="n" * 100_000, keys=keys)
+    guard = ShardGuard(Access(), log)
+    with pytest.raises(InvalidField), guard.admit("delete", request, NoMetadata()):
+        pass
+    (line,) = lines(log)
+    assert line["result"] == "INVALID_ARGUMENT"
+    assert len(line["namespace"]) == 1024
+    assert len(line["error"]) <= 1024
+    assert len(line["keys"]) == wire.KEYS_MAX
+    assert {len(key) for key in line["keys"]} == {2 * wire.DIGEST_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("error", "result"), [(asyncio.CancelledError(), "CANCELLED"), (ZeroDivisionError(), "INTERNAL")]
+)
+def test_a_call_that_ends_otherwise_is_written_too(log: AuditLog, error: BaseException, result: str) -> None:
+    guard = ShardGuard(Access(), log)
+    with suppress(type(error)), guard.admit("drain", pb.DrainRequest(), NoMetadata()):
+        raise error
+    assert [(line["caller"], line["method"], line["result"]) for line in lines(log)] == [
+        ("anyone", "drain", result)
+    ]
+
+
+def test_what_only_tells_whether_chunks_are_there_is_not_written(log: AuditLog) -> None:
+    guard = ShardGuard(Access(), log)
+    with guard.admit("lookup", pb.LookupRequest(namespace="docs"), NoMetadata()):
+        pass
+    assert lines(log) == []
