@@ -1,0 +1,1 @@
+"""What `benchmarks/trust.py` measures: attacks, crashes, erasure, encryption."""
