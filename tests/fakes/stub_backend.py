@@ -110,9 +110,9 @@ class StubBackend(EngineBackend):
     def space(self, namespace: str) -> ChunkSpace:
         info = self._info
         fingerprint = ModelFingerprint(bytes.fromhex(info.fingerprint))
-        return ChunkSpace(
-            fingerprint, namespace, info.prefix_token_ids, info.portable, info.context_token_ids
-        )
+        name_key = b"" if self._store is None else self._store.name_key(namespace)
+        prefix, context = info.prefix_token_ids, info.context_token_ids
+        return ChunkSpace(fingerprint, namespace, prefix, info.portable, context, name_key)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         self._check_up()
@@ -240,7 +240,7 @@ def _zeros(space: ChunkSpace, token_ids: Sequence[int]) -> tuple[ChunkManifest, 
     manifest = ChunkManifest.of(
         space,
         ChunkKey.of(space, token_ids),
-        anchor_of(token_ids),
+        anchor_of(token_ids, space.name_key),
         len(token_ids),
         _LAYOUT,
         Codec.RAW,

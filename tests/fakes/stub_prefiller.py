@@ -42,9 +42,9 @@ class StubPrefiller(Prefiller):
         layout, ids = self._spec.layout, chunk.token_ids
         size = layout.frame_bytes(Codec.RAW, len(ids))
         frames = [np.random.default_rng(ids[0] + n).bytes(size) for n in range(layout.num_layers)]
-        manifest = ChunkManifest.of(
-            find_copy(self._spec.space, chunk), chunk.key, anchor_of(ids), len(ids), layout, Codec.RAW, frames
-        )
+        space = find_copy(self._spec.space, chunk)
+        anchor = anchor_of(ids, space.name_key)
+        manifest = ChunkManifest.of(space, chunk.key, anchor, len(ids), layout, Codec.RAW, frames)
         try:
             self._store.put(manifest, frames)
         except KintsugiError as error:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,9 +23,10 @@ from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.warm import pin, retire
+from kintsugi.precompute.warm import forget, pin, retire
 from kintsugi.store.client.admin import ShardAdmin
-from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -50,6 +52,28 @@ def test_a_corpus_is_filled_once_and_then_found(bench: Bench) -> None:
     os.utime(bench.source)  # it has to be read again, and says the same
     third = bench.run()
     assert (third.chunks_filled, third.documents_unchanged) == (0, 30)
+
+
+def test_a_corpus_of_an_encrypted_namespace_is_filled_found_and_retired(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    create_keys(path, "acme")
+    values = {"store": f"grpc://{bench.server.address}?keys={path}", "context_token_ids": [7, 8, 9]}
+    write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(4))})
+    first = bench.run(**values)
+    assert first.chunks_filled == first.chunks == len(bench.stored()) == len(set(bench.prefilled))
+    assert bench.run(**values).chunks_filled == 0
+    with closing(GrpcStore(bench.server.address)) as store:
+        assert all(manifest.is_encrypted for manifest in store.list("acme"))
+    write_corpus(bench.source, {"p0": passages(1)[0]})
+    assert bench.run(**values).chunks_invalidated > 0
+    assert 0 < len(bench.stored()) < first.chunks
+    held, plain_digest = len(bench.stored()), bench.job(**values).facts.space.plain.digest
+    destroy_keys(path, "acme")
+    with closing(GrpcStore(bench.server.address, GrpcOptions(keys=KeyFile(path)))) as store:
+        forget(bench.ledger, store, bench.ledger.editions("tea"))
+        left = [manifest.space_digest for manifest in store.list("acme")]
+    assert len(left) == held // 2
+    assert set(left) == {plain_digest}, "nobody can name the plain copies any more"
 
 
 def test_with_a_context_both_copies_are_filled_found_and_deleted(bench: Bench) -> None:

@@ -35,6 +35,8 @@ class Setup:
     """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
     """More arguments of `Gateway`."""
+    store: RamStore | None = None
+    """None: an empty one."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ def running(setup: Setup | None = None) -> Iterator[Running]:
     thread.start()
 
     async def start() -> Running:
-        store = RamStore()
+        store = RamStore() if setup.store is None else setup.store
         backend = StubBackend(
             setup.delays,
             store=store,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ class LookedOnly(Exception):
     """Raised so that nothing is forgotten."""
 
 
-def orphans(ledger: Ledger, namespace: str) -> list[ChunkKey]:
+def orphans(ledger: Ledger, namespace: str, name_key: bytes = b"") -> list[ChunkKey]:
     found: list[ChunkKey] = []
-    with suppress(LookedOnly), ledger.orphans(namespace) as keys:
+    with suppress(LookedOnly), ledger.orphans(namespace, name_key) as keys:
         found = keys
         raise LookedOnly
     return found
@@ -62,9 +63,10 @@ class Corpus:
         """Chunks to be looked up, duplicates, vanished documents."""
         edition = self.ledger.open_edition(self.name, self.space, "src", "model", "cut")
         run = self.ledger.begin_run(edition)
-        recorded = self.ledger.record(edition, run, "acme", documents)
+        name_key = self.space.name_key
+        recorded = self.ledger.record(edition, run, "acme", documents, name_key)
         vanished = self.ledger.end_scan(edition, run, stamps or {}, failed)
-        rest = [chunk.key for page in self.ledger.claim_unchecked(edition, run) for chunk in page]
+        rest = [chunk.key for page in self.ledger.claim_unchecked(edition, run, name_key) for chunk in page]
         self.ledger.end_run(run, 0, 0.0, complete=True)
         return [chunk.key for chunk in recorded.fresh] + rest, recorded.duplicates, vanished
 
@@ -292,6 +294,21 @@ def test_with_a_context_both_copies_are_looked_up(ledger: Ledger) -> None:
     (edition,) = ledger.editions("tea")
     assert {one for page in ledger.keys(edition.id) for one in page} == set(prepared(1, 2))
     assert edition.chunks == 2
+
+
+def test_plain_copies_of_an_encrypted_namespace_are_named_with_its_key(ledger: Ledger) -> None:
+    space = replace(PREPARED, name_key=bytes(range(32)))
+    corpus = Corpus(ledger, space=space)
+    keys = [key(word, copy) for word in (1, 2) for copy in (space, space.plain)]
+    assert not set(keys) & set(prepared(1, 2))
+    assert corpus.run(document("a", 1, 2, space=space))[0] == keys
+    assert corpus.run(stamps={"a.jsonl": "s"}, failed=("a.jsonl",))[0] == keys
+    (edition,) = ledger.editions("tea")
+    assert {one for page in ledger.keys(edition.id, space.name_key) for one in page} == set(keys)
+    corpus.run(document("a", 2, space=space))
+    assert orphans(ledger, "acme", space.name_key) == keys[:2]
+    files = [path.read_bytes() for path in ledger.folder.iterdir()]
+    assert not any(space.name_key in data for data in files), "the ledger does not keep it"
 
 
 def test_plain_copies_follow_the_newest_job(ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, Unavailable
+from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, PermissionDenied, Unavailable
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
@@ -93,6 +93,14 @@ class Lookups:
             is_full = sum(answer.num_bytes for answer in answers if answer) >= ANSWER_BYTES_MAX
             self._room = 0 if is_full else max(0, LOOKUPS_MAX - self.num_waiting)
         return self._room > 0
+
+    def name_key(self, namespace: str) -> bytes:
+        """`ChunkSpace.name_key` of a namespace. Raises `NotBlendable` if its keys were destroyed or are not
+        at hand."""
+        try:
+            return self._store.name_key(namespace)
+        except PermissionDenied as error:
+            raise NotBlendable("no_keys", str(error)) from error
 
     def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Raise `NotBlendable` while the store is not used because it failed lately.

@@ -201,7 +201,7 @@ class SchedulerSide:
 
     def _space(self, namespace: str) -> ChunkSpace:
         portable, context = self.config.portable, tuple(self.config.context_token_ids)
-        name_key = self.store.name_key(namespace)
+        name_key = self._lookups.name_key(namespace)
         return ChunkSpace(self.fingerprint, namespace, self.prefix_token_ids, portable, context, name_key)
 
     def _codecs(self) -> frozenset[Codec] | None:

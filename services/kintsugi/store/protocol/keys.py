@@ -73,5 +73,6 @@ class KeySource(ABC):
 
         Called for every request, lookup, put and stream, so an implementation answers from memory. Streams
         that begin after a key was removed do not use it. Raises `PermissionDenied` for a namespace whose keys
-        were destroyed, and `Unavailable` if the service has not answered; then nothing is read or stored.
+        were destroyed or are not at hand: then nothing of it is read or stored. No other error, because the
+        client would take it for a failure of a shard.
         """
