@@ -160,8 +160,8 @@ def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
 
 
 def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume]:
-    """What a client of the store shows to shards: of the Secret with tokens its own alone, in ``key``. And the
-    keys of encrypted namespaces."""
+    """What a client of the store shows to shards: of the Secret with tokens its own alone, in ``key``. And
+    the keys of encrypted namespaces."""
     keys = spec.store.keys_secret
     mounted = [secret("store-keys", STORE_KEYS, keys)] if keys else []
     return [*store_tls_volumes(spec), *_own_token(spec, key), *mounted]
