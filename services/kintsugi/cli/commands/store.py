@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,11 @@ from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.admin import ShardAdmin, Verified
+from kintsugi.store.client.directory import ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
@@ -117,6 +121,10 @@ def serve(
         Path | None, typer.Option(help="Folder shared by a pod's containers, for sockets.")
     ] = None,
     drain_s: Annotated[float, typer.Option(help="Maximum seconds to write back before stopping.")] = 30.0,
+    peers: Annotated[
+        str,
+        typer.Option(help="URL of the store (shards://, shardfile://): obey what its shards erased."),
+    ] = "",
     *,
     tls: TlsOptions,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
@@ -144,10 +152,18 @@ def serve(
         insecure=insecure,
         metrics_listen=metrics,
     )
-    return _serve_shard(screen, spec, listen, options, drain_s)
+    directory = open_directory(peers, tls.files()) if peers else None
+    return _serve_shard(screen, spec, listen, options, drain_s, directory)
 
 
-def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float) -> int:
+def _serve_shard(
+    screen: Screen,
+    spec: ShardSpec,
+    listen: str,
+    options: ServerOptions,
+    drain_s: float,
+    peers: ShardDirectory | None,
+) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +171,10 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with screen.step("Opening the shard"):
         shard = open_shard(spec)
+    catching_up = None if peers is None else CatchingUp(shard, peers, GrpcOptions(tls=options.tls))
     try:
+        if catching_up is not None:
+            catching_up.start()
         with ShardServer(shard, listen, options) as server:
             banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
             document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
@@ -165,6 +184,8 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
                 pass
             left = shard.drain(drain_s) if shard.failure is None else 0
     finally:
+        if catching_up is not None:
+            catching_up.close()
         shard.close()
     if shard.failure is not None:
         screen.note(f"the shard failed: {shard.failure!r}")
@@ -252,6 +273,9 @@ def remove(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every chunk of the namespace.")] = False,
+    erase: Annotated[
+        bool, typer.Option("--erase", help="Leave nothing in memory and files; caches are told.")
+    ] = False,
     *,
     shard: ShardLink,
 ) -> None:
@@ -259,11 +283,26 @@ def remove(
     if everything == bool(keys):
         raise InvalidField("keys", "name chunk keys, or give --all, but not both")
     with shard.connect() as admin:
+        if erase:
+            _erase(screen, admin, namespace, None if everything else parse_keys(keys or []))
+            return
         if everything:
             deleted = admin.clear(namespace)
         else:
             deleted = admin.store.delete(namespace, parse_keys(keys or []))
     screen.show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
+
+
+def _erase(screen: Screen, admin: ShardAdmin, namespace: str, keys: list[ChunkKey] | None) -> None:
+    """Erase chunks, all of the namespace for None, and print the receipt."""
+    with screen.step("Erasing"):
+        places = admin.store.erase(namespace, keys, time.time())
+
+    def render(console: Console) -> None:
+        for place in places:
+            console.print(f"{place.place}: {place.items} chunks, {format_bytes(place.size_bytes)}, gone")
+
+    screen.show({"places": [asdict(place) for place in places]}, render)
 
 
 @command(app)

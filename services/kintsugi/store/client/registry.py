@@ -14,12 +14,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT, load
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import ChunkStore
+
+if TYPE_CHECKING:
+    from kintsugi.store.client.directory import ShardDirectory
+    from kintsugi.store.protocol.tls import TlsFiles
 
 _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
@@ -51,19 +56,25 @@ def _open_grpc(url: str) -> ChunkStore:
 
 
 def _open_shards(url: str) -> ChunkStore:
-    from kintsugi.store.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.store.client.grpc_store import options_of
     from kintsugi.store.client.sharded import ShardedStore
+
+    options = options_of(urlsplit(url).query)
+    return ShardedStore(open_directory(url, options.tls), options)
+
+
+def open_directory(url: str, tls: TlsFiles | None) -> ShardDirectory:
+    """Open the directory that a `shards://` or `shardfile://` URL names. Raises `InvalidField`."""
+    from kintsugi.store.client.directory import FileDirectory, GrpcDirectory
     from kintsugi.store.protocol.tls import parse_address
 
     parts = urlsplit(url)
-    options = options_of(parts.query)
     if parts.scheme == "shardfile":
-        return ShardedStore(FileDirectory(Path(parts.path)), options)
-    if not parts.netloc:
+        return FileDirectory(Path(parts.path))
+    if parts.scheme != "shards" or not parts.netloc:
         raise InvalidField("store", f"{url!r} must name a directory as shards://host:port")
     parse_address("store", parts.netloc)
-    return ShardedStore(GrpcDirectory(parts.netloc, options.tls), options)
+    return GrpcDirectory(parts.netloc, tls)
 
 
 _OPENERS: dict[str, Callable[[str], ChunkStore]] = {
