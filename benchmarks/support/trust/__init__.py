@@ -1,0 +1,1 @@
+"""Sections of `benchmarks/trust.py`: one module each, with `measure`."""
