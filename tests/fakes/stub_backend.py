@@ -28,7 +28,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
-from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import ChunkStore
 
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
 """The layout of stored chunks: two bytes of zeros per token for each of K and V."""
@@ -73,7 +73,7 @@ class StubBackend(EngineBackend):
         self,
         delays: StubDelays | None = None,
         *,
-        store: RamStore | None = None,
+        store: ChunkStore | None = None,
         fingerprint: ModelFingerprint | None = None,
         prefix_token_ids: Sequence[int] = (1,),
         context_token_ids: Sequence[int] = (),

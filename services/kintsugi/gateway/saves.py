@@ -49,7 +49,7 @@ class Saver:
         self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
     ) -> list[asyncio.Future[SaveOutcome]]:
         """Starts saving chunks, also for a caller that leaves. Raises `ResourceExhausted`, saving none."""
-        fresh = {key: tokens for key, tokens in chunks if (namespace, key) not in self._futures}
+        fresh = {key: tokens for key, tokens in chunks if not self._is_under_way((namespace, key))}
         if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
                 f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
@@ -67,7 +67,8 @@ class Saver:
             self._futures[namespace, key] = loop.create_future()
             self._submitted_s[namespace, key] = time.time()
         for batch in _batches(list(fresh.items())):
-            task = asyncio.create_task(self._run(namespace, batch, priority, tier))
+            futures = [self._futures[namespace, key] for key, _ in batch]
+            task = asyncio.create_task(self._run(namespace, batch, futures, priority, tier))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return [self._futures[namespace, key] for key, _ in chunks]
@@ -97,11 +98,22 @@ class Saver:
             await asyncio.wait(running)
         return bool(running)
 
-    async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
+    def _is_under_way(self, address: _Address) -> bool:
+        """Whether the chunk is to be saved; not one that was dropped."""
+        return address in self._futures and not self._futures[address].done()
+
+    async def _run(
+        self,
+        namespace: str,
+        batch: Sequence[ToSave],
+        futures: Sequence[asyncio.Future[SaveOutcome]],
+        priority: int,
+        tier: str,
+    ) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
             async with self._slots:
-                waiting = [one for one in batch if not self._futures[namespace, one[0]].done()]
+                waiting = [one for one, future in zip(batch, futures, strict=True) if not future.done()]
                 self._running.update((namespace, key) for key, _ in waiting)
                 ids = [tokens for _, tokens in waiting]
                 if ids:
@@ -116,11 +128,11 @@ class Saver:
             log.exception("%d chunks of %s were not saved", len(batch), namespace)
             outcomes = [SaveOutcome(SaveState.FAILED, f"defect: {type(defect).__name__}")] * len(batch)
         finally:
-            for (key, tokens), outcome in zip(batch, outcomes, strict=True):
+            for (key, tokens), future, outcome in zip(batch, futures, outcomes, strict=True):
                 self._waiting_tokens -= len(tokens)
-                self._running.discard((namespace, key))
-                del self._submitted_s[namespace, key]
-                future = self._futures.pop((namespace, key))
+                if self._futures.get((namespace, key)) is future:  # else it was dropped, and submitted again
+                    self._running.discard((namespace, key))
+                    del self._futures[namespace, key], self._submitted_s[namespace, key]
                 if not future.done():
                     future.set_result(outcome)
 

@@ -89,7 +89,11 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
     assert (row["key"], row["bytes"], row["tier"]) == (key, manifest.chunk_bytes, "ram")
     assert said("pin", "-n", "acme", key, *at)["pinned"] == 1
     assert said("verify", "-n", "acme", *at) == {"intact": 1, "absent": 0, "quarantined": []}
-    assert said("rm", "-n", "acme", key, *at) == {"deleted": 1}
+    (place,) = said("rm", "-n", "acme", key, "--erase", *at)["places"]
+    assert (place["place"], place["items"]) == (f"shard {server.shard.shard_id}/ram", 1)
+    assert server.shard.erasures.newest == 1
+    assert said("rm", "-n", "acme", "--all", "--erase", *at)["places"][0]["items"] == 0
+    assert said("rm", "-n", "acme", key, *at) == {"deleted": 0}
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2, 1]}\n')
     assert said("simulate", str(trace))["policies"][0]["policy"] == "belady"
@@ -112,6 +116,7 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--ram", "1MiB", "--listen", "0.0.0.0:0"), "--insecure"),
         (("serve", "--ram", "1MiB", "--policy", "fifo"), "s3fifo"),
         (("serve", "--ram", "1MiB", "--ack", "durable"), "--ssd"),
+        (("serve", "--ram", "1MiB", "--peers", "grpc://127.0.0.1:1"), "shards://"),
         (("serve", "--quota", "much"), "NAMESPACE=SIZE"),
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1"), "host:port"),
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:99999"), "65535"),

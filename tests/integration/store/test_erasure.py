@@ -132,6 +132,19 @@ def test_nothing_is_left_behind_the_frames_of_a_later_chunk(shard: Shard, tmp_pa
         assert [data for _, _, data in read_all(store, [later.key])] == others
 
 
+def test_what_is_left_outlives_the_process(tmp_path: Path) -> None:
+    some = chunks(10)
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        put_all(store, some)
+        store.erase("acme", [manifest.key for manifest, _ in some[::2]], time.time())
+        store.put(*some[0])
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        held = store.lookup("acme", [manifest.key for manifest, _ in some])
+        assert [one is not None for one in held] == [True] + [bool(i % 2) for i in range(1, 10)]
+        assert [data for _, _, data in read_all(store, [some[1][0].key])] == some[1][1]
+        assert shard.erasures.newest == 5
+
+
 def test_a_namespace_is_erased_whole_and_no_other(shard: Shard, tmp_path: Path) -> None:
     (mine, frames), (theirs, other) = make_chunk(range(300)), make_chunk(range(300), seed=1)
     theirs = ChunkManifest(**{**vars(theirs), "namespace": "other"})

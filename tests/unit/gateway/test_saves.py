@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -30,6 +31,35 @@ def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) ->
         assert saver.submit("tenant", chunks(0, 8)) == futures, "those that wait already are no more"
         await asyncio.gather(*futures)
         await saver.save("tenant", chunks(8, 3))
+        await saver.close()
+
+    asyncio.run(ask())
+
+
+def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three chunks the first is with an engine; the others wait for their turn."""
+    monkeypatch.setattr(saves, "RUNNING_MAX", 1)
+    monkeypatch.setattr(saves, "BATCH_TOKENS", 1)
+
+    async def ask() -> None:
+        backend = StubBackend(StubDelays(save_s=0.05))
+        saver = Saver(backend)
+        first, second, third = saver.submit("tenant", chunks(0, 3))
+        (other,) = saver.submit("other", chunks(0, 1))
+        while not backend.seen.saves:
+            await asyncio.sleep(0)
+        asked_s = time.time()
+        (later,) = saver.submit("late", chunks(5, 1))
+        assert await saver.forget("late", None, asked_s - 1.0) is False, "it came later"
+        assert await saver.forget("tenant", None, asked_s) is True
+        assert first.done(), "it was waited for"
+        assert [one.result().state for one in (first, second, third)] == ["saved", "failed", "failed"]
+        (again,) = saver.submit("tenant", chunks(1, 1))
+        assert again is not second
+        outcomes = await asyncio.gather(again, other, later)
+        assert {one.state for one in outcomes} == {"saved"}
+        assert len(backend.seen.saves) == 4, "neither of those that were dropped"
+        assert saver._waiting_tokens == 0
         await saver.close()
 
     asyncio.run(ask())

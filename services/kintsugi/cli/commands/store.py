@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.admin import ShardAdmin, Verified
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_directory
@@ -120,7 +122,11 @@ def serve(
         f"{SCRUB_BYTES_PER_S >> 20}MiB"
     ),
     peers: Annotated[
-        str, typer.Option(help="URL of the store that the shard belongs to; it sends others what they lack.")
+        str,
+        typer.Option(
+            help="URL of the store (shards://, shardfile://): send its shards what they lack, obey what they "
+            "erased."
+        ),
     ] = "",
     metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
     share_arena: Annotated[
@@ -177,7 +183,11 @@ def _serve_shard(
     with screen.step("Opening the shard"):
         shard = open_shard(spec)
     try:
-        with ShardServer(shard, listen, options) as server, _replicate(shard, peers):
+        with (
+            _catch_up(shard, peers),
+            ShardServer(shard, listen, options) as server,
+            _replicate(shard, peers),
+        ):
             banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
             document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
             screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
@@ -194,6 +204,20 @@ def _serve_shard(
         screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
         return 1
     return 0
+
+
+@contextmanager
+def _catch_up(shard: Shard, peers: str) -> Iterator[None]:
+    """Obey what the other shards of the store at `peers` erased: before the `with` block, and during it."""
+    if not peers:
+        yield
+        return
+    catching_up = CatchingUp(shard, *open_directory(peers))
+    catching_up.start()
+    try:
+        yield
+    finally:
+        catching_up.close()
 
 
 @contextmanager
@@ -290,6 +314,9 @@ def remove(
     namespace: Namespace,
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every chunk of the namespace.")] = False,
+    erase: Annotated[
+        bool, typer.Option("--erase", help="Leave nothing in memory and files; caches are told.")
+    ] = False,
     *,
     shard: ShardLink,
 ) -> None:
@@ -297,11 +324,26 @@ def remove(
     if everything == bool(keys):
         raise InvalidField("keys", "name chunk keys, or give --all, but not both")
     with shard.connect() as admin:
+        if erase:
+            _erase(screen, admin, namespace, None if everything else parse_keys(keys or []))
+            return
         if everything:
             deleted = admin.clear(namespace)
         else:
             deleted = admin.store.delete(namespace, parse_keys(keys or []))
     screen.show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
+
+
+def _erase(screen: Screen, admin: ShardAdmin, namespace: str, keys: list[ChunkKey] | None) -> None:
+    """Erase chunks, all of the namespace for None, and print the receipt."""
+    with screen.step("Erasing"):
+        places = admin.store.erase(namespace, keys, time.time())
+
+    def render(console: Console) -> None:
+        for place in places:
+            console.print(f"{place.place}: {place.items} chunks, {format_bytes(place.size_bytes)}, gone")
+
+    screen.show({"places": [asdict(place) for place in places]}, render)
 
 
 @command(app)

@@ -1,0 +1,237 @@
+"""What is erased at one gateway is in no file, in no memory of the shard, and in no answer of another."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kintsugi.core.errors import NotFound, Unavailable
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway import erasing
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.precompute.database import Database
+from kintsugi.sdk.client import Client
+from kintsugi.sdk.types import DocumentChunk, Key
+from kintsugi.serving.catching_up import CatchingUp
+from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.shard import Shard
+from tests.contracts.store_contract import make_chunk
+from tests.fakes.marked_service import CORPUS, MIB, PHRASE, MarkedService, running
+from tests.fakes.stub_backend import StubDelays
+from tests.integration.serving.gateways import Setup
+from tests.integration.serving.gateways import running as running_stub
+
+QUESTION = "\nQuestion: what do marmots guard?\nAnswer:"
+PLAIN = ["A passage that nobody has marked, and that stays where it is. " * 5 + str(i) for i in range(3)]
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedService]:
+    monkeypatch.setattr(erasing, "FOLLOW_PERIOD_S", 0.05)
+    monkeypatch.setattr(erasing, "FOLLOWED_S", 1.0)
+    with running(tmp_path) as service:
+        yield service
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_nothing_is_left_of_a_chunk_a_document_and_a_namespace(service: MarkedService) -> None:
+    chunks, documents, namespace = ([service.mark(10 * part + i) for i in range(4)] for part in range(3))
+    marks = [*chunks, *documents, *namespace]
+    with (
+        service.client("docs") as mine,
+        service.client("docs", 1) as theirs,
+        service.client("tenant") as other,
+    ):
+        kept = mine.put_chunks(PLAIN)
+        puts = mine.put_chunks([mark.text for mark in (*chunks, *documents)])
+        other_puts = other.put_chunks([mark.text for mark in namespace])
+        service.record("docs", {"one": documents[:2], "two": documents[1:]})
+        service.record("tenant", {"three": namespace})
+        for client, some in ((theirs, chunks), (theirs, documents), (other, namespace)):
+            assert client.generate([mark.text for mark in some], QUESTION).accounting["chunks_hit"] == 4
+        forms = {line.split(" in ")[0] for line in service.find_residue(marks)}
+        assert forms == {"tokens", "compressed tokens", "digest of the text"}, "else nothing was looked for"
+
+        assert all(mine.delete_chunk(put.key) for put in puts[:4])
+        with ThreadPoolExecutor(3) as threads:
+            first = threads.submit(mine.delete_document, f"{CORPUS}-docs", "one")
+            third = threads.submit(other.erase_namespace)
+            one, tenant = first.result(60), third.result(60)
+        assert one.deleted
+        assert tenant.deleted
+        assert {place.place.split(" ")[0] for place in tenant.places} == {
+            *("shard", "ledger", "known", "caches"),
+        }
+        assert tenant.asked_at_s <= tenant.gone_at_s <= time.time()
+        assert mine.get_chunk(puts[4].key) is None, "no other document has it"
+        assert mine.get_chunk(puts[5].key) is not None, "the second document has it, too"
+        assert mine.generate([DocumentChunk(f"{CORPUS}-docs", "two", 0)], QUESTION)
+        assert mine.delete_document(f"{CORPUS}-docs", "two").deleted
+        assert not mine.delete_document(f"{CORPUS}-docs", "two").deleted, "it can be repeated"
+
+        assert service.find_residue(marks) == []
+        for client, erased in ((mine, puts), (theirs, puts), (other, other_puts)):
+            assert not [put for put in erased if client.get_chunk(put.key) is not None]
+            with pytest.raises(NotFound):
+                client.generate([Key(erased[0].key)], QUESTION)
+        for one_gateway in service.gateways:
+            for name in ("docs", "tenant"):
+                assert one_gateway.gateway.known.find(name, "\n".join(mark.text for mark in marks)) == []
+        assert {chunk.key for chunk in mine.list_chunks()} == {put.key for put in kept}
+        assert theirs.generate(PLAIN, QUESTION).accounting["chunks_hit"] == 3
+        assert list(other.list_chunks()) == []
+
+
+def test_another_gateway_forgets_what_it_did_not_erase_and_keeps_what_came_later(
+    service: MarkedService,
+) -> None:
+    mark = service.mark(1)
+    with service.client("docs") as mine, service.client("docs", 1) as theirs:
+        (put,) = theirs.put_chunks([mark.text])
+        known = service.gateways[1].gateway.known
+        key = ChunkKey.from_hex(put.key)
+        assert known.knows("docs", key)
+        mine.delete_chunk(put.key)
+        assert eventually(lambda: not known.knows("docs", key))
+        mine.put_chunks([mark.text])
+        mine.delete_chunk(put.key)
+        (again,) = mine.put_chunks([mark.text])
+        assert again.new
+        seen = service.gateways[0].gateway.known
+        newest = service.gateways[1].gateway.known
+        assert eventually(lambda: seen.cursor == newest.cursor == current_cursor(service))
+        assert mine.generate([Key(put.key)], QUESTION).accounting["chunks_hit"] == 1
+
+
+def current_cursor(service: MarkedService) -> str:
+    return f'{{"{service.shard.shard_id}": {service.shard.erasures.newest}}}'
+
+
+def test_a_chunk_that_is_being_saved_is_erased_once_it_is_saved() -> None:
+    setup = Setup(delays=StubDelays(save_s=0.2))
+    with running_stub(setup) as gateway, closing(gateway_client(gateway.address)) as client:
+        puts = client.put_chunks([f"{PHRASE} {i}" for i in range(3)], wait=False)
+        assert gateway.eventually(lambda: bool(gateway.backend.seen.saves))
+        client.erase_namespace()
+        assert gateway.store.stats().chunks == 0
+        assert {put.state for put in puts} == {"accepted"}
+
+
+def gateway_client(address: str) -> Client:
+    return Client(address, "docs")
+
+
+SECRET = PHRASE.encode() * 8
+
+
+def files_with_secret(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if SECRET[:40] in path.read_bytes()}
+
+
+def test_a_database_of_an_earlier_version_is_rewritten_once(tmp_path: Path) -> None:
+    """Its free pages hold rows that were deleted before deleted rows were overwritten."""
+    path = tmp_path / "old.sqlite"
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("PRAGMA secure_delete=OFF")
+        old.execute("CREATE TABLE row (value BLOB)")
+        old.executemany("INSERT INTO row VALUES (?)", [(SECRET * 20,)] * 50)
+        old.execute("DELETE FROM row")
+        old.execute("PRAGMA user_version=1")
+        old.commit()
+    database = Database(path, "CREATE TABLE IF NOT EXISTS row (value BLOB);", 1)
+    with database.transaction() as db:
+        db.execute("INSERT INTO row VALUES ('kept')")
+    assert "old.sqlite" in files_with_secret(tmp_path)
+    database.scrub()
+    assert files_with_secret(tmp_path) == set()
+    with database.transaction() as db:
+        db.execute("INSERT INTO row VALUES (?)", (SECRET,))
+    assert files_with_secret(tmp_path) == {"old.sqlite-wal"}
+    with database.transaction() as db:
+        db.execute("DELETE FROM row WHERE value=?", (SECRET,))
+    database.scrub()
+    assert files_with_secret(tmp_path) == set()
+    with database.open_read() as db:
+        assert db.execute("SELECT value FROM row").fetchall() == [("kept",)]
+    database.close()
+
+
+def test_a_log_that_somebody_reads_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.precompute.database.BUSY_S", 0.1)
+    database = Database(tmp_path / "one.sqlite", "CREATE TABLE IF NOT EXISTS row (value BLOB);", 1)
+    with database.transaction() as db:
+        db.execute("INSERT INTO row VALUES (?)", (SECRET,))
+    with closing(sqlite3.connect(tmp_path / "one.sqlite")) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM row").fetchone() == (1,)
+        with database.transaction() as db:
+            db.execute("DELETE FROM row")
+        with pytest.raises(Unavailable, match="erase again"):
+            database.scrub()
+    database.scrub()
+    assert files_with_secret(tmp_path) == set()
+    database.close()
+
+
+def test_the_index_of_an_earlier_version_goes_with_the_first_erasure(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path)) as old, old.begin(write=True) as transaction:
+        transaction.put(b"tenant\0key", SECRET)
+    known = KnownChunks(tmp_path)
+    assert "data.mdb" in files_with_secret(tmp_path)
+    known.erase("tenant", [], time.time())
+    assert files_with_secret(tmp_path) == set()
+    known.close()
+
+
+def test_a_shard_that_was_away_obeys_before_it_is_asked(tmp_path: Path) -> None:
+    def open_one(name: str) -> Shard:
+        return open_shard(ShardSpec(MIB, tmp_path / name, (SsdSpec(tmp_path / f"{name}-disk", MIB),)))
+
+    chunks = [make_chunk(range(8 + i)) for i in range(2)]
+    keys = [manifest.key for manifest, _ in chunks]
+    with (
+        closing(open_one("b")) as away,
+        ShardServer(away, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address, GrpcOptions(ack="durable"))) as store,
+    ):
+        for chunk in chunks:
+            store.put(*chunk)
+    with closing(open_one("a")) as here, ShardServer(here, "127.0.0.1:0") as server:
+        with closing(GrpcStore(server.address)) as store:
+            store.erase("acme", keys[:1], time.time())
+        with closing(open_one("b")) as back:
+            mine = ShardAddress(back.shard_id, "127.0.0.1:1")
+            shards = ShardMap(1, (ShardAddress(here.shard_id, server.address), mine))
+            catching_up = CatchingUp(back, FixedDirectory(shards))
+            catching_up.ask_all()
+            assert [entry is not None for entry in back.lookup("acme", keys)] == [False, True]
+            assert back.erasures.seen_of(here.shard_id) == 1
+            files = [path for path in tmp_path.glob("b*/**/*") if path.is_file()]
+            erased, _ = chunks[0]
+            assert not [path for path in files if erased.digests[:16] in path.read_bytes()]
+            catching_up.close()
+
+
+def test_a_peer_that_does_not_answer_keeps_nobody_from_serving(tmp_path: Path) -> None:
+    with closing(open_shard(ShardSpec(MIB))) as shard:
+        gone = FixedDirectory(ShardMap(1, (ShardAddress("gone", "127.0.0.1:1"),)))
+        catching_up = CatchingUp(shard, gone, GrpcOptions(call_timeout_s=1.0))
+        catching_up.start()
+        assert shard.erasures.seen_of("gone") == 0
+        catching_up.close()
