@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from benchmarks.support import sections
-from benchmarks.support.trust import rounds
+from benchmarks.support.trust import flips, kill9, rounds
 
-SECTIONS: sections.Sections = {}
+SECTIONS: sections.Sections = {"kill9": kill9.measure, "flips": flips.measure}
 
 
 def main() -> None:

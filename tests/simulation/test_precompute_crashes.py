@@ -159,15 +159,19 @@ class World:
             time.sleep(1.0)
 
 
-def run_crashes(folder: Path, seed: int) -> tuple[int, int, int]:
-    """(chunks prefilled twice beyond the batches in flight, chunks missing, chunks damaged)."""
-    print(f"KINTSUGI_SEED={seed}")
-    world = World(folder, random.Random(seed))
+def write_corpus(folder: Path) -> None:
     rows = [
         {"id": f"d{n}", "text": f"Document {n} tells of {n * 7} ships and {n * 3} storms. " * 8}
         for n in range(60)
     ]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_crashes(folder: Path, seed: int) -> tuple[int, int, int]:
+    """(chunks prefilled twice beyond the batches in flight, chunks missing, chunks damaged)."""
+    print(f"KINTSUGI_SEED={seed}")
+    world = World(folder, random.Random(seed))
+    write_corpus(folder)
     # A cluster that outlives its drivers, as in production; and none of them waits for one to start.
     ensure_ray(WORKERS, 1.0)
     world.ray_address = ray.get_runtime_context().gcs_address
@@ -179,14 +183,14 @@ def run_crashes(folder: Path, seed: int) -> tuple[int, int, int]:
             world.life(victim)
             world.settle()
         assert world.life("")
-        return _judged(world)
+        return judge(world)
     finally:
         if world.shard is not None:
             world.shard.kill()
             world.shard.communicate()
 
 
-def _judged(world: World) -> tuple[int, int, int]:
+def judge(world: World) -> tuple[int, int, int]:
     prefills = collections.Counter((world.folder / "prefills.log").read_text().split())
     twice = sum(count - 1 for count in prefills.values())
     store = GrpcStore(world.address)

@@ -139,6 +139,11 @@ if find_spec("lmdb") is not None:  # the extra `store` is installed
 
     app.add_typer(store_app, name="store")
 
+    from kintsugi.cli.commands.backup import backup, restore
+
+    command(app)(backup)
+    command(app)(restore)
+
 if find_spec("httpx") is not None:  # of the extra `serving`
     from kintsugi.cli.commands.bench import app as bench_app
 

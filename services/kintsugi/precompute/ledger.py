@@ -563,14 +563,39 @@ def _find_orphaned_copies(
 
 def _resolve_document(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:
     row = db.execute(
-        "SELECT document.version, chunk.key, chunk.tokens FROM document"
+        "SELECT document.id, document.version, chunk.key, chunk.tokens, edition.space FROM document"
         " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
+        " JOIN edition ON edition.id=document.edition"
         " WHERE document.edition=? AND document.document_id=?",
         (ref.index, edition, ref.document_id),
     ).fetchone()
-    if row is None or ref.version not in (None, row[0]):
+    if row is None or ref.version not in (None, row[1]):
         return None
-    return KnownChunk(ref, row[0], ChunkKey(row[1]), tuple(_unpack_tokens(row[2])))
+    document, version, key, tokens, space = row
+    if not (_is_named(db, document, edition, ref) and _is_listed(db, document, edition, ref.index, key)):
+        return None
+    try:
+        ids = _unpack_tokens(tokens)
+    except (zlib.error, ValueError):
+        return None
+    if ChunkKey.in_space(space, zlib.decompress(tokens)).digest != key:
+        return None
+    return KnownChunk(ref, version, ChunkKey(key), tuple(ids))
+
+
+def _is_named(db: sqlite3.Connection, document: int, edition: int, ref: DocumentRef) -> bool:
+    """Whether the document's row agrees with the index that found it. SQLite has no checksums, so a flipped
+    bit in one of the two would stand for another document."""
+    row = db.execute(
+        "SELECT edition, document_id FROM document NOT INDEXED WHERE id=?", (document,)
+    ).fetchone()
+    return bool(row == (edition, ref.document_id))
+
+
+def _is_listed(db: sqlite3.Connection, document: int, edition: int, number: int, key: bytes) -> bool:
+    """Whether the index of spans agrees with the row that says which chunk of a document has the key."""
+    query = "SELECT 1 FROM span INDEXED BY span_key WHERE key=? AND edition=? AND document=? AND number=?"
+    return db.execute(query, (key, edition, document, number)).fetchone() is not None
 
 
 def _claim_document_chunks(

@@ -11,6 +11,7 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
@@ -18,6 +19,7 @@ from kintsugi.store.replication import replicator as replicator_module
 from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, read_all
@@ -270,3 +272,31 @@ def test_a_bug_in_the_replicator_is_fatal_and_visible(fleet: Fleet) -> None:
         time.sleep(0.01)
     with pytest.raises(Unavailable, match="a bug"):
         server.shard.lookup("acme", [ChunkKey(bytes(32))])
+
+
+def test_a_fleet_of_two_versions_serves_and_copies_nothing_to_the_older(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version before knows neither peeks nor copies: it takes a peek for a lookup."""
+    old, new = fleet.start(), fleet.start()
+    build = ChunkStoreService._build_lookup_response
+
+    def build_as_before(service: ChunkStoreService, request: pb.LookupRequest) -> pb.LookupResponse:
+        if service.shard is old.shard:
+            request.ClearField("peek")
+        return build(service, request)
+
+    monkeypatch.setattr(ChunkStoreService, "_build_lookup_response", build_as_before)
+    fleet.replicas = 1
+    for server in (new, old):
+        fill(fleet.show(server))
+    old.shard.clear("acme")
+    lost = make_chunk(range(40))[0].key
+    new.shard.delete("acme", [lost])
+    fleet.replicas = 2
+    store = fleet.show(old, new)
+    fleet.settle()
+    assert (len(old.shard), len(new.shard)) == (0, CHUNKS - 1)
+    chunks = fill(store)
+    fleet.settle()
+    check_placed(fleet, chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from contextlib import closing, suppress
@@ -154,6 +155,37 @@ def test_references_resolve_within_the_edition_that_serves(ledger: Ledger) -> No
     (still,) = ledger.resolve("tea", [DocumentRef("a", 1)])
     assert still is not None
     assert still.key == key(8)
+
+
+@pytest.mark.parametrize("occurrence", range(2))
+def test_a_flipped_bit_of_a_name_stands_for_no_other_document(tmp_path: Path, occurrence: int) -> None:
+    """The name stands in the document's row and in an index; SQLite has no checksum over either."""
+    with closing(Ledger(tmp_path)) as ledger:
+        Corpus(ledger).run(document("name-1", 7), document("name-5", 8))
+    file = tmp_path / "ledger.sqlite"
+    data = file.read_bytes()
+    places = [found.start() for found in re.finditer(b"name-1", data)]
+    assert len(places) == 2
+    place = places[occurrence]
+    file.write_bytes(data[:place] + b"name-3" + data[place + 6 :])
+    with closing(Ledger(tmp_path)) as ledger:
+        refs = [DocumentRef(f"name-{number}", 0) for number in (1, 3, 5)]
+        found = ledger.resolve("tea", refs)
+        assert [known and known.token_ids for known in found] == [None, None, (8,)]
+
+
+@pytest.mark.parametrize("damage", ["tokens", "key"])
+def test_a_chunk_whose_key_and_tokens_disagree_is_not_found(tmp_path: Path, damage: str) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        Corpus(ledger).run(document("a", 7), document("b", 8))
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database, database:
+        other = pack_tokens(token_bytes([9])) if damage == "tokens" else key(9).digest
+        database.execute(f"UPDATE chunk SET {damage}=? WHERE key=?", (other, key(7).digest))
+        if damage == "key":
+            database.execute("UPDATE span SET key=? WHERE key=?", (other, key(7).digest))
+    with closing(Ledger(tmp_path)) as ledger:
+        found = ledger.resolve("tea", [DocumentRef("a", 0), DocumentRef("b", 0)])
+        assert [known and known.token_ids for known in found] == [None, (8,)]
 
 
 def test_an_emptied_edition_leaves_its_own_chunks_as_orphans(ledger: Ledger) -> None:

@@ -1,0 +1,166 @@
+"""Copies what cannot be computed again: ledger and jobs, a gateway's known texts, shards' reports.
+
+Files are copied while their owners run: SQLite and LMDB hand out a consistent state. Chunk KV is not part of
+a backup. It is a cache, and a precompute job fills it again from the ledger's sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable, VersionMismatch
+from kintsugi.store.protocol.durable_files import make_folder, sync_folder
+
+BACKUP_VERSION = 1
+INDEX = "backup.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a backup."""
+
+    name: str
+    """Below the backup's folder."""
+    path: Path
+    """Where it is in use."""
+
+
+def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[Part]:
+    """Every file that may belong to these folders: a precompute state folder, a gateway's data folder, and
+    shards' data folders. Raises `InvalidField` where none is given."""
+    parts = []
+    if state is not None:
+        parts += [Part(f"state/{name}", state / name) for name in ("ledger.sqlite", "jobs.sqlite")]
+    if gateway_data is not None:
+        parts.append(Part("gateway/chunks.sqlite", gateway_data / "known_chunks/chunks.sqlite"))
+    parts += [Part(f"shard-{n}/data.mdb", data / "reports/data.mdb") for n, data in enumerate(shards)]
+    if not parts:
+        raise InvalidField("state", "name at least one of --state, --gateway-data and --shard-data")
+    return parts
+
+
+def back_up(parts: Sequence[Part], target: Path) -> list[str]:
+    """Copy the parts that exist into the new folder `target`, which appears whole or not at all; their names.
+
+    Raises `InvalidField` for a target that exists, `NotFound` where no part does, `Corrupted` for a part that
+    cannot be read, and `Unavailable` where the copy cannot be written.
+    """
+    if target.exists():
+        raise InvalidField("target", f"{target} exists; name a new folder")
+    present = [part for part in parts if part.path.exists()]
+    if not present:
+        raise NotFound(f"none of {', '.join(str(part.path) for part in parts)} is there")
+    with _translate_errors(target):
+        make_folder(target.parent)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            digests = {}
+            for part in present:
+                copy = work / part.name
+                copy.parent.mkdir(exist_ok=True)
+                _copy_database(part.path, copy)
+                digests[part.name] = _digest(copy)
+            index = json.dumps({"version": BACKUP_VERSION, "sha256": digests}, indent=1)
+            (work / INDEX).write_text(index, encoding="utf-8")
+            for path in (*work.rglob("*"), work):
+                _sync(path)
+            work.rename(target)
+            sync_folder(target.parent)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    return [part.name for part in present]
+
+
+def restore(parts: Sequence[Part], source: Path) -> list[str]:
+    """Put a backup's files in their places, all of which must be free; the names of those that it has.
+
+    The backup is verified first. Raises `NotFound` for a folder without a backup, `VersionMismatch` and
+    `Corrupted` for one that cannot be used, `InvalidField` for a file that is in the way or has no place.
+    """
+    digests = _read_index(source)
+    places = {part.name: part.path for part in parts}
+    for name, digest in digests.items():
+        if name not in places:
+            raise InvalidField("source", f"{name} has no place; name its folder, too")
+        if places[name].exists():
+            raise InvalidField("source", f"{places[name]} is in the way; stop its owner and move it away")
+        if not (source / name).is_file() or _digest(source / name) != digest:
+            raise Corrupted(f"{source / name} is not what was backed up; use another backup")
+    with _translate_errors(source):
+        for name in digests:
+            path = places[name]
+            make_folder(path.parent)
+            fresh = path.with_name(path.name + ".restored")
+            shutil.copyfile(source / name, fresh)
+            fresh.chmod(0o600)
+            _sync(fresh)
+            fresh.rename(path)
+            sync_folder(path.parent)
+    return list(digests)
+
+
+def _read_index(source: Path) -> dict[str, str]:
+    try:
+        document = json.loads((source / INDEX).read_text(encoding="utf-8"))
+        version, digests = document["version"], dict(document["sha256"])
+    except FileNotFoundError:
+        raise NotFound(f"{source} holds no {INDEX}; name a folder that kintsugi backup wrote") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupted(f"{source / INDEX} cannot be read ({error}); use another backup") from error
+    if version != BACKUP_VERSION:
+        raise VersionMismatch(
+            f"{source} has backup version {version}; this version of kintsugi reads {BACKUP_VERSION}"
+        )
+    return digests
+
+
+def _copy_database(source: Path, copy: Path) -> None:
+    """A consistent copy of a SQLite or LMDB file that may be in use."""
+    os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    if source.suffix == ".mdb":
+        with (
+            lmdb.open(str(source.parent), readonly=True, create=False) as environment,
+            copy.open("wb") as file,
+        ):
+            environment.copyfd(file.fileno(), compact=True)
+        return
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{source}?mode=rw", uri=True, timeout=60.0)) as original,
+        contextlib.closing(sqlite3.connect(copy)) as written,
+    ):
+        original.backup(written)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _translate_errors(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, lmdb.Error) as error:
+        raise Corrupted(f"a database cannot be copied ({error}); check it with its owner's logs") from error
+    except OSError as error:
+        raise Unavailable(f"{where} cannot be written ({error}); free some space, or name another") from error

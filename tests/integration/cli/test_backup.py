@@ -1,0 +1,134 @@
+"""Backup and restore of what cannot be computed again, from files in use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kintsugi.cli.main import app
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.precompute.documents import DocumentRef
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.store.shard.opening import ShardSpec, open_shard
+from tests.contracts.store_contract import FINGERPRINT
+
+SPACE = ChunkSpace(FINGERPRINT, "acme")
+TEXT = "A passage that a gateway knows, long enough to be found in a message. " * 3
+
+
+def kintsugi(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def folders(root: Path, shards: Sequence[str] = ("shard",)) -> list[str]:
+    given = ["--state", str(root / "state"), "--gateway-data", str(root / "gateway")]
+    for shard in shards:
+        given += ["--shard-data", str(root / shard)]
+    return given
+
+
+def fill(ledger: Ledger, known: KnownChunks) -> None:
+    key = ChunkKey.of(SPACE, [7, 8]).digest
+    packed = pack_tokens(b"\7\0\0\0\10\0\0\0")
+    document = ScannedDocument("url", 0, "doc", "", b"", "{}", (ScannedChunk(key, packed, 2, 0, 2),))
+    edition = ledger.open_edition("tea", SPACE, "source", "model", "cut")
+    run = ledger.begin_run(edition)
+    ledger.record(edition, run, "acme", [document])
+    ledger.end_run(run, 0, 0.0, complete=True)
+    known.remember("acme", ChunkKey(key), [7, 8], TEXT)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files, `used`, and their backup, `backup`, that another process made while they were in
+    use."""
+    root = tmp_path_factory.mktemp("original")
+    used = root / "used"
+    with (
+        closing(Ledger(used / "state")) as ledger,
+        closing(KnownChunks(used / "gateway/known_chunks")) as known,
+        closing(open_shard(ShardSpec(1 << 20, used / "shard"))) as shard,
+    ):
+        fill(ledger, known)
+        shard.reports.put(FINGERPRINT, "gate", b"passed")
+        command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "backup"]
+        done = subprocess.run(
+            [*command, str(root / "backup"), *folders(used), "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    names = ["state/ledger.sqlite", "gateway/chunks.sqlite", "shard-0/data.mdb"]
+    assert json.loads(done.stdout)["files"] == names
+    return root
+
+
+@pytest.fixture
+def backup(original: Path, tmp_path: Path) -> Path:
+    """A copy of the backup, beside a copy of the files."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "backup"
+
+
+def test_what_was_backed_up_in_use_is_there_after_a_restore(tmp_path: Path, backup: Path) -> None:
+    fresh = tmp_path / "fresh"
+    result = kintsugi("restore", backup, *folders(fresh))
+    assert result.exit_code == 0, result.output
+    with (
+        closing(Ledger(fresh / "state")) as ledger,
+        closing(KnownChunks(fresh / "gateway/known_chunks")) as known,
+        closing(open_shard(ShardSpec(1 << 20, fresh / "shard"))) as shard,
+    ):
+        (chunk,) = ledger.resolve("tea", [DocumentRef("doc", 0)])
+        assert chunk is not None
+        assert chunk.token_ids == (7, 8)
+        assert known.find("acme", f"Look: {TEXT}") == [(6, 6 + len(TEXT))]
+        assert shard.reports.get(FINGERPRINT, "gate") == b"passed"
+
+
+def test_files_of_a_backup_are_for_their_owner_alone(tmp_path: Path, backup: Path) -> None:
+    assert kintsugi("restore", backup, *folders(tmp_path / "fresh")).exit_code == 0
+    files = [path for root in (backup, tmp_path / "fresh") for path in root.rglob("*.sqlite")]
+    assert len(files) == 4
+    assert all(os.stat(path).st_mode & 0o077 == 0 for path in files)
+
+
+def test_a_damaged_backup_restores_nothing(tmp_path: Path, backup: Path) -> None:
+    file = backup / "gateway/chunks.sqlite"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    result = kintsugi("restore", backup, *folders(tmp_path / "fresh"))
+    assert (result.exit_code, "is not what was backed up" in result.output) == (5, True)
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, backup: Path) -> None:
+    used = folders(tmp_path / "used")
+    result = kintsugi("restore", backup, *used)
+    assert (result.exit_code, "is in the way" in result.output) == (2, True)
+    result = kintsugi("backup", backup, *used)
+    assert (result.exit_code, "name a new folder" in result.output) == (2, True)
+
+
+def test_a_backup_and_folders_that_do_not_fit_are_explained(tmp_path: Path, backup: Path) -> None:
+    result = kintsugi("restore", backup, "--state", tmp_path / "fresh")
+    assert (result.exit_code, "gateway/chunks.sqlite has no place" in result.output) == (2, True)
+    result = kintsugi("restore", tmp_path, "--state", tmp_path / "fresh")
+    assert "holds no backup.json" in result.output
+    result = kintsugi("backup", tmp_path / "other", *folders(tmp_path / "nowhere"))
+    assert "is there" in result.output
+    result = kintsugi("backup", tmp_path / "other")
+    assert "name at least one of" in result.output
+    assert not (tmp_path / "other").exists()
