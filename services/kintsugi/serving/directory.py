@@ -25,6 +25,7 @@ from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.grpc_store import options_of
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class DirectoryActor:
         """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
         if self._server is None:
             check_listen(self._listen, self._tls, self._insecure)
-            server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+            server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *SERVER_OPTIONS))
             server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
             try:
                 if self._tls is None:

@@ -24,7 +24,8 @@ from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.access import Caller
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
-from kintsugi.gateway.fronts.limits import RequestLimits
+from kintsugi.gateway.fronts.http_connection import admit_connection
+from kintsugi.gateway.fronts.limits import Places, RequestLimits
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.gateway import Gateway
@@ -77,6 +78,7 @@ class HttpFront:
 
     async def _models(self, request: Request) -> Response:
         self._gateway.access.caller(parse_bearer(request.headers.get("authorization")))
+        admit_connection(request.scope)
         info = await self._gateway.recent_info.get()
         model = {
             "id": info.model,
@@ -101,6 +103,7 @@ class _Completions:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._places = Places(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -119,11 +122,18 @@ class _Completions:
     async def _answer(self, request: Request, served: ServedRequest, reply: _Reply) -> None:
         """Raises what the caller is refused with. A caller that leaves ends the work."""
         caller = served.authenticate(self._gateway.access)  # first: a stranger's body is not even read
-        try:
-            raw = await request.body()
-        except ClientDisconnect:
-            served.status = LEFT_STATUS
-            return
+        admit_connection(request.scope)
+        with self._places.hold(caller):
+            try:
+                raw = await request.body()
+            except ClientDisconnect:
+                served.status = LEFT_STATUS
+                return
+            await self._answer_body(caller, request, served, reply, raw)
+
+    async def _answer_body(
+        self, caller: Caller, request: Request, served: ServedRequest, reply: _Reply, raw: bytes
+    ) -> None:
         call = await self._parse(caller, served, request.url.path, raw)
         answer = asyncio.create_task(reply.send_answer(self._gateway, call))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))

@@ -16,10 +16,14 @@ from starlette.types import ASGIApp
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
+from kintsugi.gateway.fronts.http_connection import HEAD_READ_S, BoundedConnection, Connections
 from kintsugi.store.protocol.tls import TlsFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
+CONNECTIONS_MAX = 4096
+STRANGERS_MAX = 256
+"""Connections on which nobody has authenticated yet. Each costs up to 60 KiB."""
 POLL_S = 0.01
 
 
@@ -57,8 +61,28 @@ class _Tls:
         connection.context = self._current
 
 
-class _Quiet(uvicorn.Server):
-    """Leaves signals to the process that runs it."""
+class _Server(uvicorn.Server):
+    """Serves `BoundedConnection`s, and leaves signals to the process that runs it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, with a bound on the time of a TLS handshake."""
+        connections = Connections(CONNECTIONS_MAX, STRANGERS_MAX)
+
+        def accept() -> BoundedConnection:
+            return BoundedConnection(
+                connections, config=self.config, server_state=self.server_state, app_state={}
+            )
+
+        assert sockets, "`HttpServer` binds its address itself"
+        server = await asyncio.get_running_loop().create_server(
+            accept,
+            sock=sockets[0],
+            ssl=self.config.ssl,
+            backlog=BACKLOG,
+            ssl_handshake_timeout=HEAD_READ_S if self.config.ssl else None,
+        )
+        self.servers = [server]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -75,7 +99,7 @@ class HttpServer:
         if tls is not None:
             context = _Tls(tls).context
             options["ssl_context_factory"] = lambda config, default: context
-        self._server = _Quiet(
+        self._server = _Server(
             uvicorn.Config(
                 app,
                 lifespan="off",
@@ -84,7 +108,6 @@ class HttpServer:
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,
                 **options,
             )
         )
