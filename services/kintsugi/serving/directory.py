@@ -21,7 +21,7 @@ import grpc
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
+from kintsugi.gateway.addresses import advertised_address, format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.grpc_store import options_of
@@ -207,8 +207,7 @@ class DirectoryActor:
         """`host:port`, with this node's own address where it listens on all."""
         import ray
 
-        host, _, port = self._listen.rpartition(":")
-        return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
+        return advertised_address(self._listen, ray.util.get_node_ip_address())
 
     async def heartbeat(
         self, shard_id: str, address: str, instance: str, is_empty: bool, configured: Configured | None

@@ -23,6 +23,7 @@ from kintsugi.gateway.logs import write_json_lines
 from kintsugi.gateway.tracing import start_export
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.ray_backend import RayBackend
+from kintsugi.serving.replica_ports import keep_replica_on_loopback
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class GatewayReplica:
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
         write_json_lines()
+        keep_replica_on_loopback()
         if start_export():
             log.info("spans are exported as the environment says")
         self._backend = RayBackend(engines)
