@@ -29,6 +29,7 @@ from pathlib import Path
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import check_namespace
+from kintsugi.store.protocol.private_files import check_private
 from kintsugi.store.protocol.tls import is_loopback
 
 log = logging.getLogger(__name__)
@@ -119,10 +120,11 @@ class TokenFile(Access):
     has_tokens = True
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidField` for a file that cannot be read or parsed."""
+        """Raises `InvalidField` for a file that cannot be read or parsed, or that others may read."""
         self._path = path
         self._lock = threading.Lock()
         self._stamp = _stamp_of(path)
+        check_private("tokens_file", path)
         self._grants = grants_of(path)
         self._checked_s = time.monotonic()
 
@@ -145,6 +147,7 @@ class TokenFile(Access):
                 stamp = _stamp_of(self._path)
                 if stamp != self._stamp:
                     try:
+                        check_private("tokens_file", self._path)
                         self._grants = grants_of(self._path)
                     except InvalidField as error:
                         log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)

@@ -16,6 +16,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kintsugi.store.protocol.private_files import make_private
 
 BUSY_S = 60.0
 
@@ -37,6 +38,7 @@ class Database:
         with self._translate_errors("opened"):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                make_private(path)  # SQLite gives the files beside it the same mode
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=BUSY_S, check_same_thread=False, isolation_level=None
             )

@@ -12,6 +12,7 @@ import xxhash
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ModelFingerprint
+from kintsugi.store.protocol.private_files import PRIVATE_MODE
 
 REPORTS_MAX = 1024
 NAME_CHARS_MAX = 128
@@ -28,7 +29,7 @@ class Reports:
         self._env = None
         if folder is not None:
             folder.mkdir(exist_ok=True)
-            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES)
+            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
             with self._env.begin() as transaction:
                 for key, value in transaction.cursor():
                     if xxhash.xxh3_128_digest(value[_CHECKSUM_BYTES:]) == value[:_CHECKSUM_BYTES]:

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.spaces import FORMAT_VERSION, KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
+from kintsugi.store.protocol.private_files import PRIVATE_MODE
 from kintsugi.store.shard.entry import Address
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         self._write_lock = threading.Lock()
-        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8)
+        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=8, mode=PRIVATE_MODE)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
 
