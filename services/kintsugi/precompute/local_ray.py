@@ -61,7 +61,7 @@ def _keep_loopback() -> Iterator[None]:
 
 def require_token() -> None:
     """Turns Ray's token authentication on, unless `RAY_AUTH_MODE` is set."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -41,11 +41,11 @@ class Caller:
 
     async def watch(self) -> Any:
         """An open watch, or the status that it was refused with."""
-        call = self._channel.stream_stream(WATCH)(metadata=self._metadata)
+        request = HealthCheckRequest().SerializeToString()
+        call = self._channel.unary_stream(WATCH)(request, metadata=self._metadata)
         try:
-            await call.write(HealthCheckRequest().SerializeToString())
             assert await call.read() is not grpc.aio.EOF
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except grpc.aio.AioRpcError:
             return await call.code()
         return call
 
@@ -150,6 +150,19 @@ def test_a_request_without_a_message_is_refused(serve: Any) -> None:
             call = modest.open(method)
             await call.write(b"\xff\xff not protobuf")
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    serve(body)
+
+
+def test_a_message_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "BODY_READ_S", 0.05)
+
+    async def body(greedy: Caller, modest: Caller, stranger: Caller) -> None:
+        for method in (TOKENIZE, WATCH):
+            call = modest.open(method)
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "send it faster" in await call.details()
+        assert await modest.tokenize() is grpc.StatusCode.OK
 
     serve(body)
 

@@ -43,6 +43,8 @@ HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
 """Time in which answers under way may end before they are cancelled."""
+STREAMS_MAX = 2048
+"""Streams of one connection: more than a caller has places, so that it is told which bound it has met."""
 IDLE_S = 30.0
 """A connection without a call is closed after this long, whatever it has sent of one. Clients connect again
 by themselves with their next call."""
@@ -356,8 +358,7 @@ class GatewayServer:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
-                # More than a caller has places, so that it is told which bound it has met.
-                ("grpc.max_concurrent_streams", 2 * (limits.concurrent_max + limits.watches_max)),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
             ),
         )
         self._server.add_generic_rpc_handlers((service.generic_handler(),))

@@ -3,8 +3,8 @@
 uvicorn bounds neither the bytes of a request's head nor the time that it may take, and httptools keeps a
 header until it is complete. A connection therefore counts what it has fed to the parser without getting a
 head or a piece of a body out of it. A connection on which no caller was authenticated yet is a *stranger*:
-there are few of them at a time, and the newest wins, so that somebody who only holds connections open never
-keeps a caller out.
+there are few of them at a time. Those who have asked without a token give way first, then the oldest, so that
+somebody who only holds connections open never keeps a caller out.
 """
 
 from __future__ import annotations
@@ -39,35 +39,44 @@ class Connections:
         self._strangers_max = strangers_max
         # Dictionaries as ordered sets, the oldest first.
         self._strangers: dict[BoundedConnection, None] = {}
+        self._refused: dict[BoundedConnection, None] = {}
         self._callers: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:
         """Takes in a stranger. Cuts another connection off where there are too many."""
         self._strangers[connection] = None
-        if len(self._strangers) > self._strangers_max or len(self) > self._connections_max:
+        num_strangers = len(self._strangers) + len(self._refused)
+        if num_strangers > self._strangers_max or len(self) > self._connections_max:
             self._find_least_wanted().cut()
 
     def _find_least_wanted(self) -> BoundedConnection:
-        """The oldest stranger but the last one; without another stranger, the caller's connection that has
-        waited longest for a request; else the last stranger."""
-        oldest = next(iter(self._strangers))
-        if len(self._strangers) > 1:
+        """The oldest stranger, before all others one who has asked; if there is none but the last one, the
+        caller's connection that has waited longest for a request; else the last stranger."""
+        oldest = next(iter(self._refused or self._strangers))
+        if self._refused or len(self._strangers) > 1:
             return oldest
         return next((one for one in self._callers if one.is_waiting), oldest)
 
+    def expect_token(self, connection: BoundedConnection) -> None:
+        """A whole head has arrived: unless the connection is admitted now, its peer has no token."""
+        if connection in self._strangers:
+            self.remove(connection)
+            self._refused[connection] = None
+
     def admit(self, connection: BoundedConnection) -> None:
         """A caller has authenticated on the connection; moves it behind the others."""
-        if connection in self._strangers or connection in self._callers:
+        if connection in self._refused or connection in self._callers:
             self.remove(connection)
             self._callers[connection] = None
 
     def remove(self, connection: BoundedConnection) -> None:
         """Idempotent."""
         self._strangers.pop(connection, None)
+        self._refused.pop(connection, None)
         self._callers.pop(connection, None)
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._callers)
+        return len(self._strangers) + len(self._refused) + len(self._callers)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -171,6 +180,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._reads_head = False
         self._unused_bytes = 0
         self._end_head()
+        self._connections.expect_token(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -21,6 +21,9 @@ from kintsugi.store.protocol.tls import TlsFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before those that were accepted earlier are read from: a caller's head must
+have been read before many strangers come behind it."""
 CONNECTIONS_MAX = 4096
 STRANGERS_MAX = 256
 """Connections on which nobody has authenticated yet. Each costs up to 60 KiB."""
@@ -78,9 +81,10 @@ class _Server(uvicorn.Server):
             accept,
             sock=sockets[0],
             ssl=self.config.ssl,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             ssl_handshake_timeout=HEAD_READ_S if self.config.ssl else None,
         )
+        sockets[0].listen(BACKLOG)  # asyncio takes one number for both
         self.servers = [server]
         self.started = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -57,8 +57,13 @@ class Peer:
                 await self.reader.readuntil(b"\r\n0\r\n\r\n")
         return head.partition(b"\r\n")[0]
 
+    async def wait_closed(self) -> None:
+        """Waits for it, whatever is sent before."""
+        with suppress(ConnectionError):
+            await self.reader.read()
+
     async def is_closed(self) -> bool:
-        """Waits for it."""
+        """Waits for it; whether nothing was sent before."""
         try:
             return not await self.reader.read()
         except ConnectionError:
@@ -202,6 +207,22 @@ def test_the_oldest_stranger_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await strangers[0].is_closed()
         for peer in (second, third, caller, strangers[-1]):
             assert await peer.answer(ASK) == b"HTTP/1.1 200 OK", "callers do not give way to strangers"
+
+    serve(body)
+
+
+def test_who_has_asked_without_a_token_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_server, "STRANGERS_MAX", 3)
+
+    async def body(connect: Connect) -> None:
+        caller = await connect()
+        refused = [await connect() for _ in range(2)]
+        for stranger in refused:
+            stranger.writer.write(POST + b"Content-Length: 100\r\n\r\n{")
+            assert (await stranger.reader.readline()).startswith(b"HTTP/1.1 401")
+        await connect()
+        await refused[0].wait_closed()
+        assert await caller.answer(ASK) == b"HTTP/1.1 200 OK"
 
     serve(body)
 

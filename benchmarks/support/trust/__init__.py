@@ -1,0 +1,1 @@
+"""Sections of the benchmark of trust: attacks, and what they cost."""
