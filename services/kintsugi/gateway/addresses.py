@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import Unavailable
-from kintsugi.store.protocol.tls import TlsFiles
+from kintsugi.store.protocol.tls import TlsFiles, is_loopback
 
 WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
@@ -21,6 +21,25 @@ def is_wildcard(host: str) -> bool:
 def format_address(host: str, port: int) -> str:
     """`host:port`, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def advertised_address(listen: str, node_ip: str) -> str:
+    """The address at which other hosts reach a server that listens on ``listen``, on a node of Ray."""
+    host, _, port = listen.rpartition(":")
+    return format_address(_find_host(node_ip), int(port)) if is_wildcard(host) else listen
+
+
+def _find_host(node_ip: str) -> str:
+    """The node's address for others, which a Ray that listens on loopback alone does not know."""
+    if not is_loopback(f"{node_ip}:0"):
+        return node_ip
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 1))  # sends nothing, but chooses the interface that leads out of here
+        except OSError:
+            return node_ip
+        host: str = probe.getsockname()[0]
+    return host
 
 
 def tls_of(store: StoreSpec) -> TlsFiles | None:

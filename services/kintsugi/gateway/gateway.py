@@ -55,9 +55,11 @@ class GatewayLimits:
     messages_bytes_max: int = 256 << 20
     """Size of all requests that are being received or answered; further ones are refused."""
     concurrent_max: int = 512
-    """Concurrent gRPC requests; further ones are refused."""
+    """Concurrent gRPC requests of authenticated callers; further ones are refused."""
+    watches_max: int = 128
+    """Concurrent health checks, health watches and reflection streams of authenticated callers."""
     http_concurrent_max: int = 1024
-    """Concurrent HTTP requests; further ones are refused."""
+    """Concurrent HTTP requests of authenticated callers; further ones are refused."""
 
 
 class PutState(StrEnum):

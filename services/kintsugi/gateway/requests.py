@@ -34,6 +34,8 @@ METHOD_VERBS: Mapping[str, Verb | None] = {
     "GetChunk": Verb.LIST,
     "ListChunks": Verb.LIST,
     "DeleteChunk": Verb.DELETE,
+    "DeleteDocument": Verb.DELETE,
+    "EraseNamespace": Verb.ADMIN,
     "Tokenize": None,
 }
 """The verb that each method needs, for the audit log. None: any."""

@@ -17,6 +17,7 @@ from kintsugi.core.errors import (
     VersionMismatch,
 )
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
+from kintsugi.store.protocol.private_files import make_private
 
 BUSY_S = 60.0
 _DELETES_SECURELY = 0x4B534431
@@ -40,6 +41,7 @@ class Database:
         with self._translate_errors("opened"):
             if path is not None:
                 make_folder(path.parent)
+                make_private(path)  # SQLite gives the files beside it the same mode
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=BUSY_S, check_same_thread=False, isolation_level=None
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.precompute.batches import ChunkBatch
+from kintsugi.precompute.local_ray import start_local_ray
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
 
@@ -34,15 +35,14 @@ def ensure_ray(workers: int, cpus_per_worker: float) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS")
-    here = {
-        "address": "local",
-        "num_cpus": (os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
-        "include_dashboard": False,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "_node_ip_address": "127.0.0.1",
-    }
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **({} if address else here))
+        if address:
+            ray.init(log_to_driver=False, logging_level="ERROR")
+        else:
+            start_local_ray(
+                num_cpus=(os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
         what = (
             f"no Ray answers at RAY_ADDRESS={address}; check that it runs, or unset it to start one here"

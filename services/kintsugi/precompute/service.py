@@ -27,6 +27,7 @@ from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import check_listen
 
@@ -142,7 +143,7 @@ async def serve(
             f"{listen!r} must be host:port on loopback; beyond it, mount the service on a server that "
             "controls access",
         ) from None
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     precompute_pb2_grpc.add_PrecomputeServicer_to_server(PrecomputeServicer(manager), server)
     health = health_aio.HealthServicer()
     add_HealthServicer_to_server(health, server)

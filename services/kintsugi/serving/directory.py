@@ -21,10 +21,11 @@ import grpc
 from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.addresses import format_address, is_wildcard, tls_of
+from kintsugi.gateway.addresses import advertised_address, format_address, is_wildcard, tls_of
 from kintsugi.serving.directory_service import DirectoryService
 from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.grpc_store import tls_files_of
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class DirectoryActor:
         """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
         if self._server is None:
             check_listen(self._listen, self._tls, self._insecure)
-            server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+            server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *SERVER_OPTIONS))
             server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
             try:
                 if self._tls is None:
@@ -212,8 +213,7 @@ class DirectoryActor:
         """`host:port`, with this node's own address where it listens on all."""
         import ray
 
-        host, _, port = self._listen.rpartition(":")
-        return f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._listen
+        return advertised_address(self._listen, ray.util.get_node_ip_address())
 
     async def heartbeat(
         self, shard_id: str, address: str, instance: str, is_empty: bool, configured: Configured | None

@@ -19,6 +19,7 @@ from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.calibration import publish_shipped
 from kintsugi.serving.directory import reachable
+from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.serving.shadowing import Shadowing, make_shadowing
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class EngineReplica(AsyncEngine):
         import ray
 
         write_json_lines()
+        keep_replica_on_loopback()
         config, served = load(EngineSpec, engines, "engines"), load(ModelSpec, model, "model")
         url = reachable(store_url)
 

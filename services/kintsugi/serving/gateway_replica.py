@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,21 @@ from kintsugi.gateway.logs import write_json_lines
 from kintsugi.gateway.tracing import start_export
 from kintsugi.serving.directory import reachable
 from kintsugi.serving.ray_backend import RayBackend
+from kintsugi.serving.replica_ports import keep_replica_on_loopback
 
 log = logging.getLogger(__name__)
+
+
+OPEN_FILES_MAX = 1 << 16
+
+
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may, up to a bound: connections of strangers, who are many
+    before they are cut off, must not take the last one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class OpenGateway:
@@ -61,6 +75,8 @@ class GatewayReplica:
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
         write_json_lines()
+        keep_replica_on_loopback()
+        raise_file_limit()
         if start_export():
             log.info("spans are exported as the environment says")
         self._backend = RayBackend(engines)

@@ -22,6 +22,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.precompute.local_ray import start_local_ray
 from kintsugi.serving.directory import remove_directory
 
 log = logging.getLogger(__name__)
@@ -57,22 +58,15 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
 
     CPUs are only what Ray counts: on a machine with fewer cores, replicas share them.
     """
-    import ray
-
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.replicas.max + calibrators) * engines.cpus
     cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
     # A raylet's default niceness of 15 would starve its workers beside other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    ray.init(
-        address="local",
+    start_local_ray(
         num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + SYSTEM_CPUS),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
         object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
     )
 
 

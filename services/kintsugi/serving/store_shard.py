@@ -15,10 +15,11 @@ from typing import Any
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec, directory_url
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.schema import load
-from kintsugi.gateway.addresses import format_address, free_port, is_wildcard, tls_of
+from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.serving.directory import Announcer, Configured, reachable
+from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.replication.replicator import Replicator
@@ -79,14 +80,14 @@ class StoreShard:
         import ray
 
         write_json_lines()
+        keep_replica_on_loopback()
         spec = load(StoreSpec, store, "store")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
         self._announcer: Announcer | None = None
         self._server = serve_shard(spec, self._shard, self._not_yet)
-        host, _, port = self._server.address.rpartition(":")
-        address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
+        address = advertised_address(self._server.address, ray.util.get_node_ip_address())
         self._catching_up = CatchingUp(self._shard, *open_directory(reachable(directory_url(spec))))
         self._catching_up.start()
         self._announcer = Announcer(

@@ -221,6 +221,7 @@ def test_a_token_is_made_once_and_known_to_the_gateway(tmp_path: Path) -> None:
     assert prepare(objects, "token", tmp_path, TOKENS=json.dumps(WANTED)).returncode == 0
     token = base64.b64decode(objects.kept[f"{SECRETS}/kintsugi-client"]["data"]["token"]).decode()
     file = tmp_path / "tokens.yaml"
+    file.touch(0o600)
     file.write_bytes(base64.b64decode(objects.kept[f"{SECRETS}/kintsugi-tokens"]["data"]["tokens.yaml"]))
     caller = TokenFile(file).caller(token)
     assert (caller.name, caller.namespaces) == ("kintsugi", ("default",))

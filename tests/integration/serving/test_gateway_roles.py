@@ -165,6 +165,7 @@ def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:
         "verbs": ["put"],
     }
     file.write_text(json.dumps({"tokens": [], "certificates": [entry]}))
+    file.chmod(0o600)
     token, grant = new_token("lister", ["docs"], [Verb.LIST])
     add_grant(file, grant)
     spec = GatewaySpec(

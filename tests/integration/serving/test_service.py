@@ -25,6 +25,7 @@ from kintsugi.serving.ray_backend import RayBackend
 from kintsugi.store.client.directory import GrpcDirectory, ShardMap
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.conftest import Deployed, eventually
+from tests.ports import find_exposed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -233,3 +234,9 @@ def test_a_killed_engine_fails_its_own_answers_alone_and_leaves_no_process(
     assert answer.accounting["outcome"] in ("blended", "prefix_hit"), json.dumps(answer.accounting)
     assert came_back(deployed, ENGINE_DEPLOYMENT, before)
     assert others(deployed, ENGINE_DEPLOYMENT) == rest
+
+
+def test_all_that_a_service_listens_on_is_loopback(deployed: Deployed) -> None:
+    exposed, count = find_exposed()
+    assert exposed == []
+    assert count > len(deployed.service.addresses()), "the scan found the service's sockets"

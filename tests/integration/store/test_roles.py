@@ -224,6 +224,7 @@ def test_a_corpus_workers_certificate_opens_what_a_corpus_needs(tmp_path: Path) 
     authority = Authority(tmp_path / "tls")
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps({"tokens": [], "certificates": CERTIFICATES}))
+    file.chmod(0o600)
     report = make_report("2026-01-01T00:00:00.000Z")
 
     def client(name: str) -> Any:
@@ -295,6 +296,7 @@ def test_who_may_not_write_reports_reads_them_where_copies_differ(keys: Keys) ->
 def test_a_shard_does_not_start_with_a_tokens_file_that_is_none(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     file.write_text("{")
+    file.chmod(0o600)
     with pytest.raises(InvalidField, match="is no JSON"), shard(file):
         pass
     with pytest.raises(InvalidField, match="audit_dir"), shard(None, audit_dir=file):

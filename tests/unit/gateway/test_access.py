@@ -93,6 +93,21 @@ def test_a_file_that_breaks_leaves_the_tokens_as_they_were(
     assert tokens_now.caller(tokens["first"]).name == "first"
 
 
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, tokens = file_with(tmp_path, first=("a",))
+    tokens_now = TokenFile(path)
+    path.chmod(0o644)
+    with pytest.raises(InvalidField, match=r"tokens_file: .*\(mode 644\); chmod 600 it"):
+        TokenFile(path)
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert tokens_now.caller(tokens["first"]).name == "first"
+    assert "chmod 600" in caplog.text
+    add_grant(path, new_token("second", ("b",))[1])
+    assert [grant.name for grant in read_document(path).tokens] == ["first", "second"], (
+        "which makes it private"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -106,6 +121,7 @@ def test_a_file_that_breaks_leaves_the_tokens_as_they_were(
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tokens.json"
+    path.touch(0o600)
     path.write_text(text.replace("%s", "0" * 64))
     with pytest.raises(InvalidField, match=message):
         TokenFile(path)
@@ -113,6 +129,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str)
 
 def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
+    path.touch(0o600)
     path.write_text('{"tokens": [{"name": "a", "sha256": "%s", "namespace": ["a"]}]}' % ("0" * 64))
     with pytest.raises(UnknownField, match="did you mean 'namespaces'"):
         TokenFile(path)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.gateway.addresses import format_address, free_port, is_wildcard
+from kintsugi.gateway.addresses import advertised_address, format_address, free_port, is_wildcard
 
 
 def test_ipv6_is_bracketed() -> None:
@@ -20,6 +20,28 @@ def test_ipv6_is_bracketed() -> None:
 def test_all_interfaces_are_no_address(host: str) -> None:
     assert is_wildcard(host)
     assert not is_wildcard("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("listen", "node_ip", "advertised"),
+    [
+        ("127.0.0.1:7410", "10.0.0.9", "127.0.0.1:7410"),
+        ("10.0.0.7:7410", "10.0.0.9", "10.0.0.7:7410"),
+        ("0.0.0.0:7410", "10.0.0.9", "10.0.0.9:7410"),
+        ("[::]:7410", "fd00::9", "[fd00::9]:7410"),
+    ],
+)
+def test_others_are_told_an_address_that_they_can_connect_to(
+    listen: str, node_ip: str, advertised: str
+) -> None:
+    assert advertised_address(listen, node_ip) == advertised
+
+
+def test_a_ray_on_loopback_does_not_say_where_others_reach_a_server() -> None:
+    host, _, port = advertised_address("0.0.0.0:7410", "127.0.0.1").rpartition(":")
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+    assert port == "7410"
 
 
 def test_a_taken_port_is_passed_over() -> None:

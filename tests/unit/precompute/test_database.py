@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,14 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with pytest.raises(Unavailable, match="--state"), lock_state(tmp_path / "nowhere/a.lock", "taken"):
         pass
+
+
+def test_its_owner_alone_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.touch(0o644)  # as earlier versions made it
+    database = Database(path, "CREATE TABLE IF NOT EXISTS texts (text TEXT);", 1)
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO texts VALUES ('a text')")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(["ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal"], 0o600)
+    database.close()

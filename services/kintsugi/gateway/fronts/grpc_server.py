@@ -19,13 +19,13 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVIC
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
-from kintsugi.gateway.fronts.limits import ByteBudget
+from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, Places
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
@@ -34,6 +34,7 @@ from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import identities_of_call
 from kintsugi.store.protocol.callers import Caller, parse_bearer
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
@@ -44,18 +45,28 @@ HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
 """Time in which answers under way may end before they are cancelled."""
+STREAMS_MAX = 2048
+"""Streams of one connection: more than a caller has places, so that it is told which bound it has met."""
+IDLE_S = 30.0
+"""A connection without a call is closed after this long, whatever it has sent of one. Clients connect again
+by themselves with their next call."""
 PAGE_DEFAULT = 100
 KEY_CHARS = 64
 """Length of a chunk key in hexadecimal."""
 
 
 class KintsugiService:
-    """The handlers of the service's RPCs. Requests arrive as bytes: gRPC's own decoding would report a
-    malformed message as a server error."""
+    """The handlers of the service's RPCs.
+
+    To gRPC all of them are streams, which look the same on the wire: it reads a unary request's message
+    before it calls the handler, and a stranger's message is to be neither kept nor waited for. Messages are
+    bytes: gRPC's own decoding would report a malformed one as a server error.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self._budget = ByteBudget(gateway.limits.messages_bytes_max)
+        self._places = Places(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -70,29 +81,25 @@ class KintsugiService:
             "Tokenize": (pb.TokenizeRequest, self.tokenize),
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._unary(name, message, handler), response_serializer=_serialize_message
-            )
+            name: _build_handler(self._unary(name, message, handler), _serialize_message)
             for name, (message, handler) in unary.items()
         }
-        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            self._generate, response_serializer=_serialize_message
-        )
+        handlers["Generate"] = _build_handler(self._generate, _serialize_message)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _unary(
         self, method: str, message: Any, handler: Callable[[Caller, Any], Awaitable[Any]]
-    ) -> Callable[[bytes, Any], Awaitable[Any]]:
-        async def answer(data: bytes, context: Any) -> Any:
-            async with self.serve(method, context) as (served, _):
-                caller = self._authenticate(served, context)
-                with self._budget.reserve(len(data)):
-                    request = _parse_message(message, data)
-                    served.namespace = request.namespace
-                    served.keys = _find_keys(request)
-                    response = await handler(caller, request)
-                    served.keys = served.keys or _find_keys(response)
-                    return response
+    ) -> Callable[[Any, Any], Awaitable[None]]:
+        async def answer(requests: Any, context: Any) -> None:
+            async with (
+                self.serve(method, context) as (served, announced),
+                self._receive(served, message, context) as (caller, request),
+            ):
+                served.keys = _find_keys(request)
+                response = await handler(caller, request)
+                served.keys = served.keys or _find_keys(response)
+                await announced
+                await context.write(response)
 
         return answer
 
@@ -101,6 +108,19 @@ class KintsugiService:
         access = self.gateway.access
         identities = identities_of_call(context) if access.has_certificates else ()
         return served.authenticate(access, identities)
+
+    @asynccontextmanager
+    async def _receive(
+        self, served: ServedRequest, message: Any, context: Any
+    ) -> AsyncIterator[tuple[Caller, Any]]:
+        """Who calls, and what they ask; they have a place and the message's memory while the block runs."""
+        caller = self._authenticate(served, context)
+        with self._places.hold(caller):
+            data = await _read_message(context)
+            with self._budget.reserve(len(data)):
+                request = _parse_message(message, data)
+                served.namespace = request.namespace
+                yield caller, request
 
     @asynccontextmanager
     async def serve(
@@ -121,23 +141,21 @@ class KintsugiService:
             text = f"a defect of the gateway; its log has request {served.request_id}"
             await context.abort(grpc.StatusCode.INTERNAL, text)
 
-    async def _generate(self, data: bytes, context: Any) -> None:
-        """Writes its messages itself: a cancelled call is then cancelled here, and ends in the engine."""
-        async with self.serve("Generate", context) as (served, announced):
-            caller = self._authenticate(served, context)
-            with self._budget.reserve(len(data)):
-                request = _parse_message(pb.GenerateRequest, data)
-                served.namespace = request.namespace
-                call = wire.call_of(request, served.request_id, served.trace)
-                async with (
-                    aclosing(self.gateway.generate(caller, call)) as events,
-                    # The engine is asked while the first message is on its way.
-                    _run_beside(_write_first(context, announced, resolved := await anext(events))) as first,
-                ):
-                    served.keys = _find_keys(resolved)
-                    async for event in events:
-                        await first
-                        await context.write(wire.event_to_wire(event))
+    async def _generate(self, requests: Any, context: Any) -> None:
+        async with (
+            self.serve("Generate", context) as (served, announced),
+            self._receive(served, pb.GenerateRequest, context) as (caller, request),
+        ):
+            call = wire.call_of(request, served.request_id, served.trace)
+            async with (
+                aclosing(self.gateway.generate(caller, call)) as events,
+                # The engine is asked while the first message is on its way.
+                _run_beside(_write_first(context, announced, resolved := await anext(events))) as first,
+            ):
+                served.keys = _find_keys(resolved)
+                async for event in events:
+                    await first
+                    await context.write(wire.event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
         (result,) = await self._put(caller, request, [wire.content_of(request.chunk, "chunk")])
@@ -228,6 +246,18 @@ def _find_keys(message: Any) -> list[str]:
     return []
 
 
+async def _read_message(context: Any) -> bytes:
+    """The one message of a request. Raises `InvalidField` if there is none, `DeadlineExceeded`."""
+    try:
+        async with asyncio.timeout(BODY_READ_S):
+            data = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message arrived within {BODY_READ_S:.0f} s; send it faster") from None
+    if data is grpc.aio.EOF:
+        raise InvalidField("request", "was not sent; send one message")
+    return bytes(data)
+
+
 def _serialize_message(message: Any) -> bytes:
     data: bytes = message.SerializeToString()
     return data
@@ -248,62 +278,77 @@ def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Checks tokens before a message is received: a stranger's message is neither kept nor parsed.
+    """Asks for a token where the service itself does not: health and reflection.
 
-    Kubernetes' probes have no token and may check the health; everything else needs one, because health
-    watches and reflection streams can hold a place among the concurrent requests forever. A client
-    certificate is seen only with the call itself, so a caller who shows one instead of a token is identified
-    by the handler: the authority of the TLS files has vouched for it by then.
+    Kubernetes' probes have no token and may check the health; everything else needs one, also of a caller
+    whom a certificate stands for: that is seen only with the call itself. Watches and reflection streams can
+    stay open forever, so callers have places for them apart from those for requests.
     """
 
-    def __init__(
-        self, gateway: Gateway, service: KintsugiService, health: Any, asks_certificates: bool
-    ) -> None:
-        """``asks_certificates``: every connection has shown a certificate."""
-        self._asks_certificates = asks_certificates
-        self._gateway = gateway
-        self._service = service
+    def __init__(self, gateway: Gateway, health: Any) -> None:
+        self._access = gateway.access
         self._health = health
+        self._places = Places(gateway.limits.watches_max, shared=gateway.access.has_tokens)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None:
-            return handler
-        access = self._gateway.access
-        token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
-        if not token and self._asks_certificates and access.has_certificates and _is_ours(details.method):
+        if handler is None or details.method.startswith(f"/{SERVICE}/"):
             return handler
         try:
-            access.caller(token)
+            token = parse_bearer(_texts(details.invocation_metadata).get("authorization"))
+            caller = self._access.caller(token)
         except KintsugiError as error:
             if details.method == HEALTH_CHECK:
-                return _build_refusal_handler(self._answer_health, HealthCheckResponse.SerializeToString)
-            return _build_refusal_handler(self._refuse_path(details.method, error))
-        return handler
+                return _build_handler(self._answer_health, HealthCheckResponse.SerializeToString)
+            return _build_handler(_refuse_with(error))
+        return self._bound(handler, caller)
 
     async def _answer_health(self, requests: Any, context: Any) -> None:
         """The whole gateway's health, whatever the stranger's message asks for."""
         await context.write(await self._health.Check(HealthCheckRequest(), context))
 
-    def _refuse_path(self, path: str, error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
-        async def refuse(requests: Any, context: Any) -> None:
-            if not _is_ours(path):
+    def _bound(self, handler: Any, caller: Caller) -> Any:
+        async def answer(requests: Any, context: Any) -> None:
+            try:
+                with self._places.hold(caller):
+                    await _run_handler(handler, requests, context)
+            except KintsugiError as error:
                 await abort_call(context, error)
-            async with self._service.serve(path.rpartition("/")[2], context):
-                raise error
 
-        return refuse
-
-
-def _is_ours(path: str) -> bool:
-    """Whether an RPC is one of the service `Kintsugi`, whose handlers authenticate."""
-    return path.startswith(f"/{SERVICE}/")
+        parse = handler.request_deserializer if handler.request_streaming else None
+        return _build_handler(answer, handler.response_serializer, parse)
 
 
-def _build_refusal_handler(answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None) -> Any:
-    """A handler that ends a call without receiving its messages. gRPC reads a unary request's message before
-    it calls the handler; a stream's messages are held back by flow control until they are asked for."""
-    return grpc.stream_stream_rpc_method_handler(answer, response_serializer=serialize)
+async def _run_handler(handler: Any, requests: Any, context: Any) -> None:
+    """Runs a handler of grpcio's own services. Raises `InvalidField` and `DeadlineExceeded`."""
+    if handler.request_streaming:
+        async for response in handler.stream_stream(requests, context):
+            await context.write(response)
+        return
+    data = await _read_message(context)
+    try:
+        request = handler.request_deserializer(data)
+    except DecodeError as error:
+        raise InvalidField("request", f"is not a valid message of this method ({error})") from None
+    if handler.response_streaming:
+        await handler.unary_stream(request, context)
+    else:
+        await context.write(await handler.unary_unary(request, context))
+
+
+def _refuse_with(error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
+    async def refuse(requests: Any, context: Any) -> None:
+        await abort_call(context, error)
+
+    return refuse
+
+
+def _build_handler(
+    answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None, parse: Any = None
+) -> Any:
+    """A handler that is called before a message is received. A stream's messages are held back by flow
+    control until they are asked for."""
+    return grpc.stream_stream_rpc_method_handler(answer, parse, serialize)
 
 
 class _Health(health_aio.HealthServicer):  # type: ignore[misc]
@@ -349,13 +394,15 @@ class GatewayServer:
         """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""
         limits = self.gateway.limits
         service, self._watched = KintsugiService(self.gateway), _Health()
-        asks_certificates = self._tls is not None and self._tls.ca is not None
         self._server = grpc.aio.server(
-            interceptors=(_Guard(self.gateway, service, self._watched, asks_certificates),),
-            maximum_concurrent_rpcs=limits.concurrent_max,
+            interceptors=(_Guard(self.gateway, self._watched),),
+            # No bound on all calls together: it would count strangers' calls. `Places` counts the others.
             options=(
-                ("grpc.max_receive_message_length", limits.message_bytes_max),
+                *SERVER_OPTIONS,
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+                ("grpc.max_receive_message_length", limits.message_bytes_max),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
             ),
         )
         self._server.add_generic_rpc_handlers((service.generic_handler(),))

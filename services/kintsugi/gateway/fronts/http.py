@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
-from kintsugi.gateway.fronts.limits import RequestLimits
+from kintsugi.gateway.fronts.http_connection import admit_connection
+from kintsugi.gateway.fronts.limits import Places, RequestLimits
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.openai_server import identities_of_scope
@@ -104,7 +105,9 @@ class HttpFront:
 def _identify(access: Access, request: Request) -> Caller:
     """Raises `Unauthenticated`."""
     token = parse_bearer(request.headers.get("authorization"))
-    return access.caller(token, identities_of_scope(request.scope))
+    caller = access.caller(token, identities_of_scope(request.scope))
+    admit_connection(request.scope)
+    return caller
 
 
 class _Completions:
@@ -112,6 +115,7 @@ class _Completions:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._places = Places(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -133,11 +137,18 @@ class _Completions:
         """Raises what the caller is refused with. A caller that leaves ends the work."""
         # First: a stranger's body is not even read.
         caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
-        try:
-            raw = await request.body()
-        except ClientDisconnect:
-            served.status = LEFT_STATUS
-            return
+        admit_connection(request.scope)
+        with self._places.hold(caller):
+            try:
+                raw = await request.body()
+            except ClientDisconnect:
+                served.status = LEFT_STATUS
+                return
+            await self._answer_body(caller, request, served, reply, raw)
+
+    async def _answer_body(
+        self, caller: Caller, request: Request, served: ServedRequest, reply: _Reply, raw: bytes
+    ) -> None:
         call = await self._parse(caller, served, request.url.path, raw)
         ask = OpenAIAsk(self._gateway.prompts, caller, call)
         answer = asyncio.create_task(reply.send_answer(self._gateway, ask))

@@ -1,11 +1,14 @@
-"""Bounds requests: what all of them hold together, and for HTTP how many at a time, how large, how slow.
+"""Bounds requests: how many callers have at a time, what all of them hold together, and for HTTP how large
+and how slow they are.
 
-uvicorn bounds none of it. gRPC itself bounds the number and size of its messages.
+uvicorn bounds none of it. gRPC itself bounds the size of its messages; it would count requests before anybody
+knows who sent them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, ResourceExhausted
 from kintsugi.gateway.gateway import GatewayLimits
+from kintsugi.store.protocol.callers import Caller
 
+SHARE_MAX = 3
 BODY_READ_S = 30.0
 """Time in which a whole body has to arrive."""
 LINGER_BYTES_MAX = 256 << 20
@@ -57,28 +62,58 @@ class ByteBudget:
             self.give_back(num_bytes)
 
 
+class Places:
+    """Places for concurrent requests of authenticated callers. For one event loop.
+
+    A caller may hold `SHARE_MAX` times as many places as are free: one alone gets three quarters of them, the
+    next three quarters of the rest, and whoever holds many gets no more while few are left.
+    """
+
+    def __init__(self, places_max: int, *, shared: bool) -> None:
+        """``shared``: callers can be told apart; otherwise whoever comes first has a place."""
+        self._places_max = places_max
+        self._shared = shared
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, caller: Caller) -> Iterator[None]:
+        """Takes a place for as long as the block runs. Raises `ResourceExhausted`."""
+        free = self._places_max - self._held.total()
+        if not free:
+            raise ResourceExhausted(f"{self._places_max} requests are being answered; try again later")
+        held = self._held[caller.name]
+        if self._shared and held >= SHARE_MAX * free:
+            raise ResourceExhausted(
+                f"{held} requests of {caller.name!r} are being answered and {free} places are left for "
+                "others; end some, or try again later"
+            )
+        self._held[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._held[caller.name] -= 1
+            if not self._held[caller.name]:
+                del self._held[caller.name]
+
+
 class RequestLimits:
-    """ASGI middleware. A request beyond a limit fails when the application asks for its body, with a typed
-    error: an application that authenticates first never reads a stranger's body. GET requests have no body
-    and pass unbounded."""
+    """ASGI middleware. A body beyond a limit fails when the application asks for it, with a typed error: an
+    application that authenticates first never reads a stranger's body. GET requests have no body and pass
+    unbounded."""
 
     def __init__(self, app: ASGIApp, limits: GatewayLimits) -> None:
         self._app = app
         self._limits = limits
         self._budget = ByteBudget(limits.messages_bytes_max)
-        self._requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
-        self._requests += 1
         body = _Body(scope, receive, send, self._limits, self._budget)
-        body.has_place = self._requests <= self._limits.http_concurrent_max
         try:
             await self._app(scope, body.receive, body.send)
         finally:
-            self._requests -= 1
             body.give_back()
 
 
@@ -88,7 +123,6 @@ class _Body:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits, budget: ByteBudget
     ) -> None:
-        self.has_place = True
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -110,9 +144,6 @@ class _Body:
             raise
 
     async def _receive_piece(self) -> Message:
-        if not self.has_place:
-            most = self._limits.http_concurrent_max
-            raise ResourceExhausted(f"{most} requests are being answered; try again later")
         self._check_size(int(self._declared) if self._declared.isdecimal() else None)
         if self._deadline_s is None:
             self._deadline_s = asyncio.get_running_loop().time() + BODY_READ_S

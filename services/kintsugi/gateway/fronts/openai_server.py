@@ -12,16 +12,22 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Scope
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
+from kintsugi.gateway.fronts.http_connection import HEAD_READ_S, BoundedConnection, Connections
 from kintsugi.store.protocol.access import identities_of_certificate
 from kintsugi.store.protocol.tls import TlsFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
+ACCEPTED_AT_ONCE = 16
+"""Connections that are accepted before those that were accepted earlier are read from: a caller's head must
+have been read before many strangers come behind it."""
+CONNECTIONS_MAX = 4096
+STRANGERS_MAX = 256
+"""Connections on which nobody has authenticated yet. Each costs up to 60 KiB."""
 POLL_S = 0.01
 _IDENTITIES = "kintsugi.identities"
 
@@ -60,13 +66,13 @@ class _Tls:
         connection.context = self._current
 
 
-class _CertifiedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+class _CertifiedConnection(BoundedConnection):
     """Puts the identities of the connection's client certificate into the scope of its requests."""
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         identities = identities_of_certificate(transport.get_extra_info("peercert"))
-        self.app_state = {**self.app_state, _IDENTITIES: identities}  # type: ignore[has-type]
+        self.app_state = {**self.app_state, _IDENTITIES: identities}
 
 
 def identities_of_scope(scope: Scope) -> tuple[str, ...]:
@@ -75,8 +81,30 @@ def identities_of_scope(scope: Scope) -> tuple[str, ...]:
     return identities
 
 
-class _Quiet(uvicorn.Server):
-    """Leaves signals to the process that runs it."""
+class _Server(uvicorn.Server):
+    """Serves `BoundedConnection`s, and leaves signals to the process that runs it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, with a bound on the time of a TLS handshake."""
+        connections = Connections(CONNECTIONS_MAX, STRANGERS_MAX)
+        connection_of = _CertifiedConnection if self.config.ssl else BoundedConnection
+
+        def accept() -> BoundedConnection:
+            return connection_of(
+                connections, config=self.config, server_state=self.server_state, app_state={}
+            )
+
+        assert sockets, "`HttpServer` binds its address itself"
+        server = await asyncio.get_running_loop().create_server(
+            accept,
+            sock=sockets[0],
+            ssl=self.config.ssl,
+            backlog=ACCEPTED_AT_ONCE,
+            ssl_handshake_timeout=HEAD_READ_S if self.config.ssl else None,
+        )
+        sockets[0].listen(BACKLOG)  # asyncio takes one number for both
+        self.servers = [server]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -93,8 +121,7 @@ class HttpServer:
         if tls is not None:
             context = _Tls(tls).context
             options["ssl_context_factory"] = lambda config, default: context
-            options["http"] = _CertifiedProtocol
-        self._server = _Quiet(
+        self._server = _Server(
             uvicorn.Config(
                 app,
                 lifespan="off",
@@ -103,7 +130,6 @@ class HttpServer:
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,
                 **options,
             )
         )

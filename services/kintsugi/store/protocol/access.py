@@ -28,6 +28,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, Unauthenticated
 from kintsugi.core.schema import load
 from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
+from kintsugi.store.protocol.private_files import check_private
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +69,12 @@ class TokenFile(Access):
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """``clock`` gives seconds since 1970. Raises `InvalidField` for a file that cannot be read or
-        parsed."""
+        parsed, or that others may read."""
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
         self._stamp = _stamp_of(path)
+        check_private("tokens_file", path)
         self._document = read_document(path)
         self._checked_s = time.monotonic()
 
@@ -113,6 +115,7 @@ class TokenFile(Access):
                 stamp = _stamp_of(self._path)
                 if stamp != self._stamp:
                     try:
+                        check_private("tokens_file", self._path)
                         self._document = read_document(self._path)
                     except InvalidField as error:
                         log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)

@@ -24,6 +24,7 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.guard import ShardGuard
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.malloc import keep_large_buffers
@@ -113,7 +114,7 @@ class ShardServer:
             raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
 
     async def _start_grpc(self) -> None:
-        self._server = grpc.aio.server(options=wire.CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(options=(*wire.CHANNEL_OPTIONS, *SERVER_OPTIONS))
         if self._options.share_arena:
             self._door = ArenaDoor(self.shard.ram.arena, self._options.socket_folder)
         options = self._options

@@ -37,13 +37,17 @@ class Aborted(Exception):
 class StubContext:
     """gRPC's side of one call, which notes what is sent, and may hold up or fail what comes first."""
 
-    def __init__(self, metadata: Sequence[tuple[str, str | bytes]] = ()) -> None:
+    def __init__(self, metadata: Sequence[tuple[str, str | bytes]] = (), data: bytes = request()) -> None:
+        self._data = data
         self.sent: list[Any] = []
         self.status: grpc.StatusCode | None = None
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.failure: Exception | None = None
         self._metadata = tuple(metadata)
+
+    async def read(self) -> bytes:
+        return self._data
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self._metadata
@@ -74,12 +78,12 @@ class _Details:
     invocation_metadata: tuple[()] = ()
 
 
-async def _generated(backend: StubBackend, context: StubContext, data: bytes = request()) -> None:
+async def _generated(backend: StubBackend, context: StubContext) -> None:
     """One call of `Generate`, as gRPC makes it."""
     gateway = Gateway(backend, RamStore(), lambda text: [ord(letter) for letter in text])
     handler = KintsugiService(gateway).generic_handler().service(_Details(f"/{SERVICE}/Generate"))
     try:
-        await handler.unary_stream(data, context)
+        await handler.stream_stream(None, context)
     finally:
         await gateway.close()
 
@@ -109,9 +113,9 @@ def test_an_engine_is_asked_before_the_client_was_told_what_was_resolved() -> No
 
 
 def test_an_engine_that_refuses_is_heard_behind_what_was_resolved() -> None:
-    context = StubContext()
+    context = StubContext(data=request(extra_json='{"heat": 1}'))
     with pytest.raises(Aborted, match=r"sampling\.heat"):
-        asyncio.run(_generated(StubBackend(), context, request(extra_json='{"heat": 1}')))
+        asyncio.run(_generated(StubBackend(), context))
     assert context.status is grpc.StatusCode.INVALID_ARGUMENT
     assert context.sent[1:] == ["resolved"]
 

@@ -149,6 +149,7 @@ def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     entry = {"name": "worker", "subject": "CN=worker", "namespaces": ["docs"], "verbs": ["generate"]}
     path.write_text(json.dumps({"tokens": [], "certificates": [entry]}))
+    path.chmod(0o600)
 
     async def body() -> None:
         backend = ScriptedBackend()

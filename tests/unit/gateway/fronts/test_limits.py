@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.errors import Problem
-from kintsugi.gateway.fronts.limits import RequestLimits
+from kintsugi.gateway.fronts.limits import Places, RequestLimits
 from kintsugi.gateway.gateway import GatewayLimits
+from kintsugi.store.protocol import callers
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,19 +98,41 @@ def test_a_refused_body_counts_no_more_while_its_rest_is_dropped(monkeypatch: py
     asyncio.run(body())
 
 
-def test_one_request_too_many_is_refused_when_it_is_read() -> None:
+def test_memory_of_an_abandoned_request_is_given_back() -> None:
     async def body() -> None:
-        limited = RequestLimits(app, GatewayLimits(http_concurrent_max=1))
+        limited = RequestLimits(app, GatewayLimits())
         slow = Caller([b"x", b"x"])
-        last = slow.messages.pop()
-        first = asyncio.create_task(slow.ask(limited))
+        slow.messages.pop()
+        asked = asyncio.create_task(slow.ask(limited))
         await asyncio.sleep(0)
-        assert await Caller([b"x"]).ask(limited) == 429
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        assert await Caller([b"x", last["body"]]).ask(limited) == 200
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
         with pytest.raises(ResourceExhausted):
             limited._budget.take(GatewayLimits().messages_bytes_max + 1)
-        limited._budget.take(GatewayLimits().messages_bytes_max)  # all of it was given back
+        limited._budget.take(GatewayLimits().messages_bytes_max)
 
     asyncio.run(body())
+
+
+def fill(places: Places, name: str, stack: ExitStack) -> int:
+    """How many places a caller gets who asks until it is refused."""
+    for held in range(10_000):
+        try:
+            stack.enter_context(places.hold(callers.Caller(name, ("*",))))
+        except ResourceExhausted:
+            return held
+    raise AssertionError("places have no end")
+
+
+def test_a_caller_leaves_places_to_others() -> None:
+    places = Places(512, shared=True)
+    with ExitStack() as stack:
+        assert [fill(places, f"greedy {number}", stack) for number in range(4)] == [384, 96, 24, 6]
+        assert fill(places, "greedy 0", stack) == 0
+    with ExitStack() as stack:
+        assert fill(places, "another", stack) == 384, "all were given back"
+
+
+def test_callers_who_cannot_be_told_apart_share_all_places() -> None:
+    with ExitStack() as stack:
+        assert fill(Places(5, shared=False), "anyone", stack) == 5

@@ -18,7 +18,9 @@ import lmdb
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.protocol.private_files import PRIVATE_MODE
 
 ERASURES_MAX = 200_000
 AFTER_S = 1e-3
@@ -64,8 +66,9 @@ class Erasures:
         self._peers: dict[str, int] = {}
         self._env = None
         if folder is not None:
-            folder.mkdir(exist_ok=True)
-            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES)
+            make_folder(folder)
+            self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
+            sync_folder(folder)
             self._load(self._env)
         self._last = max(self._order, default=self.forgotten)
 

@@ -25,6 +25,7 @@ from kintsugi.core.layout import FORMATS
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol.durable_files import sync_folder
+from kintsugi.store.protocol.private_files import PRIVATE_MODE
 from kintsugi.store.shard.entry import Address
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,10 @@ def _pad_if_cut(env: lmdb.Environment, file: Path) -> None:
         os.truncate(file, size)
 
 
+def _open_env(path: Path, map_size: int) -> lmdb.Environment:
+    return lmdb.open(str(path), map_size=map_size, max_readers=_READERS_MAX, mode=PRIVATE_MODE)
+
+
 class Catalog:
     """Thread-safe. Writes take turns, because the map may only grow between transactions.
 
@@ -92,7 +97,7 @@ class Catalog:
         self._path = path
         shutil.rmtree(path / _REWRITTEN, ignore_errors=True)  # a crash may have left it
         self._write_lock = threading.Lock()
-        self._env = lmdb.open(str(path), map_size=_MAP_BYTES_MIN, max_readers=_READERS_MAX)
+        self._env = _open_env(path, _MAP_BYTES_MIN)
         sync_folder(path)
         _pad_if_cut(self._env, path / _FILE)
         self._grow_if_full()
@@ -132,7 +137,7 @@ class Catalog:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             with (
-                closing(lmdb.open(str(fresh), map_size=map_size)) as copy,
+                closing(_open_env(fresh, map_size)) as copy,
                 self._env.begin() as source,
                 copy.begin(write=True) as target,
             ):
@@ -143,7 +148,7 @@ class Catalog:
                 os.replace(fresh / _FILE, self._path / _FILE)
                 sync_folder(self._path)
             finally:
-                self._env = lmdb.open(str(self._path), map_size=map_size, max_readers=_READERS_MAX)
+                self._env = _open_env(self._path, map_size)
             shutil.rmtree(fresh, ignore_errors=True)
 
     def _grow_if_full(self) -> None:

@@ -1,0 +1,100 @@
+"""Starts a Ray that only this user of this machine can reach.
+
+Whoever reaches Ray's ports can run code in its workers. Left to itself, Ray 2.60 replaces a loopback address
+by the machine's own, so that its processes listen on every interface; keeps its authentication token in a
+file that everybody may read; and makes folders for logs and sockets that everybody may write to.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+TEMPORARY = Path("/tmp")
+"""Ray's own choice, whatever `TMPDIR` is: paths of sockets have at most 107 characters."""
+TOKEN_BYTES = 32
+
+
+def start_local_ray(**options: Any) -> None:
+    """Starts Ray in this process with more options of `ray.init`, and raises what that raises.
+
+    It listens on loopback alone and asks for a token: what `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH` says,
+    else that of `~/.ray/auth_token`, where Ray's own commands look for it; it is made where there is none.
+    `RAY_AUTH_MODE=disabled` turns tokens off. Logs are in `RAY_TMPDIR`, or else in a folder of this user.
+    """
+    import ray
+
+    require_token()
+    if "RAY_TMPDIR" not in os.environ:
+        # Ray opens its temporary folder to everybody: one inside a folder that it does not know.
+        options["_temp_dir"] = str(make_private_folder(TEMPORARY) / "ray")
+    with _keep_loopback():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=LOOPBACK,
+            **options,
+        )
+
+
+@contextmanager
+def _keep_loopback() -> Iterator[None]:
+    """Ray keeps a loopback address only where it supports no clusters (`services.get_node_ip_address`)."""
+    from ray._private import ray_constants
+
+    supported = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = supported
+
+
+def require_token() -> None:
+    """Turns Ray's token authentication on, unless `RAY_AUTH_MODE` is set."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # it has read the environment when it was imported
+    if os.environ["RAY_AUTH_MODE"].lower() != "token":
+        return
+    if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        try:
+            make_token_file(Path.home() / ".ray" / "auth_token")
+        except (OSError, RuntimeError):  # a read-only home, or none: only what this process starts has it
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(TOKEN_BYTES)
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def make_token_file(path: Path) -> None:
+    """Makes a token where there is none. Its owner alone may read it. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(TOKEN_BYTES))
+    if path.stat().st_uid == os.getuid():
+        path.chmod(0o600)
+
+
+def make_private_folder(parent: Path) -> Path:
+    """A folder that this user alone may enter: the same at each start, unless another user has taken its
+    name."""
+    folder = parent / f"kintsugi-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+        folder.chmod(0o700)
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
