@@ -5,6 +5,8 @@ The file is JSON:
 
     {"tokens": [{"name": "search", "sha256": "<64 hexadecimal digits>", "namespaces": ["search", "docs/*"]}]}
 
+`limits` and `privacy` beside `tokens` hold rules for namespaces by pattern (`core.namespaces`).
+
 A namespace pattern is a namespace, a prefix that ends in `*`, or `*` alone. Tokens are 256 random bits made
 by `new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by guessing, so a slow
 password hash would only cost every request milliseconds. The token itself is shown once and stored nowhere.
@@ -22,12 +24,17 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules, check_namespace_pattern
 from kintsugi.core.schema import STRICT, load
+from kintsugi.core.settings import non_default_fields
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.tls import is_loopback
 
@@ -70,6 +77,13 @@ class _File:
     __pydantic_config__ = STRICT
 
     tokens: tuple[Grant, ...]
+    limits: Mapping[str, NamespaceLimits] = field(default_factory=dict)
+    privacy: Mapping[str, NamespacePrivacy] = field(default_factory=dict)
+
+    @cached_property
+    def rules(self) -> NamespaceRules:
+        """Raises `InvalidField`."""
+        return NamespaceRules(self.limits, self.privacy)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,11 @@ class Caller:
 ANYONE = Caller("anyone", (EVERY_NAMESPACE,))
 
 
+def may_see_accounting(caller: Caller) -> bool:
+    """Whether a caller may know what was found in the cache where a namespace's privacy hides it."""
+    return caller.is_unrestricted
+
+
 class Access:
     """Finds out who sent a request. Thread-safe. Accepts everyone: on loopback, or with `insecure`."""
 
@@ -111,6 +130,10 @@ class Access:
     def caller(self, token: str | None) -> Caller:
         """Raises `Unauthenticated`."""
         return ANYONE
+
+    def rules(self) -> NamespaceRules:
+        """Rules for namespaces that come with the tokens."""
+        return NO_RULES
 
 
 class TokenFile(Access):
@@ -123,7 +146,7 @@ class TokenFile(Access):
         self._path = path
         self._lock = threading.Lock()
         self._stamp = _stamp_of(path)
-        self._grants = grants_of(path)
+        self._file = _read_file(path)
         self._checked_s = time.monotonic()
 
     def caller(self, token: str | None) -> Caller:
@@ -131,40 +154,32 @@ class TokenFile(Access):
             raise Unauthenticated("no token; send the metadata or header `authorization: Bearer <token>`")
         presented = token_digest(token)
         found = None
-        for grant in self._current():  # all of them, so that the time tells nothing
+        for grant in self._current().tokens:  # all of them, so that the time tells nothing
             if hmac.compare_digest(presented, grant.sha256):
                 found = grant
         if found is None:
             raise Unauthenticated("this token is unknown or was revoked; ask for another")
         return Caller(found.name, found.namespaces)
 
-    def _current(self) -> tuple[Grant, ...]:
+    def rules(self) -> NamespaceRules:
+        return self._current().rules
+
+    def _current(self) -> _File:
         with self._lock:
             if time.monotonic() - self._checked_s >= FILE_CHECK_S:
                 self._checked_s = time.monotonic()
                 stamp = _stamp_of(self._path)
                 if stamp != self._stamp:
                     try:
-                        self._grants = grants_of(self._path)
+                        self._file = _read_file(self._path)
                     except InvalidField as error:
                         log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)
                     self._stamp = stamp
-            return self._grants
+            return self._file
 
 
 def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def check_namespace_pattern(pattern: str) -> str:
-    """Returns the pattern. Raises `InvalidField`."""
-    stem = pattern.removesuffix("*")
-    try:
-        # A prefix need not be a whole namespace by itself.
-        check_namespace(stem if stem or not pattern.endswith("*") else "any")
-    except InvalidField as error:
-        raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
-    return pattern
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:
@@ -177,7 +192,12 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def grants_of(path: Path) -> tuple[Grant, ...]:
-    """The file's entries. Raises `InvalidField`."""
+    """The file's tokens. Raises `InvalidField`."""
+    return _read_file(path).tokens
+
+
+def _read_file(path: Path) -> _File:
+    """Raises `InvalidField`."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
@@ -191,10 +211,13 @@ def grants_of(path: Path) -> tuple[Grant, ...]:
         raise InvalidField(
             "tokens_file", f"{path} is no JSON ({error}); make one with kintsugi token"
         ) from None
-    grants = load(_File, values, where=str(path)).tokens
-    if len(grants) > TOKENS_MAX:
-        raise InvalidField("tokens_file", f"{path} has {len(grants)} tokens; at most {TOKENS_MAX} are read")
-    return grants
+    read = load(_File, values, where=str(path))
+    if len(read.tokens) > TOKENS_MAX:
+        raise InvalidField(
+            "tokens_file", f"{path} has {len(read.tokens)} tokens; at most {TOKENS_MAX} are read"
+        )
+    _ = read.rules  # checks them
+    return read
 
 
 def new_token(name: str, namespaces: Sequence[str]) -> tuple[str, Grant]:
@@ -208,10 +231,11 @@ def add_grant(path: Path, grant: Grant) -> None:
 
     Raises `InvalidField` for an invalid file, and for one that has a token of that name.
     """
-    grants = grants_of(path) if path.exists() else ()
-    if any(other.name == grant.name for other in grants):
+    before = _read_file(path) if path.exists() else _File(())
+    if any(other.name == grant.name for other in before.tokens):
         raise InvalidField("name", f"{grant.name!r} has a token in {path}; remove it there first")
-    text = json.dumps({"tokens": [asdict(one) for one in (*grants, grant)]}, indent=2) + "\n"
+    values = {"tokens": [asdict(one) for one in (*before.tokens, grant)]}
+    text = json.dumps({**values, **non_default_fields(before.rules)}, indent=2) + "\n"
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
             file.write(text)

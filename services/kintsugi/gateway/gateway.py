@@ -8,7 +8,8 @@ front ends `fronts.grpc_server` and `fronts.http` translate: requests into these
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,15 +19,17 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.access import Access, Caller, open_access
-from kintsugi.gateway.answers import AnswerPipeline
+from kintsugi.gateway.access import Access, Caller, may_see_accounting, open_access
+from kintsugi.gateway.answers import AnswerPipeline, Ask, Event
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import FillConfig, Filler
-from kintsugi.gateway.metrics import GatewayMetrics
+from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
 from kintsugi.gateway.recent_info import RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.learning import Detokenize, Learner
 from kintsugi.gateway.texts.segments import ResolvedSegment, Segment, SegmentResolver, Tokenize
@@ -110,19 +113,29 @@ class Gateway:
         allow_negative_priority: bool = False,
         tokenizer: str = "",
         token_chars_max: int | None = None,
+        rules: NamespaceRules | None = None,
+        engine_places: int | None = None,
     ) -> None:
         """``tokenize`` gives a text's ids without special tokens; the longest token has ``token_chars_max``
         characters. With ``detokenize`` the texts of ``documents`` are found in messages. ``fill`` None:
         misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
-        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted."""
+        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted. ``rules``: of the
+        service; those that come with the tokens count before them. ``engine_places``: requests that engines
+        answer at a time; None: any number."""
         self.backend = backend
         self._store = ThreadedStore(store)
         self.access = access or Access()
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority
+        self._rules = NO_RULES if rules is None else rules
+        self._read_rules = NO_RULES
+        self._effective_rules = self._rules
+        self.shares = FairShares(self.rules, engine_places)
         self.known = KnownChunks() if known is None else known  # an empty one is false
+        self.known.chunks_max_of = lambda namespace: self.rules().known_chunks_max(namespace)
         self.metrics = GatewayMetrics()
+        self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = RecentInfo(lambda: self.backend.info())
         self.spaces = Spaces(self.recent_info, tokenizer)
         self._documents = documents
@@ -134,7 +147,7 @@ class Gateway:
             segments_max=self.limits.segments_max,
             allow_negative_priority=allow_negative_priority,
         )
-        self._saver = Saver(backend)
+        self._saver = Saver(backend, shares=self.shares)
         self._copies = Copies(self.spaces, self._store)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -150,13 +163,17 @@ class Gateway:
             self.metrics.add_gauge(
                 "fill_queue_chunks", "Missed chunks that wait to be filled", lambda: len(queue)
             )
-        self.answers = AnswerPipeline(backend, self._filler)
+        self.answers = AnswerPipeline(backend, self._filler, self.shares)
         self.metrics.add_gauge("active_requests", "Answers under way", lambda: self.answers.under_way)
         self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
 
     @staticmethod
     async def open(
-        spec: GatewaySpec, backend: EngineBackend, store_url: str, model_folder: str | Path
+        spec: GatewaySpec,
+        backend: EngineBackend,
+        store_url: str,
+        model_folder: str | Path,
+        rules: NamespaceRules | None = None,
     ) -> Gateway:
         """Opens a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
 
@@ -185,13 +202,40 @@ class Gateway:
             allow_negative_priority=spec.overtaking,
             tokenizer=tokenizer_digest(model_folder),
             token_chars_max=chunker.token_chars_max,
+            rules=rules,
+            engine_places=spec.engine_places,
         )
+
+    def rules(self) -> NamespaceRules:
+        """The rules for namespaces: those of the service, and over them those that come with the tokens."""
+        read = self.access.rules()
+        if read is not self._read_rules:
+            self._read_rules, self._effective_rules = read, self._rules.overridden_by(read)
+        return self._effective_rules
+
+    def set_rules(self, rules: NamespaceRules) -> None:
+        """Replaces the rules of the service."""
+        self._rules, self._read_rules, self._effective_rules = rules, NO_RULES, rules
 
     def generate(
         self, caller: Caller, call: GenerateCall
     ) -> AsyncGenerator[Resolved | EngineDelta | Finished, None]:
         """Streams the answer; closing the generator ends the work in the engine."""
-        return self.answers.stream(PromptAsk(self.prompts, caller, call))
+        return self.answer(caller, PromptAsk(self.prompts, caller, call))
+
+    def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
+        """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
+        ask.privacy = self.rules().privacy_of(ask.namespace)
+        ask.shows_accounting = ask.privacy.accounting or may_see_accounting(caller)
+        return self.answers.stream(ask)
+
+    @contextmanager
+    def _serve(self, caller: Caller, namespace: str) -> Iterator[None]:
+        """Serves a request to a namespace while the block runs. Raises `PermissionDenied` and
+        `ResourceExhausted`."""
+        caller.authorize(namespace)
+        with self.shares.admit(namespace):
+            yield
 
     async def put_chunks(
         self,
@@ -203,29 +247,30 @@ class Gateway:
         wait: bool = True,
     ) -> list[Put]:
         """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
-        caller.authorize(namespace)
-        self._check_writable("chunks cannot be put")
-        self._check_count("chunks", len(chunks), self.limits.chunks_max)
-        info = await self.spaces.info()
-        space = await self.spaces.find(namespace)
-        pieces = await self._resolver.pieces(space, chunks, "chunks")
-        room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
-        for index, piece in enumerate(pieces):
-            if piece.num_tokens > room:
-                raise InvalidField(
-                    f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
-                )
-        missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
-        futures = self._saver.submit(namespace, missing, tier=tier or "auto")
-        await self._resolver.learn(space, chunks, pieces)
-        states: dict[ChunkKey, tuple[PutState, str]] = {}
-        for (key, _), future in zip(missing, futures, strict=True):
-            outcome = await asyncio.shield(future) if wait else None
-            states[key] = _put_state(outcome)
-        return [
-            Put(piece.key, piece.num_tokens, *states.get(piece.key, (PutState.PRESENT, "")))
-            for piece in pieces
-        ]
+        with self._serve(caller, namespace):
+            self._check_writable("chunks cannot be put")
+            self._check_count("chunks", len(chunks), self.limits.chunks_max)
+            info = await self.spaces.info()
+            space = await self.spaces.find(namespace)
+            pieces = await self._resolver.pieces(space, chunks, "chunks")
+            room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
+            for index, piece in enumerate(pieces):
+                if piece.num_tokens > room:
+                    raise InvalidField(
+                        f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
+                    )
+            missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
+            self.shares.charge(namespace, sum(len(tokens) for _, tokens in missing))
+            futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            await self._resolver.learn(space, chunks, pieces)
+            states: dict[ChunkKey, tuple[PutState, str]] = {}
+            for (key, _), future in zip(missing, futures, strict=True):
+                outcome = await asyncio.shield(future) if wait else None
+                states[key] = _put_state(outcome)
+            return [
+                Put(piece.key, piece.num_tokens, *states.get(piece.key, (PutState.PRESENT, "")))
+                for piece in pieces
+            ]
 
     def _check_writable(self, what: str) -> None:
         if self.read_only:
@@ -238,56 +283,56 @@ class Gateway:
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
-        caller.authorize(namespace)
-        (tier,), (manifest,) = await self._store.run(
-            lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
-        )
-        if tier is None or manifest is None:
-            raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
-        return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
+        with self._serve(caller, namespace):
+            (tier,), (manifest,) = await self._store.run(
+                lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
+            )
+            if tier is None or manifest is None:
+                raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
+            return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> bool:
         """Deletes every copy of a chunk and forgets its tokens; whether the store had any. Raises
         `Unavailable` if a shard that may hold some does not answer."""
-        caller.authorize(namespace)
-        self._check_writable("chunks cannot be deleted")
-        try:
-            tokens = await asyncio.to_thread(self.known.token_ids, namespace, key)
-            return await self._copies.delete(namespace, key, tokens) > 0
-        finally:  # even if a shard still holds it: it must not be found or filled meanwhile
-            await asyncio.to_thread(self.known.forget, namespace, [key])
-            if self._filler is not None:
-                self._filler.forget(namespace, [key])
+        with self._serve(caller, namespace):
+            self._check_writable("chunks cannot be deleted")
+            try:
+                tokens = await asyncio.to_thread(self.known.token_ids, namespace, key)
+                return await self._copies.delete(namespace, key, tokens) > 0
+            finally:  # even if a shard still holds it: it must not be found or filled meanwhile
+                await asyncio.to_thread(self.known.forget, namespace, [key])
+                if self._filler is not None:
+                    self._filler.forget(namespace, [key])
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
         """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
-        caller.authorize(namespace)
-        self._check_count("page_size", limit, self.limits.chunks_max)
-        manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
-        return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
+        with self._serve(caller, namespace):
+            self._check_count("page_size", limit, self.limits.chunks_max)
+            manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
+            return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
 
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
         """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming."""
-        caller.authorize(namespace)
-        self._check_count("segments", len(segments), self.limits.segments_max)
-        space = await self.spaces.find(namespace)
-        pieces = await self._resolver.pieces(space, segments)
-        keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
-        wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
-        await self._resolver.learn(space, segments, pieces)
-        return keys, accepted
+        with self._serve(caller, namespace):
+            self._check_count("segments", len(segments), self.limits.segments_max)
+            space = await self.spaces.find(namespace)
+            pieces = await self._resolver.pieces(space, segments)
+            keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
+            wanted = list(dict.fromkeys(key for key in keys if key is not None))
+            accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
+            await self._resolver.learn(space, segments, pieces)
+            return keys, accepted
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""
-        caller.authorize(namespace)
-        self._check_count("texts", len(texts), self.limits.texts_max)
-        plain = [Segment(text=text, plain=True) for text in texts]
-        return await self._resolver.pieces(await self.spaces.find(namespace), plain, "texts")
+        with self._serve(caller, namespace):
+            self._check_count("texts", len(texts), self.limits.texts_max)
+            plain = [Segment(text=text, plain=True) for text in texts]
+            return await self._resolver.pieces(await self.spaces.find(namespace), plain, "texts")
 
     async def close(self) -> None:
         """Idempotent. The backend stays open: its owner closes it."""

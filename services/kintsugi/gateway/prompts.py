@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.errors import InvalidField, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
@@ -142,6 +142,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
         super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
         self.wants_times = call.explain
+        self.may_overtake = call.priority < 0
         self._prompts = prompts
         self._caller = caller
         self._call = call
@@ -149,12 +150,21 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._request: EngineRequest
         self._last: EngineDelta | None = None
 
+    def authorize(self) -> None:
+        self._caller.authorize(self.namespace)
+        if not self.shows_accounting and any(segment.key is not None for segment in self._call.segments):
+            raise PermissionDenied(
+                f"namespace {self.namespace!r} does not tell which chunks are known, so segments cannot be "
+                "named by key; send their texts or tokens"
+            )
+
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         began_s = time.perf_counter()
-        self._caller.authorize(self.namespace)
         with span("gateway.resolve", trace.headers()):
             self._prompt, self._request = await self._prompts.resolve(self._call)
-        prompt_tokens = len(self._prompt.token_ids)
+        prompt_tokens = self.tokens_asked = len(self._prompt.token_ids)
+        max_tokens = self._request.sampling.get("max_tokens")
+        self.tokens = prompt_tokens + (max_tokens if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT)
         trace.set("kintsugi.prompt_tokens", prompt_tokens)
         self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
         return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)
@@ -180,9 +190,12 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         if last is None or last.finish_reason is None:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         accounting = last.accounting or {}
-        if not self.wants_times:
-            accounting = without_times(accounting)
         usage = last.usage or Usage(len(self._prompt.token_ids), 0, 0)
+        self.tokens_unused = self.tokens - usage.prompt_tokens - usage.completion_tokens
+        if not self.shows_accounting:
+            accounting, usage = {}, replace(usage, cached_tokens=0)
+        elif not self.wants_times:
+            accounting = without_times(accounting)
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:

@@ -12,6 +12,7 @@ from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.shares import FairShares
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,15 @@ _Address = tuple[str, ChunkKey]
 class Saver:
     """For one event loop."""
 
-    def __init__(self, backend: EngineBackend, waiting_tokens_max: int = WAITING_TOKENS_MAX) -> None:
+    def __init__(
+        self,
+        backend: EngineBackend,
+        waiting_tokens_max: int = WAITING_TOKENS_MAX,
+        shares: FairShares | None = None,
+    ) -> None:
+        """``shares``: where calls to the engines wait for their namespace's turn."""
         self._backend = backend
+        self._shares = shares or FairShares()
         self._waiting_tokens_max = waiting_tokens_max
         self._waiting_tokens = 0
         self._slots = asyncio.Semaphore(RUNNING_MAX)
@@ -75,7 +83,8 @@ class Saver:
     async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
-            async with self._slots:
+            size = sum(len(tokens) for _, tokens in batch)
+            async with self._shares.place(namespace, size), self._slots:
                 ids = [tokens for _, tokens in batch]
                 outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
                 if len(outcomes) != len(batch):

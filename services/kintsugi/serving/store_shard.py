@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
+from kintsugi.gateway.access import Access, open_access
 from kintsugi.gateway.addresses import format_address, free_port, is_wildcard, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.directory import Announcer, Configured
@@ -67,6 +69,15 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
     return server
 
 
+def _open_rules(tokens_file: str) -> Access:
+    """The rules in the gateway's tokens file; none where this host does not have the file."""
+    try:
+        return open_access(tokens_file)
+    except InvalidField as error:
+        log.warning("limits of stored bytes are only those of the service: %s", error)
+        return Access()
+
+
 class StoreShard:
     """One replica."""
 
@@ -79,6 +90,8 @@ class StoreShard:
         self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
         self._announcer: Announcer | None = None
+        self._rules = NO_RULES
+        self._access = Access()
         self._server = serve_shard(spec, self._shard, self._not_yet)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
@@ -95,8 +108,13 @@ class StoreShard:
         """Serve calls it at start and when `user_config` changes."""
         assert self._announcer is not None, "Serve configures a replica that it has made"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
+        self._rules = load(NamespaceRules, {"limits": config.get("limits", {})}, "limits")
+        self._access = _open_rules(config.get("tokens_file", ""))
+        self._shard.set_rules(self._rules.overridden_by(self._access.rules()))
 
     def check_health(self) -> None:
+        """Serve calls it every few seconds: that is how soon changed limits in the tokens file are seen."""
+        self._shard.set_rules(self._rules.overridden_by(self._access.rules()))
         if self._shard.failure is not None:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
 

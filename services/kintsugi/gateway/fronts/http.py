@@ -125,7 +125,7 @@ class _Completions:
             served.status = LEFT_STATUS
             return
         call = await self._parse(caller, served, request.url.path, raw)
-        answer = asyncio.create_task(reply.send_answer(self._gateway, call))
+        answer = asyncio.create_task(reply.send_answer(self._gateway, caller, call))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
@@ -167,11 +167,11 @@ class _Reply:
         self._is_stream = False
         self.has_begun = False
 
-    async def send_answer(self, gateway: Gateway, call: OpenAICall) -> None:
+    async def send_answer(self, gateway: Gateway, caller: Caller, call: OpenAICall) -> None:
         """Sends the answer's events. A stream that fails ends with an event that says so; before its head,
         and in a response that is no stream, the error is raised."""
         try:
-            async with aclosing(gateway.answers.stream(OpenAIAsk(gateway.prompts, call))) as events:
+            async with aclosing(gateway.answer(caller, OpenAIAsk(gateway.prompts, call))) as events:
                 async for event in events:
                     if isinstance(event, OpenAIHead):
                         await self._send_head(event)

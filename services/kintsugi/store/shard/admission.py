@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
@@ -55,13 +55,25 @@ class NoRoomYet(ResourceExhausted):
     """Room may come: chunks are being read or written back."""
 
 
+def no_room_for(manifest: ChunkManifest, free_bytes: int, ram_bytes: int) -> NoRoomYet:
+    """The error for a put that has waited for room in vain."""
+    return NoRoomYet(
+        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the disk "
+        f"({free_bytes} of {ram_bytes} bytes of RAM are free), or into what the namespace may use; try again "
+        "later"
+    )
+
+
 def may_be_forgotten(entry: ChunkEntry, namespace: str) -> bool:
     """Whether a namespace over its quota may lose the chunk."""
     return entry.manifest.namespace == namespace and not entry.pins and not entry.is_read
 
 
-def may_leave_ram(entry: ChunkEntry, can_write: bool) -> bool:
-    """Whether the RAM copy may go. `can_write`: chunks without another copy may be queued or dropped now."""
+def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:
+    """Whether the RAM copy may go. `can_write`: chunks without another copy may be queued or dropped now.
+    `is_chosen`: whether chunks of a namespace may go; None: of all."""
+    if is_chosen is not None and not is_chosen(entry.manifest.namespace):
+        return False
     if entry.ram is None or entry.ram.readers or (entry.pins and entry.disk is None):
         return False
     return entry.disk is not None or can_write

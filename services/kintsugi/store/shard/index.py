@@ -7,10 +7,11 @@ keeps each namespace's keys sorted (an insertion moves pointers, 40 µs at 100,0
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.entry import Address, ChunkEntry
 
 _Anchor = tuple[str, bytes, int]
@@ -60,9 +61,17 @@ class Index:
             if not entries:
                 del self._by_anchor[anchor]
 
-    def candidates(self, namespace: str, space_digest: bytes, anchor: int) -> Sequence[ChunkEntry]:
-        """Chunks of a space that begin with the tokens of `anchor`."""
-        return self._by_anchor.get((namespace, space_digest, anchor), ())
+    def find_candidates(
+        self, namespace: str, space_digest: bytes, anchors: Iterable[int]
+    ) -> dict[int, list[ChunkManifest]]:
+        """Chunks of a space by the anchor that they begin with, longest first."""
+        found: dict[int, list[ChunkManifest]] = {}
+        for anchor in set(anchors):
+            entries = self._by_anchor.get((namespace, space_digest, anchor), ())
+            manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
+            if manifests:
+                found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
+        return found
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
         """Entries in key order."""

@@ -13,17 +13,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
-from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
-from kintsugi.store.shard.eviction.reuse import ReuseGaps
+from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
+from kintsugi.store.shard.eviction.shares import NamespaceUse, Shares
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
@@ -43,16 +42,6 @@ from kintsugi.store.shard.work import (
 log = logging.getLogger(__name__)
 
 CLEAR_BATCH = 256
-
-
-@dataclass
-class Counters:
-    """Counts since the shard started."""
-
-    hits: int = 0
-    misses: int = 0
-    quarantined: int = 0
-    expired: int = 0
 
 
 class EntryTable:
@@ -80,6 +69,7 @@ class EntryTable:
         self._clock = clock
         self._index = Index()
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
+        self.shares = Shares(ram, disks, self._leases)
         self._loads = LoadQueue()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -128,6 +118,11 @@ class EntryTable:
         with self._lock:
             on_disks = sum(disk.allocator.used_bytes for disk in self._disks)
             return self._ram.allocator.used_bytes + on_disks
+
+    def namespace_uses(self) -> list[NamespaceUse]:
+        """What namespaces use beside their limits."""
+        with self._lock:
+            return self.shares.uses(self._index.bytes_by_namespace)
 
     def returns_per_s(self) -> float:
         """As `ReuseGaps.soon_per_s`."""
@@ -179,14 +174,8 @@ class EntryTable:
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
         """Chunks of a space by the anchor that they begin with, longest first."""
-        found: dict[int, list[ChunkManifest]] = {}
         with self._lock:
-            for anchor in set(anchors):
-                entries = self._index.candidates(namespace, space_digest, anchor)
-                manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
-                if manifests:
-                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+            return self._index.find_candidates(namespace, space_digest, anchors)
 
     # Putting
 
@@ -196,6 +185,7 @@ class EntryTable:
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
         self._config.check_size(manifest, self._ram.capacity_bytes)
+        self.shares.check_size(manifest)
         recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         with self._lock:
@@ -206,15 +196,14 @@ class EntryTable:
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
                 speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
-                tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                best = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                tier = self.shares.tier_for(manifest, best, options)
                 residence = self._make_room_to_put(manifest, tier)
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
-                    raise NoRoomYet(
-                        f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or "
-                        f"waiting for the disk ({self._ram.allocator.free_bytes} of "
-                        f"{self._ram.capacity_bytes} bytes of RAM are free); try again later"
+                    raise admission.no_room_for(
+                        manifest, self._ram.allocator.free_bytes, self._ram.capacity_bytes
                     )
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
@@ -245,7 +234,7 @@ class EntryTable:
             if self._find(entry.address) is not None:
                 self.abort(put)
                 return Committed(False, None)
-            if not self._make_quota(entry.manifest):
+            if not (self._make_quota(entry.manifest) and self._make_share(entry.manifest)):
                 self.abort(put)
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._index.add(entry)
@@ -317,7 +306,7 @@ class EntryTable:
             for residence in entry.copies:
                 if residence in damaged:
                     life.drop_copy(entry, residence)
-                    if entry.disk is None:
+                    if entry.disk is None and self.shares.may_be_on_ssd(entry.manifest):
                         self._begin_write(entry, self.queues[0])
 
     def _quarantine(self, entry: ChunkEntry) -> None:
@@ -333,41 +322,49 @@ class EntryTable:
         namespace = manifest.namespace
         quota = self._config.quota_of(namespace)
         while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:
-            entry = self._evict_of(namespace)
+            entry = self.shares.choose_to_forget(namespace)
             if entry is None:
                 return False
             self._forget(entry)
         return True
 
-    def _evict_of(self, namespace: str) -> ChunkEntry | None:
-        """The chunk of a namespace that the slowest tier which has any gives up first."""
-        tiers: tuple[CopyTier, ...] = (*reversed(self._disks), self._ram)
-        for tier in tiers:
-            victim = tier.policy.evict(lambda entry: admission.may_be_forgotten(entry, namespace))
-            if victim is not None:
-                tier.evictions += 1
-                return victim
-        return None
+    def _make_share(self, manifest: ChunkManifest) -> bool:
+        """Have a namespace's own chunks leave RAM until another fits its limit; whether it does now."""
+        while self.shares.exceeds_ram(manifest.namespace, manifest.chunk_bytes):
+            is_own = self.shares.may_make_room(manifest.namespace)
+            if not self._evict_from_ram(manifest.chunk_bytes, is_own):
+                return False
+        return True
+
+    def _trim_ssd(self, namespace: str) -> None:
+        """Drop copies on SSD until a namespace keeps its limit."""
+        while (victim := self.shares.choose_from_ssd(namespace)) is not None:
+            if victim.ram is None:
+                self._forget_evicted(victim)
+            else:
+                life.drop_copy(victim, victim.copies[-1])
 
     def _make_room(self, manifest: ChunkManifest) -> Residence | None:
         """RAM for a chunk, after evicting; None where nothing may leave now."""
+        if not self._make_share(manifest):
+            return None
         residence = self._ram.allocate(manifest)
         while residence is None and self._evict_from_ram(manifest.chunk_bytes):
             residence = self._ram.allocate(manifest)
         return residence
 
-    def _evict_from_ram(self, needed_bytes: int) -> bool:
+    def _evict_from_ram(self, needed_bytes: int, is_own: Callable[[str], bool] | None = None) -> bool:
         """Drop a chunk that a disk also has, or send one there that leaves RAM once it is written."""
         queue = self.queues[0] if self.queues and not self.queues[0].tier.failure else None
         may_write = queue is None or queue.queue_bytes < needed_bytes
-        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write))
+        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write, is_own))
         if victim is None:
             return False
         assert victim.ram is not None
         self._ram.evictions += 1
         if victim.disk is not None:
             life.drop_copy(victim, victim.ram)
-        elif queue is not None:
+        elif queue is not None and self.shares.may_be_on_ssd(victim.manifest):
             self._begin_write(victim, queue, leaving=True)
         else:
             self._forget_evicted(victim)
@@ -390,6 +387,8 @@ class EntryTable:
                 raise InvalidField("ack", NO_SSD_TIER)
             if entry is None or entry.writing is not None or entry.disk is not None:
                 return None if entry is None else entry.writing
+            if not self.shares.may_be_on_ssd(entry.manifest):
+                raise self.shares.refuse_ssd(entry.manifest)
             return self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
@@ -398,7 +397,8 @@ class EntryTable:
             self.draining = True
             if self.queues:
                 for entry in self._index:
-                    if entry.disk is None and entry.writing is None:
+                    is_unwritten = entry.disk is None and entry.writing is None
+                    if is_unwritten and self.shares.may_be_on_ssd(entry.manifest):
                         self._begin_write(entry, self.queues[0])
             self._changed.wait_for(lambda: not self._count_unwritten() or self.failure, timeout_s)
             return self._count_unwritten()
@@ -434,6 +434,7 @@ class EntryTable:
         with self._lock:
             queue.end(job)
             life.end_write(job, target)
+            self._trim_ssd(job.entry.manifest.namespace)
             self._changed.notify_all()
 
     def fail_write(self, queue: WriteQueue, job: WriteJob) -> None:
@@ -572,14 +573,14 @@ class EntryTable:
 
     # Leases
 
-    def pin(self, addresses: Iterable[Address], lease_s: float) -> tuple[str, int]:
+    def pin(self, namespace: str, keys: Iterable[ChunkKey], lease_s: float) -> tuple[str, int]:
         """Keep chunks from leaving; the lease's id and how many of them are present.
 
         Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
         """
         with self._lock:
-            entries = self._find_all(addresses)
-            lease_id = self._leases.grant(entries, lease_s)
+            entries = self._find_all((namespace, key) for key in keys)
+            lease_id = self._leases.grant(namespace, entries, lease_s, self.shares.rules)
             for entry in entries:
                 life.pin(entry)
             return lease_id, len(entries)

@@ -1,9 +1,11 @@
-"""How soon evicted chunks are looked up again: short gaps mean that a tier is too small for its traffic."""
+"""How lookups end, and how soon evicted chunks are looked up again: short gaps mean that a tier is too small
+for its traffic."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kintsugi.store.shard.entry import Address
 
@@ -12,6 +14,16 @@ SOON_S = 600.0
 """A chunk looked up again within this long was worth its room."""
 WINDOW_S = 60.0
 RETURNS_MAX = 4096
+
+
+@dataclass
+class Counters:
+    """Counts since the shard started."""
+
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    expired: int = 0
 
 
 class ReuseGaps:
