@@ -157,7 +157,8 @@ class AnswerPipeline:
                 with self._track_answer(), span("gateway.engine", request.headers()) as engine:
                     timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
                     for event in before:
-                        yield event
+                        with place.lend():
+                            yield event
                     for attempt in range(1, ATTEMPTS + 1):
                         try:
                             ask.sent_s = time.perf_counter() - began_s

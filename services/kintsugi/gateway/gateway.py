@@ -19,6 +19,7 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.access import Access, Caller, may_see_accounting, open_access
@@ -31,6 +32,7 @@ from kintsugi.gateway.recent_info import RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.texts.known_texts import disjoint
 from kintsugi.gateway.texts.learning import Detokenize, Learner
 from kintsugi.gateway.texts.segments import ResolvedSegment, Segment, SegmentResolver, Tokenize
 from kintsugi.gateway.threaded_store import ThreadedStore
@@ -139,7 +141,7 @@ class Gateway:
         self.recent_info = RecentInfo(lambda: self.backend.info())
         self.spaces = Spaces(self.recent_info, tokenizer)
         self._documents = documents
-        self._resolver = SegmentResolver(tokenize, self.known, documents, token_chars_max)
+        self._resolver = SegmentResolver(tokenize, self.known, documents, token_chars_max, self._privacy_of)
         self.prompts = Prompts(
             self.spaces,
             self._resolver,
@@ -148,7 +150,7 @@ class Gateway:
             allow_negative_priority=allow_negative_priority,
         )
         self._saver = Saver(backend, shares=self.shares)
-        self._copies = Copies(self.spaces, self._store)
+        self._copies = Copies(self.spaces, self._store, lambda namespace: self._privacy_of(namespace).shared)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
@@ -213,6 +215,16 @@ class Gateway:
             self._read_rules, self._effective_rules = read, self._rules.overridden_by(read)
         return self._effective_rules
 
+    def _privacy_of(self, namespace: str) -> NamespacePrivacy:
+        return self.rules().privacy_of(namespace)
+
+    def find_known_texts(self, namespace: str, text: str) -> list[tuple[int, int]]:
+        """`[start, end)` of the texts of chunks that a namespace may use inside ``text``, in characters:
+        disjoint and in order. Thread-safe."""
+        found = self.known.find(namespace, text)
+        shared = self._privacy_of(namespace).shared
+        return disjoint([*found, *self.known.find(shared, text)]) if shared else found
+
     def set_rules(self, rules: NamespaceRules) -> None:
         """Replaces the rules of the service."""
         self._rules, self._read_rules, self._effective_rules = rules, NO_RULES, rules
@@ -225,7 +237,7 @@ class Gateway:
 
     def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
         """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
-        ask.privacy = self.rules().privacy_of(ask.namespace)
+        ask.privacy = self._privacy_of(ask.namespace)
         ask.shows_accounting = ask.privacy.accounting or may_see_accounting(caller)
         return self.answers.stream(ask)
 
@@ -255,6 +267,12 @@ class Gateway:
             pieces = await self._resolver.pieces(space, chunks, "chunks")
             room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
             for index, piece in enumerate(pieces):
+                if not piece.is_chunk:
+                    multiple = self._privacy_of(namespace).chunk_tokens_multiple
+                    raise InvalidField(
+                        f"chunks[{index}]",
+                        f"has {piece.num_tokens} tokens; here a chunk has {multiple} at least",
+                    )
                 if piece.num_tokens > room:
                     raise InvalidField(
                         f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
@@ -321,7 +339,8 @@ class Gateway:
             self._check_count("segments", len(segments), self.limits.segments_max)
             space = await self.spaces.find(namespace)
             pieces = await self._resolver.pieces(space, segments)
-            keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
+            is_chunk = [not s.plain and piece.is_chunk for s, piece in zip(segments, pieces, strict=True)]
+            keys = [piece.key if wanted else None for piece, wanted in zip(pieces, is_chunk, strict=True)]
             wanted = list(dict.fromkeys(key for key in keys if key is not None))
             accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
             await self._resolver.learn(space, segments, pieces)

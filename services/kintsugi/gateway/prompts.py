@@ -109,6 +109,7 @@ class Prompts:
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
             explain=call.explain,
+            shared=self._resolver.privacy_of(call.namespace).shared,
             **call.options.chosen,
         )
         return prompt, EngineRequest(

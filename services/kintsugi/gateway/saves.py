@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
@@ -21,7 +22,7 @@ WAITING_TOKENS_MAX = 4 << 20
 WAITING_CHUNKS_MAX = 1 << 16
 """Maximum number of chunks that wait or run: each takes a kilobyte here, and a request in an engine."""
 RUNNING_MAX = 4
-"""Concurrent calls to the engines."""
+"""Concurrent calls to the engines, unless a gateway's places bound them."""
 BATCH_TOKENS = 16_384
 """Tokens in one call to the engines, unless a single chunk has more."""
 
@@ -83,8 +84,7 @@ class Saver:
     async def _run(self, namespace: str, batch: Sequence[ToSave], priority: int, tier: str) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
-            size = sum(len(tokens) for _, tokens in batch)
-            async with self._shares.place(namespace, size), self._slots:
+            async with self._wait_for_turn(namespace, batch):
                 ids = [tokens for _, tokens in batch]
                 outcomes = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
                 if len(outcomes) != len(batch):
@@ -100,6 +100,13 @@ class Saver:
                 future = self._futures.pop((namespace, key))
                 if not future.done():
                     future.set_result(outcome)
+
+    def _wait_for_turn(self, namespace: str, batch: Sequence[ToSave]) -> AbstractAsyncContextManager[object]:
+        """Where requests wait for engines, saves wait with them: a place of their own would pass by others,
+        and both would keep a place at the engines idle."""
+        if self._shares.has_places:
+            return self._shares.place(namespace, sum(len(tokens) for _, tokens in batch))
+        return self._slots
 
     async def close(self) -> None:
         """Cancels what runs. Idempotent."""

@@ -16,7 +16,7 @@ import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted
@@ -108,6 +108,9 @@ class _Waiter:
     place: asyncio.Future[None]
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class EnginePlace:
     """A place at the engines. A caller that does not read its answer loses it: the engine is done with the
     answer long before, and others wait."""
@@ -115,12 +118,12 @@ class EnginePlace:
     def __init__(self, release: Callable[[], None] | None) -> None:
         self._release = release
 
-    @contextmanager
-    def lend(self) -> Iterator[None]:
+    def lend(self) -> AbstractContextManager[None]:
         """Gives the place back if the block, in which the caller reads, takes longer than `STALL_S`."""
-        if self._release is None:
-            yield
-            return
+        return _NOTHING if self._release is None else self._watch()
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
         timer = asyncio.get_running_loop().call_later(STALL_S, self.release)
         try:
             yield
@@ -163,6 +166,11 @@ class FairShares:
     def accounts(self) -> list[Account]:
         """Those that a rule is about."""
         return [account for account in self._accounts.values() if account.is_limited]
+
+    @property
+    def has_places(self) -> bool:
+        """Whether requests may have to wait."""
+        return self._places is not None
 
     @property
     def queued(self) -> int:

@@ -69,13 +69,28 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
     return server
 
 
-def _open_rules(tokens_file: str) -> Access:
-    """The rules in the gateway's tokens file; none where this host does not have the file."""
-    try:
-        return open_access(tokens_file)
-    except InvalidField as error:
-        log.warning("limits of stored bytes are only those of the service: %s", error)
-        return Access()
+class ShardRules:
+    """Has a shard follow the rules of the service, and over them those in the gateway's tokens file."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._service = NO_RULES
+        self._access = Access()
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take over a deployment's `user_config`. Where this host does not have the tokens file, its rules
+        are left out."""
+        self._service = load(NamespaceRules, {"limits": config.get("limits", {})}, "store")
+        try:
+            self._access = open_access(config.get("tokens_file", ""))
+        except InvalidField as error:
+            log.warning("limits of stored bytes are only those of the service: %s", error)
+            self._access = Access()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the tokens file again if it has changed."""
+        self._shard.set_rules(self._service.overridden_by(self._access.rules()))
 
 
 class StoreShard:
@@ -90,8 +105,7 @@ class StoreShard:
         self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
         self._announcer: Announcer | None = None
-        self._rules = NO_RULES
-        self._access = Access()
+        self._rules = ShardRules(self._shard)
         self._server = serve_shard(spec, self._shard, self._not_yet)
         host, _, port = self._server.address.rpartition(":")
         address = f"{ray.util.get_node_ip_address()}:{port}" if is_wildcard(host) else self._server.address
@@ -108,13 +122,11 @@ class StoreShard:
         """Serve calls it at start and when `user_config` changes."""
         assert self._announcer is not None, "Serve configures a replica that it has made"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
-        self._rules = load(NamespaceRules, {"limits": config.get("limits", {})}, "limits")
-        self._access = _open_rules(config.get("tokens_file", ""))
-        self._shard.set_rules(self._rules.overridden_by(self._access.rules()))
+        self._rules.configure(config)
 
     def check_health(self) -> None:
         """Serve calls it every few seconds: that is how soon changed limits in the tokens file are seen."""
-        self._shard.set_rules(self._rules.overridden_by(self._access.rules()))
+        self._rules.refresh()
         if self._shard.failure is not None:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
 

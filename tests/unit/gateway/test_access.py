@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated, UnknownField
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway import access
 from kintsugi.gateway.access import (
     ANYONE,
+    Access,
     Caller,
     TokenFile,
     add_grant,
@@ -174,3 +176,19 @@ def test_beyond_loopback_tokens_and_tls_are_needed() -> None:
         check_exposure("0.0.0.0:7500", False, False, False)
     with pytest.raises(InvalidField, match="give --tls-cert with --tls-key"):
         check_exposure("0.0.0.0:7500", True, False, False)
+
+
+def test_rules_beside_the_tokens_are_read_again_and_kept_when_a_token_is_added(tmp_path: Path) -> None:
+    path, tokens = file_with(tmp_path, search=("search",))
+    access_by_file = TokenFile(path)
+    assert access_by_file.rules() == NamespaceRules()
+    rules = {"limits": {"search": {"requests_per_s": 3}}, "privacy": {"*": {"accounting": False}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
+    assert access_by_file.rules().limits["search"].requests_per_s == 3
+    add_grant(path, new_token("other", ("other",))[1])
+    assert access_by_file.rules().limits["search"].requests_per_s == 3
+    assert not access_by_file.rules().privacy_of("any").accounting
+    assert access_by_file.caller(tokens["search"]).name == "search"
+    path.write_text(json.dumps({"tokens": [], "limits": {"search": {"requests_per_s": -3}}}))
+    assert access_by_file.rules().limits["search"].requests_per_s == 3  # the file is invalid
+    assert Access().rules() == NamespaceRules()

@@ -191,11 +191,12 @@ class SchedulerSide:
         """Start the lookup, if there is room for its answer."""
         if not self._lookups.has_room:
             return
-        if state.params.spans is not None:
-            state.lookup = self._lookups.start(match_spans, state.space, state.params.spans)
+        prompt, params = TokenIds.of(request.prompt_token_ids), state.params
+        shared = self._space(params.shared) if params.shared else None
+        if params.spans is not None:
+            state.lookup = self._lookups.start(match_spans, state.space, params.spans, prompt, shared)
         else:
-            prompt = TokenIds.of(request.prompt_token_ids)
-            state.lookup = self._lookups.start(match_content, state.space, prompt)
+            state.lookup = self._lookups.start(match_content, state.space, prompt, shared)
 
     def _space(self, namespace: str) -> ChunkSpace:
         config = self.config
@@ -298,8 +299,8 @@ class SchedulerSide:
     def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
         """One chunk of every source."""
         by_source = {hit.source: hit for hit in self._hits(request, match)}
-        manifests = {hit.key: match.manifests[hit.key] for hit in by_source.values()}
-        return ProbeJob(tuple(by_source.values()), manifests, state.space.namespace)
+        manifests = {hit.key: match.stored[hit.key] for hit in by_source.values()}
+        return ProbeJob(tuple(by_source.values()), manifests)
 
     def _claim_save(self, state: _State, num_computed: int) -> tuple[int | None, bool]:
         """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
@@ -391,8 +392,7 @@ class SchedulerSide:
         return BlendJob(
             tokens,
             plan,
-            {hit.key: match.manifests[hit.key] for hit in plan.hits},
-            state.space.namespace,
+            {hit.key: match.stored[hit.key] for hit in plan.hits},
             state.params.explain,
             state.params.explain or state.params.timeline,
             request.all_token_ids[last],
@@ -404,7 +404,7 @@ class SchedulerSide:
             ChunkHit(
                 span.start,
                 min(span.end, last),
-                span.key,
+                match.manifests[span.key].key,
                 match.manifests[span.key].chunk_bytes // self.num_ranks,
                 match.sources.get(span.key, ChunkSource()),
             )

@@ -150,7 +150,7 @@ class _Completions:
                 path,
                 body,
                 namespace,
-                lambda text: self._gateway.known.find(namespace, text),
+                lambda text: self._gateway.find_known_texts(namespace, text),
                 served.trace,
                 self._gateway.allow_negative_priority,
             )

@@ -52,7 +52,12 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
     ) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        params = replace(self._call.params, timeline=timeline)
+        params = replace(
+            self._call.params,
+            timeline=timeline,
+            shared=self.privacy.shared,
+            chunk_tokens_multiple=self.privacy.chunk_tokens_multiple,
+        )
         return backend.openai(replace(self._call, params=params, trace=trace))
 
     def read(self, item: OpenAIHead | bytes) -> Sequence[OpenAIHead | bytes]:
