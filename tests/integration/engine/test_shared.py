@@ -4,11 +4,15 @@ anybody else's."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import Generation, LocalEngine
+from kintsugi.store.client.ram import RamStore
 from tests.integration.engine.conftest import (
     PREFIX,
     EngineSlot,
@@ -73,27 +77,22 @@ def test_without_sharing_a_namespace_is_alone(engine: LocalEngine) -> None:
     assert answer.accounting["chunks_hit"] == 0
 
 
-def test_a_lost_shared_chunk_costs_a_prefill(engine: LocalEngine, engine_slot: EngineSlot) -> None:
+def test_a_lost_shared_chunk_costs_a_prefill(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key is another than the span's; the pass restarts without it."""
-    from tests.integration.engine.conftest import ram_store
-
     own, _, shared = chunks_of(70, 71, 200, seed=17)
     prompt = rag(own, shared)
-    store = ram_store("tiny-llama")
     full = ask_cold(engine, prompt.token_ids)
-    find, stream = store.find, store.stream
+    stream = RamStore.stream
 
-    def stream_without(namespace: str, keys: list, *rest: object) -> object:  # type: ignore[type-arg]
+    def stream_without(store: RamStore, namespace: str, keys: Sequence[ChunkKey], *rest: Any) -> Any:
         if namespace == SHARED:
             store.delete(SHARED, keys)
-        return stream(namespace, keys, *rest)  # type: ignore[arg-type]
+        return stream(store, namespace, keys, *rest)
 
-    store.stream = stream_without  # type: ignore[method-assign, assignment]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(RamStore, "stream", stream_without)
         answer = ask(engine, prompt, ADA, SHARED)
-    finally:
-        store.find, store.stream = find, stream  # type: ignore[method-assign]
-        engine.save(PREFIX, [shared], SHARED)
+    engine.save(PREFIX, [shared], SHARED)
     assert answer.accounting is not None
     assert (answer.accounting["outcome"], answer.accounting["restarts"]) == ("blended", 1)
     assert answer.token_ids == full.token_ids
