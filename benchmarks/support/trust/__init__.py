@@ -1,0 +1,1 @@
+"""Sections of `benchmarks/trust.py`. Each has `measure(*, quick, seed)`, which returns its figures."""
