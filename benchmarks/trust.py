@@ -21,13 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from benchmarks.support import sections
-from benchmarks.support.trust import door, encryption, erasure, flips, kill9, rounds
+from benchmarks.support.trust import door, encryption, erasure, flips, kill9, neighbours, rounds, timing
 
 SECTIONS: sections.Sections = {
     "door": door.measure,
     "kill9": kill9.measure,
     "flips": flips.measure,
     "erasure": erasure.measure,
+    "timing": timing.measure,
+    "neighbours": neighbours.measure,
     "encryption": encryption.measure,
 }
 

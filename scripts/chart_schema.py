@@ -28,8 +28,10 @@ from kintsugi_operator.api.blend_service import (
     Engines,
     Gateways,
     Heads,
+    Limits,
     Model,
     Network,
+    Privacy,
     Redis,
     Replicas,
     Store,
@@ -219,6 +221,10 @@ class Values:
     ingress: Ingress = field(default_factory=Ingress)
     http_route: HttpRoute = field(default_factory=HttpRoute)
     network: Network = field(default_factory=Network)
+    limits: Mapping[str, Limits] = setting(dict, maxProperties=64)
+    """What each namespace may use, by pattern: a namespace, a prefix that ends in *, or *."""
+    privacy: Mapping[str, Privacy] = setting(dict, maxProperties=64)
+    """What answers reveal within a namespace, by pattern."""
     precompute: Precompute = field(default_factory=Precompute)
     service: Service = field(default_factory=Service)
     operator: Operator = field(default_factory=Operator)

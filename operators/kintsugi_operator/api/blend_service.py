@@ -14,6 +14,8 @@ from typing import ClassVar
 
 from kintsugi.core.deploy import EngineSettings, GatewaySettings, ModelSpec, OpenAISpec, Scale, StoreSettings
 from kintsugi.core.layout import Codec
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.rules import Rule, before, this
 from kintsugi.core.settings import setting
 from kintsugi_operator.api.common import Image, Nodes
@@ -344,6 +346,16 @@ class Network(ManifestSettings):
 
 
 @dataclass(frozen=True)
+class Limits(NamespaceLimits, ManifestSettings):
+    """What a namespace may use. A limit that is not set is not enforced."""
+
+
+@dataclass(frozen=True)
+class Privacy(NamespacePrivacy, ManifestSettings):
+    """What answers reveal to callers of a namespace about chunks that others of its callers stored."""
+
+
+@dataclass(frozen=True)
 class BlendServiceSpec(ManifestSettings):
     """A CacheBlend service: a store, engines, a gateway."""
 
@@ -371,6 +383,12 @@ class BlendServiceSpec(ManifestSettings):
     redis: Redis = field(default_factory=Redis)
     tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
+    limits: Mapping[str, Limits] = setting(dict, maxProperties=64)
+    """What each namespace may use, by pattern: a namespace, a prefix that ends in *, or *.
+    Limits in the Secret of `gateway.tokensSecret` count before these at gateways."""
+    privacy: Mapping[str, Privacy] = setting(dict, maxProperties=64)
+    """What answers reveal within a namespace, by pattern. Rules in the Secret of `gateway.tokensSecret` count
+    before these."""
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
     """Version of Ray in the images."""
     image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})

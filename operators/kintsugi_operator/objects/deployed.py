@@ -20,6 +20,8 @@ from kintsugi.core.deploy import (
     directory_url,
     serve_config,
 )
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
 from kintsugi_operator.api.common import Image
@@ -119,7 +121,13 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             insecure=not tls.secret or gateway.insecure,
             data_dir=DATA,
         ),
+        limits=_limits(spec),
+        privacy={name: convert_settings(NamespacePrivacy, one) for name, one in spec.privacy.items()},
     )
+
+
+def _limits(spec: BlendServiceSpec) -> dict[str, NamespaceLimits]:
+    return {name: convert_settings(NamespaceLimits, one) for name, one in spec.limits.items()}
 
 
 def store_spec(spec: BlendServiceSpec) -> StoreSpec:
@@ -197,7 +205,7 @@ def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:
 
 def store_config(spec: BlendServiceSpec) -> Manifest:
     """Serve's configuration of the shards, whatever model, engines and gateway are. Raises `InvalidField`."""
-    apart = ServiceSpec(ModelSpec("none"), store=store_spec(spec))
+    apart = ServiceSpec(ModelSpec("none"), store=store_spec(spec), limits=_limits(spec))
     return serve_config(apart, Placement(shard={SHARD_RESOURCE: 1}), [STORE_APP])
 
 

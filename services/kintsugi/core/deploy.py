@@ -17,6 +17,9 @@ from urllib.parse import urlencode
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import PATTERNS_MAX, NamespaceRules
 from kintsugi.core.rules import Rule, this
 from kintsugi.core.schema import load
 from kintsugi.core.settings import Settings, check, non_default_fields, setting
@@ -232,6 +235,9 @@ class GatewaySettings(Settings):
     """Refuse requests that put or delete chunks."""
     overtaking: bool = False
     """Allow requests a priority below 0, with which they run before all requests without one."""
+    engine_places: int | None = setting(None, minimum=1, maximum=65536)
+    """Requests that each gateway has engines answer at a time. Further ones wait in a queue in which
+    namespaces take turns by their weights; unset: none wait."""
 
 
 @dataclass(frozen=True)
@@ -262,9 +268,19 @@ class ServiceSpec(Settings):
     engines: EngineSpec = field(default_factory=EngineSpec)
     store: StoreSpec = field(default_factory=StoreSpec)
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
+    limits: Mapping[str, NamespaceLimits] = setting(dict, maxProperties=PATTERNS_MAX)
+    """What namespaces may use, by pattern. Limits in `gateway.tokens_file` count before these."""
+    privacy: Mapping[str, NamespacePrivacy] = setting(dict, maxProperties=PATTERNS_MAX)
+    """What answers reveal within a namespace, by pattern. Those in `gateway.tokens_file` count before."""
+
+    @property
+    def rules(self) -> NamespaceRules:
+        """Limits and privacy."""
+        return NamespaceRules(self.limits, self.privacy)
 
     def __post_init__(self) -> None:
         check(self)
+        _ = self.rules  # checks them
         codec_named(self.model.codec)
         store, gateway = self.store, self.gateway
         if store.shards_max is not None and store.shards_max < store.shards:
@@ -328,14 +344,19 @@ _NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "key
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
-    """The shards. Depends on `spec.store` alone, so that nothing else restarts them."""
+    """The shards. Their `args` depend on `spec.store` alone, so that nothing else restarts them."""
     store = spec.store
     shard = {
         "name": SHARD_DEPLOYMENT,
         **_replicas(Scale(store.shards, store.shards_max or store.shards), {"policy_function": SHARD_POLICY}),
         "ray_actor_options": _actor(store.cpus, 0.0, placement.shard),
-        # The directory takes these over without a restart.
-        "user_config": {"replication": store.replication, "ramp_s": store.ramp_s},
+        # Directory and shards take these over without a restart.
+        "user_config": {
+            "replication": store.replication,
+            "ramp_s": store.ramp_s,
+            **non_default_fields(NamespaceRules(limits=spec.limits)),
+            **({"tokens_file": spec.gateway.tokens_file} if spec.gateway.tokens_file else {}),
+        },
         **_health(store.drain_s),
     }
     return _application(
@@ -378,6 +399,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "user_config": {
             "gateway": non_default_fields(gateway, "replicas", "cpus"),
             "drain_s": engines.drain_s,
+            **non_default_fields(spec.rules),
         },
         **_health(engines.drain_s),
     }

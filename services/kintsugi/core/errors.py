@@ -92,6 +92,11 @@ class PermissionDenied(KintsugiError):
 class ResourceExhausted(KintsugiError):
     """A stated bound was reached; nothing was stored."""
 
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        """``retry_after_s``: when to try again, where that is known."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class Unavailable(KintsugiError):
     """The other side does not answer now."""

@@ -128,6 +128,8 @@ class _Wire:
     explain: StrictBool = False
     timeline: StrictBool = False
     tier: str = ""
+    shared: str = ""
+    chunk_tokens_multiple: StrictInt = 1
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,18 @@ class KintsugiParams:
     tier: str = ""
     """Where a save keeps its chunk: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: as the
     store's client is configured."""
+    shared: str = ""
+    """A namespace whose chunks are used where the request's own has none; empty: none. A gateway sets it,
+    never a caller: it decides whose chunks are read."""
+    chunk_tokens_multiple: int = 1
+    """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
+        if self.shared:
+            check_namespace(self.shared)
+        if self.chunk_tokens_multiple < 1:
+            raise InvalidField("chunk_tokens_multiple", f"{self.chunk_tokens_multiple} must be at least 1")
         if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
             raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
         if self.op.prefills_chunk and (self.spans is None or len(self.spans) != 1):
@@ -180,6 +191,8 @@ class KintsugiParams:
             explain=wire.explain,
             timeline=wire.timeline,
             tier=wire.tier,
+            shared=wire.shared,
+            chunk_tokens_multiple=wire.chunk_tokens_multiple,
             **BlendOptions.from_mapping(vars(wire)).chosen,
         )
 
@@ -190,8 +203,20 @@ class KintsugiParams:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
         for name, value in self.options.chosen.items():
             wire[name] = value.value if isinstance(value, StrEnum) else value
-        wire |= {name: getattr(self, name) for name in ("explain", "timeline", "tier") if getattr(self, name)}
+        names = ("explain", "timeline", "tier", "shared")
+        wire |= {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.chunk_tokens_multiple != 1:
+            wire["chunk_tokens_multiple"] = self.chunk_tokens_multiple
         return {PARAMS_KEY: wire}
+
+
+def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
+    """The spans, each cut at its end to a multiple of so many tokens; those that are shorter are left out.
+    Their keys, which are those of the whole spans, are dropped."""
+    if multiple == 1:
+        return tuple(spans)
+    cut = (Span(one.start, one.end - one.num_tokens % multiple) for one in spans)
+    return tuple(span for span in cut if span.num_tokens)
 
 
 def parse_selector(name: str) -> SelectorName:

@@ -91,7 +91,7 @@ def check(settings: Any, where: str = "", naming: Naming = str) -> None:
         elif isinstance(value, tuple):
             _check_items(value, bounds, path, naming)
         elif isinstance(value, Mapping):
-            _check_mapping(value, bounds, path)
+            _check_mapping(value, bounds, path, naming)
     for rule in getattr(cls, "RULES", ()):
         if not rule.is_kept_by(settings):
             got = f" (got {getattr(settings, rule.field)!r})" if rule.field else ""
@@ -112,11 +112,13 @@ def _check_items(items: tuple[Any, ...], bounds: Bounds, where: str, naming: Nam
             seen.add(name)
 
 
-def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str) -> None:
+def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, naming: Naming) -> None:
     for key in sorted(set(bounds.get("reserved", ())) & set(mapping)):
         raise InvalidField(_join(where, key), "follows from the rest of the configuration")
     for key, value in mapping.items():
         _check_value(value, bounds.get("items", {}), _join(where, key))
+        if dataclasses.is_dataclass(value):
+            check(value, _join(where, key), naming)
 
 
 def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class BlendJob:
     tokens: JobTokens
     plan: BlendPlan
     manifests: dict[ChunkKey, ChunkManifest]
-    namespace: str
+    """By the keys of the plan's hits. They say in which namespace each chunk lies."""
     explain: bool
     timeline: bool
     next_token_id: int
@@ -58,7 +58,6 @@ class ProbeJob:
 
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
-    namespace: str
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A front end makes an `Ask`, sends on the events that `AnswerPipeline.stream` yields, and does nothing else.
 The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone
 before it answered), measures the time to the first event, gives the accounting to metrics and spans, and
-hands on missed chunks to be filled.
+hands on missed chunks to be filled. Before that it takes the request's share of gateway and engines.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.namespaces.privacy import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.padding import pad_events, padding_s
 from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.shares import EnginePlace, FairShares
 from kintsugi.gateway.tracing import Timelines, TraceSpan, add_layers, describe, span
 
 log = logging.getLogger("kintsugi.gateway")
@@ -55,6 +58,28 @@ class Ask(ABC, Generic[Event]):
         """Whether the caller wants to know when each layer was computed."""
         self.accounting: Mapping[str, Any] | None = None
         """What the engine reported, once that was read."""
+        self.tokens = 0
+        """About how many tokens prompt and answer have, once the request is prepared."""
+        self.tokens_asked = 0
+        """About how many of `tokens` the prompt has."""
+        self.tokens_unused = 0
+        """How many of `tokens` the answer did not need, once it has ended."""
+        self.may_overtake = False
+        """Whether the request goes before those that wait for an engine."""
+        self.privacy = NO_PRIVACY
+        """What its answer may reveal."""
+        self.hides_chunks = False
+        """Whether the namespace's privacy hides from the caller which chunks are known."""
+        self.shows_accounting = True
+        """Whether the caller may know what was found in the cache."""
+        self.sent_s = 0.0
+        """Time from the request's arrival until an engine was asked."""
+        self.delay_s: float | None = None
+        """By how much every event of the answer is late; None until that is known."""
+
+    def authorize(self) -> None:
+        """Raises `PermissionDenied`."""
+        return
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Event]:
         """Makes the request ready for an engine; the events that go out before the answer.
@@ -72,6 +97,16 @@ class Ask(ABC, Generic[Event]):
     @abstractmethod
     def read(self, item: Any) -> Sequence[Event]:
         """The events that the caller gets for an item of the engine's answer. The first one begins it."""
+
+    def delay(self, first_s: float) -> None:
+        """Decides how late the answer is, at its first event."""
+        self.delay_s = 0.0
+        if self.privacy.pads:
+            self.delay_s = padding_s(self.first_token_s(first_s), self.privacy.step_s(self.tokens_asked))
+
+    def first_token_s(self, first_s: float) -> float:
+        """Time to the first token of an answer whose first event came after ``first_s``."""
+        return first_s
 
     async def learn(self) -> None:
         """Remembers what the request named. Called once an engine has accepted it, after its first event."""
@@ -93,55 +128,86 @@ class Ask(ABC, Generic[Event]):
 class AnswerPipeline:
     """Answers asks. For one event loop."""
 
-    def __init__(self, backend: EngineBackend, filler: Filler | None = None) -> None:
+    def __init__(
+        self, backend: EngineBackend, filler: Filler | None = None, shares: FairShares | None = None
+    ) -> None:
         """``filler`` is given missed chunks; None: misses are not followed up."""
         self._backend = backend
+        self._shares = shares or FairShares()
         self._filler = filler
         self._timelines = Timelines()
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.under_way = 0
         """Answers that an engine is asked for or gives."""
 
-    async def stream(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
-        """The answer's events as they come. Closing the generator ends the work in the engine.
+    def stream(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
+        """The answer's events as they come, or as late as its namespace's privacy has them. Closing the
+        generator ends the work in the engine.
 
-        Raises what `Ask.prepare` and the engine raise, and `Unavailable` for an answer that breaks off.
+        Raises what `Ask.prepare` and the engine raise, `ResourceExhausted` beyond the namespace's share, and
+        `Unavailable` for an answer that breaks off.
         """
+        events = self._answer(ask)
+        return pad_events(events, lambda: ask.delay_s) if ask.privacy.pads else events
+
+    async def _answer(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
+        """The events as they come; `ask.delay_s` is set before the first that an engine caused."""
         began_s, first_s, is_accepted = time.perf_counter(), 0.0, False
         with span(ask.span_name, ask.trace) as request:
             request.set("kintsugi.namespace", ask.namespace)
             request.set("kintsugi.request_id", ask.request_id)
-            before = await ask.prepare(request)
-            with self._track_answer(), span("gateway.engine", request.headers()) as engine:
-                timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
-                for event in before:
-                    yield event
-                for attempt in range(1, ATTEMPTS + 1):
-                    try:
-                        async with aclosing(ask.send(self._backend, timeline, engine.headers())) as items:
-                            async for item in items:
-                                for event in ask.read(item):
-                                    if not first_s:
-                                        first_s = time.perf_counter() - began_s
-                                        ask.metrics.observe_first(ask.method, first_s)
-                                    yield event
-                                if not is_accepted:  # the first event does not wait for a disk
-                                    is_accepted = True
-                                    await ask.learn()
-                        break
-                    except Unavailable as error:
-                        if first_s or attempt == ATTEMPTS:
-                            raise
-                        log.info("request %s is sent again: %s", ask.request_id, error)
-                    await asyncio.sleep(RETRY_WAIT_S)
-                after = ask.finish(first_s or time.perf_counter() - began_s)
-                accounting = ask.accounting or {}
-                describe(request, accounting)
-                add_layers(engine, accounting)
-                ask.metrics.count_accounting(accounting)
-                for event in after:
-                    yield event
+            async with self._take_share(ask, request) as (before, place):
+                with self._track_answer(), span("gateway.engine", request.headers()) as engine:
+                    timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
+                    for event in before:
+                        with place.lend():
+                            yield event
+                    for attempt in range(1, ATTEMPTS + 1):
+                        try:
+                            ask.sent_s = time.perf_counter() - began_s
+                            async with aclosing(ask.send(self._backend, timeline, engine.headers())) as items:
+                                async for item in items:
+                                    for event in ask.read(item):
+                                        if not first_s:
+                                            first_s = time.perf_counter() - began_s
+                                            ask.metrics.observe_first(ask.method, first_s)
+                                            ask.delay(first_s)
+                                        with place.lend():
+                                            yield event
+                                    if not is_accepted:  # the first event does not wait for a disk
+                                        is_accepted = True
+                                        await ask.learn()
+                            break
+                        except Unavailable as error:
+                            if first_s or attempt == ATTEMPTS:
+                                raise
+                            log.info("request %s is sent again: %s", ask.request_id, error)
+                        await asyncio.sleep(RETRY_WAIT_S)
+                    if not first_s:
+                        first_s = time.perf_counter() - began_s
+                        ask.delay(first_s)
+                    after = ask.finish(first_s + (ask.delay_s or 0.0))
+                    accounting = ask.accounting or {}
+                    describe(request, accounting)
+                    add_layers(engine, accounting)
+                    ask.metrics.count_accounting(accounting)
+                    for event in after:
+                        yield event
         self._follow_up(ask)
+
+    @asynccontextmanager
+    async def _take_share(
+        self, ask: Ask[Event], trace: TraceSpan
+    ) -> AsyncIterator[tuple[Sequence[Event], EnginePlace]]:
+        """Holds the request's share of gateway and engines while the block runs: the events that go out
+        before the answer, and the place at the engines. Raises what the caller is refused with."""
+        ask.authorize()
+        with self._shares.admit(ask.namespace):
+            before = await ask.prepare(trace)
+            self._shares.charge(ask.namespace, ask.tokens)
+            async with self._shares.place(ask.namespace, ask.tokens, ask.may_overtake) as place:
+                yield before, place
+            self._shares.settle(ask.namespace, ask.tokens_unused)
 
     @contextmanager
     def _track_answer(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ Without a context a chunk has one copy, and nothing here asks the store more tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
@@ -22,12 +22,27 @@ PAGE = 1000
 class Copies:
     """For one event loop."""
 
-    def __init__(self, spaces: Spaces, store: ThreadedStore) -> None:
+    def __init__(
+        self, spaces: Spaces, store: ThreadedStore, shared_of: Callable[[str], str] = lambda namespace: ""
+    ) -> None:
+        """``shared_of``: the namespace whose chunks another may use, too; empty: none."""
+        self._shared_of = shared_of
         self._spaces = spaces
         self._store = store
 
     async def find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
-        """The chunks of which the store lacks a copy that saving would make. Raises `Unavailable`."""
+        """The chunks of which the store lacks a copy that saving would make, also in the namespace that this
+        one shares. Raises `Unavailable`."""
+        missing = await self._find_missing(namespace, chunks)
+        shared = self._shared_of(namespace)
+        if not (shared and missing):
+            return missing
+        space = await self._spaces.find(shared)
+        theirs = {ChunkKey.of(space, tokens): (key, tokens) for key, tokens in missing}
+        absent = await self._find_missing(shared, [(key, tokens) for key, (_, tokens) in theirs.items()])
+        return [theirs[key] for key, _ in absent]
+
+    async def _find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
         info, space = await self._spaces.info(), await self._spaces.find(namespace)
         copies = space.copies(info.plain_copies)
         keys = [

@@ -8,7 +8,8 @@ front ends `fronts.grpc_server` and `fronts.http` translate: requests into these
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,16 +19,20 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.answers import AnswerPipeline
+from kintsugi.gateway.answers import AnswerPipeline, Ask, Event
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
-from kintsugi.gateway.metrics import GatewayMetrics
+from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
 from kintsugi.gateway.recent_info import RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.texts.known_texts import disjoint
 from kintsugi.gateway.texts.learning import Detokenize, Learner
 from kintsugi.gateway.texts.segments import ResolvedSegment, Segment, SegmentResolver, Tokenize
 from kintsugi.gateway.threaded_store import ThreadedStore
@@ -116,12 +121,15 @@ class Gateway:
         allow_negative_priority: bool = False,
         tokenizer: str = "",
         token_chars_max: int | None = None,
+        rules: NamespaceRules | None = None,
+        engine_places: int | None = None,
     ) -> None:
         """``tokenize`` gives a text's ids without special tokens; the longest token has ``token_chars_max``
         characters. With ``detokenize`` the texts of ``documents`` are found in messages. ``fill`` None:
         misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
         ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted. ``audit`` is closed with
-        the gateway; None: nothing is audited."""
+        the gateway; None: nothing is audited. ``rules``: of the service; those that come with the tokens
+        count before them. ``engine_places``: requests that engines answer at a time; None: any number."""
         self.backend = backend
         self._store = ThreadedStore(store)
         self.access = access or Access()
@@ -129,12 +137,20 @@ class Gateway:
         self.limits = limits or GatewayLimits()
         self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority
+        self._rules = NO_RULES if rules is None else rules
+        self._read_rules = NO_RULES
+        self._effective_rules = self._rules
+        self.shares = FairShares(self.rules, engine_places)
         self.known = KnownChunks() if known is None else known  # an empty one is false
+        self.known.chunks_max_of = lambda namespace: self.rules().known_chunks_max(namespace)
         self.metrics = GatewayMetrics()
+        self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = RecentInfo(lambda: self.backend.info())
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
-        self._resolver = SegmentResolver(tokenize, self.known, documents, token_chars_max)
+        self._resolver = SegmentResolver(
+            tokenize, self.known, documents, token_chars_max, self._privacy_of, store.name_key
+        )
         self.prompts = Prompts(
             self.spaces,
             self._resolver,
@@ -142,8 +158,8 @@ class Gateway:
             segments_max=self.limits.segments_max,
             allow_negative_priority=allow_negative_priority,
         )
-        self._saver = Saver(backend)
-        self._copies = Copies(self.spaces, self._store)
+        self._saver = Saver(backend, shares=self.shares)
+        self._copies = Copies(self.spaces, self._store, lambda namespace: self._privacy_of(namespace).shared)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
@@ -162,7 +178,7 @@ class Gateway:
             self.known, self._resolver, self._saver, self._filler, documents, self._learner
         )
         self._eraser = Eraser(self._store, self._copies, remembered)
-        self.answers = AnswerPipeline(backend, self._filler)
+        self.answers = AnswerPipeline(backend, self._filler, self.shares)
         self.metrics.add_gauge(
             "audit_lines_lost",
             "Lines of the audit log that could not be written",
@@ -173,7 +189,11 @@ class Gateway:
 
     @staticmethod
     async def open(
-        spec: GatewaySpec, backend: EngineBackend, store_url: str, model_folder: str | Path
+        spec: GatewaySpec,
+        backend: EngineBackend,
+        store_url: str,
+        model_folder: str | Path,
+        rules: NamespaceRules | None = None,
     ) -> Gateway:
         """Opens a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
 
@@ -203,6 +223,8 @@ class Gateway:
             allow_negative_priority=spec.overtaking,
             tokenizer=tokenizer_digest(model_folder),
             token_chars_max=chunker.token_chars_max,
+            rules=rules,
+            engine_places=spec.engine_places,
         )
         gateway.follow_erasures()
         return gateway
@@ -211,11 +233,47 @@ class Gateway:
         """Forgets from now on what others erase from the store."""
         self._eraser.start()
 
+    def rules(self) -> NamespaceRules:
+        """The rules for namespaces: those of the service, and over them those that come with the tokens."""
+        read = self.access.rules()
+        if read is not self._read_rules:
+            self._read_rules, self._effective_rules = read, self._rules.overridden_by(read)
+        return self._effective_rules
+
+    def _privacy_of(self, namespace: str) -> NamespacePrivacy:
+        return self.rules().privacy_of(namespace)
+
+    def find_known_texts(self, namespace: str, text: str) -> list[tuple[int, int]]:
+        """`[start, end)` of the texts of chunks that a namespace may use inside ``text``, in characters:
+        disjoint and in order. Thread-safe."""
+        found = self.known.find(namespace, text)
+        shared = self._privacy_of(namespace).shared
+        return disjoint([*found, *self.known.find(shared, text)]) if shared else found
+
+    def set_rules(self, rules: NamespaceRules) -> None:
+        """Replaces the rules of the service."""
+        self._rules, self._read_rules, self._effective_rules = rules, NO_RULES, rules
+
     def generate(
         self, caller: Caller, call: GenerateCall
     ) -> AsyncGenerator[Resolved | EngineDelta | Finished, None]:
         """Streams the answer; closing the generator ends the work in the engine."""
-        return self.answers.stream(PromptAsk(self.prompts, caller, call))
+        return self.answer(caller, PromptAsk(self.prompts, caller, call))
+
+    def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
+        """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
+        ask.privacy = self._privacy_of(ask.namespace)
+        ask.hides_chunks = not (ask.privacy.accounting or may_see_hidden(caller))
+        ask.shows_accounting = caller.may(Verb.LIST) and not ask.hides_chunks
+        return self.answers.stream(ask)
+
+    @contextmanager
+    def _serve(self, caller: Caller, namespace: str, verb: Verb | None = None) -> Iterator[None]:
+        """Serves a request to a namespace while the block runs. ``verb`` None: every verb will do. Raises
+        `PermissionDenied` and `ResourceExhausted`."""
+        caller.authorize(namespace, verb)
+        with self.shares.admit(namespace):
+            yield
 
     async def put_chunks(
         self,
@@ -227,29 +285,36 @@ class Gateway:
         wait: bool = True,
     ) -> list[Put]:
         """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
-        caller.authorize(namespace, Verb.PUT)
-        self._check_writable("chunks cannot be put")
-        self._check_count("chunks", len(chunks), self.limits.chunks_max)
-        info = await self.spaces.info()
-        space = await self.spaces.find(namespace)
-        pieces = await self._resolver.pieces(space, chunks, "chunks")
-        room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
-        for index, piece in enumerate(pieces):
-            if piece.num_tokens > room:
-                raise InvalidField(
-                    f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
-                )
-        missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
-        futures = self._saver.submit(namespace, missing, tier=tier or "auto")
-        await self._resolver.learn(space, chunks, pieces)
-        states: dict[ChunkKey, tuple[PutState, str]] = {}
-        for (key, _), future in zip(missing, futures, strict=True):
-            outcome = await asyncio.shield(future) if wait else None
-            states[key] = _put_state(outcome)
-        return [
-            Put(piece.key, piece.num_tokens, *states.get(piece.key, (PutState.PRESENT, "")))
-            for piece in pieces
-        ]
+        with self._serve(caller, namespace, Verb.PUT):
+            self._check_writable("chunks cannot be put")
+            self._check_count("chunks", len(chunks), self.limits.chunks_max)
+            info = await self.spaces.info()
+            space = await self.spaces.find(namespace)
+            pieces = await self._resolver.pieces(space, chunks, "chunks")
+            room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
+            for index, piece in enumerate(pieces):
+                if not piece.is_chunk:
+                    multiple = self._privacy_of(namespace).chunk_tokens_multiple
+                    raise InvalidField(
+                        f"chunks[{index}]",
+                        f"has {piece.num_tokens} tokens; here a chunk has {multiple} at least",
+                    )
+                if piece.num_tokens > room:
+                    raise InvalidField(
+                        f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
+                    )
+            missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
+            self.shares.charge(namespace, sum(len(tokens) for _, tokens in missing))
+            futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            await self._resolver.learn(space, chunks, pieces)
+            states: dict[ChunkKey, tuple[PutState, str]] = {}
+            for (key, _), future in zip(missing, futures, strict=True):
+                outcome = await asyncio.shield(future) if wait else None
+                states[key] = _put_state(outcome)
+            return [
+                Put(piece.key, piece.num_tokens, *states.get(piece.key, (PutState.PRESENT, "")))
+                for piece in pieces
+            ]
 
     def _check_writable(self, what: str) -> None:
         if self.read_only:
@@ -262,67 +327,68 @@ class Gateway:
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
         """Raises `NotFound`."""
-        caller.authorize(namespace, Verb.LIST)
-        (tier,), (manifest,) = await self._store.run(
-            lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
-        )
-        if tier is None or manifest is None:
-            raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
-        return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
+        with self._serve(caller, namespace, Verb.LIST):
+            (tier,), (manifest,) = await self._store.run(
+                lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
+            )
+            if tier is None or manifest is None:
+                raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
+            return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> Receipt:
         """Erases every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold some
         does not answer."""
-        caller.authorize(namespace, Verb.DELETE)
-        self._check_writable("chunks cannot be deleted")
-        return await self._eraser.erase_chunk(namespace, key)
+        with self._serve(caller, namespace, Verb.DELETE):
+            self._check_writable("chunks cannot be deleted")
+            return await self._eraser.erase_chunk(namespace, key)
 
     async def delete_document(
         self, caller: Caller, namespace: str, corpus: str, document_id: str
     ) -> tuple[bool, Receipt]:
         """Erases a document, and the chunks that no other document has; whether it was there. Raises
         `NotFound` without a ledger, and `Unavailable`."""
-        caller.authorize(namespace, Verb.DELETE)
-        self._check_writable("documents cannot be deleted")
-        return await self._eraser.erase_document(namespace, corpus, document_id)
+        with self._serve(caller, namespace, Verb.DELETE):
+            self._check_writable("documents cannot be deleted")
+            return await self._eraser.erase_document(namespace, corpus, document_id)
 
     async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
         """Erases everything that is stored of a namespace. Raises `Unavailable` if a shard does not
         answer."""
-        caller.authorize(namespace, Verb.ADMIN)
-        self._check_writable("namespaces cannot be erased")
-        return await self._eraser.erase_namespace(namespace)
+        with self._serve(caller, namespace, Verb.ADMIN):
+            self._check_writable("namespaces cannot be erased")
+            return await self._eraser.erase_namespace(namespace)
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
         """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
-        caller.authorize(namespace, Verb.LIST)
-        self._check_count("page_size", limit, self.limits.chunks_max)
-        manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
-        return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
+        with self._serve(caller, namespace, Verb.LIST):
+            self._check_count("page_size", limit, self.limits.chunks_max)
+            manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
+            return [GatewayChunk(m, "", self.known.knows(namespace, m.key)) for m in manifests]
 
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
         """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
         a caller who may not know what the store holds."""
-        caller.authorize(namespace, Verb.GENERATE)
-        self._check_count("segments", len(segments), self.limits.segments_max)
-        space = await self.spaces.find(namespace)
-        pieces = await self._resolver.pieces(space, segments)
-        keys = [None if s.plain else piece.key for s, piece in zip(segments, pieces, strict=True)]
-        wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
-        await self._resolver.learn(space, segments, pieces)
-        return keys, accepted if caller.may(Verb.LIST) else 0
+        with self._serve(caller, namespace, Verb.GENERATE):
+            self._check_count("segments", len(segments), self.limits.segments_max)
+            space = await self.spaces.find(namespace)
+            pieces = await self._resolver.pieces(space, segments)
+            is_chunk = [not s.plain and piece.is_chunk for s, piece in zip(segments, pieces, strict=True)]
+            keys = [piece.key if wanted else None for piece, wanted in zip(pieces, is_chunk, strict=True)]
+            wanted = list(dict.fromkeys(key for key in keys if key is not None))
+            accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
+            await self._resolver.learn(space, segments, pieces)
+            return keys, accepted if caller.may(Verb.LIST) else 0
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""
-        caller.authorize(namespace)
-        self._check_count("texts", len(texts), self.limits.texts_max)
-        plain = [Segment(text=text, plain=True) for text in texts]
-        return await self._resolver.pieces(await self.spaces.find(namespace), plain, "texts")
+        with self._serve(caller, namespace):
+            self._check_count("texts", len(texts), self.limits.texts_max)
+            plain = [Segment(text=text, plain=True) for text in texts]
+            return await self._resolver.pieces(await self.spaces.find(namespace), plain, "texts")
 
     async def close(self) -> None:
         """Idempotent. The backend stays open: its owner closes it."""
@@ -340,6 +406,11 @@ class Gateway:
             self._documents.close()
         if self.audit is not None:
             self.audit.close()
+
+
+def may_see_hidden(caller: Caller) -> bool:
+    """Whether a caller may know what the privacy of a namespace hides."""
+    return caller.is_unrestricted
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from kintsugi.gateway.shares import FairShares
+from kintsugi.gateway.texts.known_chunks import KnownChunks
 
 _FIRST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
 _OWN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -61,6 +64,43 @@ class CertificateExpiry(Collector):
         if self.read_s is not None:
             family.add_metric([], self.read_s())
         yield family
+
+
+class ShareMetrics(Collector):
+    """What namespaces use of this gateway beside their limits, read at each scrape. Only namespaces that a
+    rule is about have samples."""
+
+    def __init__(self, shares: FairShares, known: KnownChunks) -> None:
+        self._shares = shares
+        self._known = known
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        prefix, both = "kintsugi_gateway_namespace", ["namespace", "resource"]
+        use = GaugeMetricFamily(f"{prefix}_use", "What a namespace uses now", labels=both)
+        limit = GaugeMetricFamily(f"{prefix}_limit", "What a namespace may use", labels=both)
+        requests = CounterMetricFamily(
+            f"{prefix}_requests", "Requests that were admitted", labels=["namespace"]
+        )
+        tokens = CounterMetricFamily(
+            f"{prefix}_tokens", "Tokens of prompts, answers and chunks, as estimated", labels=["namespace"]
+        )
+        refused = CounterMetricFamily(
+            f"{prefix}_refused", "Requests that a limit refused", labels=["namespace", "limit"]
+        )
+        for account in self._shares.accounts:
+            name, limits = account.name, account.limits
+            used = {"concurrent": account.in_flight, "queued": len(account.waiting)}
+            used["known_chunks"] = self._known.num_chunks(name)
+            for resource, value in used.items():
+                use.add_metric([name, resource], value)
+            for resource in (*used, "requests_per_s", "tokens_per_s", "weight"):
+                if (most := getattr(limits, resource)) is not None:
+                    limit.add_metric([name, resource], most)
+            requests.add_metric([name], account.requests_total)
+            tokens.add_metric([name], max(0, account.tokens_charged))
+            for which, count in account.refused_total.items():
+                refused.add_metric([name, which], count)
+        yield from (use, limit, requests, tokens, refused)
 
 
 class GatewayMetrics:

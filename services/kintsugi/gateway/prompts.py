@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.errors import InvalidField, PermissionDenied, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
@@ -109,6 +109,7 @@ class Prompts:
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
             explain=call.explain,
+            shared=self._resolver.privacy_of(call.namespace).shared,
             **call.options.chosen,
         )
         return prompt, EngineRequest(
@@ -142,6 +143,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
         super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
         self.wants_times = call.explain
+        self.may_overtake = call.priority < 0
         self._prompts = prompts
         self._caller = caller
         self._call = call
@@ -149,14 +151,23 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._request: EngineRequest
         self._last: EngineDelta | None = None
 
-    async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
-        began_s = time.perf_counter()
+    def authorize(self) -> None:
         self._caller.authorize(self.namespace, Verb.GENERATE)
         if self._call.explain:
             self._caller.require(Verb.LIST)
+        if self.hides_chunks and any(segment.key is not None for segment in self._call.segments):
+            raise PermissionDenied(
+                f"namespace {self.namespace!r} does not tell which chunks are known, so segments cannot be "
+                "named by key; send their texts or tokens"
+            )
+
+    async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
+        began_s = time.perf_counter()
         with span("gateway.resolve", trace.headers()):
             self._prompt, self._request = await self._prompts.resolve(self._call)
-        prompt_tokens = len(self._prompt.token_ids)
+        prompt_tokens = self.tokens_asked = len(self._prompt.token_ids)
+        max_tokens = self._request.sampling.get("max_tokens")
+        self.tokens = prompt_tokens + (max_tokens if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT)
         trace.set("kintsugi.prompt_tokens", prompt_tokens)
         self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
         return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)
@@ -182,11 +193,12 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         if last is None or last.finish_reason is None:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         accounting = last.accounting or {}
-        if not self.wants_times:
-            accounting = without_times(accounting)
         usage = last.usage or Usage(len(self._prompt.token_ids), 0, 0)
-        if not self._caller.may(Verb.LIST):  # both tell what the store holds
+        self.tokens_unused = self.tokens - usage.prompt_tokens - usage.completion_tokens
+        if not self.shows_accounting:
             accounting, usage = {}, replace(usage, cached_tokens=0)
+        elif not self.wants_times:
+            accounting = without_times(accounting)
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:

@@ -7,12 +7,14 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.shares import FairShares
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ WAITING_TOKENS_MAX = 4 << 20
 WAITING_CHUNKS_MAX = 1 << 16
 """Maximum number of chunks that wait or run: each takes a kilobyte here, and a request in an engine."""
 RUNNING_MAX = 4
-"""Concurrent calls to the engines."""
+"""Concurrent calls to the engines, unless a gateway's places bound them."""
 BATCH_TOKENS = 16_384
 """Tokens in one call to the engines, unless a single chunk has more."""
 
@@ -33,8 +35,15 @@ _Address = tuple[str, ChunkKey]
 class Saver:
     """For one event loop."""
 
-    def __init__(self, backend: EngineBackend, waiting_tokens_max: int = WAITING_TOKENS_MAX) -> None:
+    def __init__(
+        self,
+        backend: EngineBackend,
+        waiting_tokens_max: int = WAITING_TOKENS_MAX,
+        shares: FairShares | None = None,
+    ) -> None:
+        """``shares``: where calls to the engines wait for their namespace's turn."""
         self._backend = backend
+        self._shares = shares or FairShares()
         self._waiting_tokens_max = waiting_tokens_max
         self._waiting_tokens = 0
         self._slots = asyncio.Semaphore(RUNNING_MAX)
@@ -112,7 +121,7 @@ class Saver:
     ) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
-            async with self._slots:
+            async with self._wait_for_turn(namespace, batch):
                 waiting = [one for one, future in zip(batch, futures, strict=True) if not future.done()]
                 self._running.update((namespace, key) for key, _ in waiting)
                 ids = [tokens for _, tokens in waiting]
@@ -135,6 +144,13 @@ class Saver:
                     del self._futures[namespace, key], self._submitted_s[namespace, key]
                 if not future.done():
                     future.set_result(outcome)
+
+    def _wait_for_turn(self, namespace: str, batch: Sequence[ToSave]) -> AbstractAsyncContextManager[object]:
+        """Where requests wait for engines, saves wait with them: a place of their own would pass by others,
+        and both would keep a place at the engines idle."""
+        if self._shares.has_places:
+            return self._shares.place(namespace, sum(len(tokens) for _, tokens in batch))
+        return self._slots
 
     async def close(self) -> None:
         """Cancels what runs. Idempotent."""

@@ -15,6 +15,7 @@ from typing import Any
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, load_gateway_tls
 from kintsugi.gateway.fronts.http import HttpFront
@@ -50,9 +51,15 @@ class OpenGateway:
         self.http = http
 
     @staticmethod
-    async def open(spec: GatewaySpec, backend: EngineBackend, store_url: str, model: str) -> OpenGateway:
+    async def open(
+        spec: GatewaySpec,
+        backend: EngineBackend,
+        store_url: str,
+        model: str,
+        rules: NamespaceRules | None = None,
+    ) -> OpenGateway:
         """Raises `Unavailable` where a port cannot be bound, `InvalidField` for an invalid configuration."""
-        front = await Front.open(spec, backend, store_url, model)
+        front = await Front.open(spec, backend, store_url, model, rules)
         grpc = GatewayServer(front, spec)
         http = HttpServer(HttpFront(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
         opened = OpenGateway(front, grpc, http)
@@ -90,10 +97,13 @@ class GatewayReplica:
         """Serve calls it at start and when `user_config` changes."""
         self._drain_s = float(config["drain_s"])
         spec = load(GatewaySpec, config["gateway"], "gateway")
+        given = {name: config[name] for name in ("limits", "privacy") if name in config}
+        rules = load(NamespaceRules, given)
         if spec == self._spec and self._opened is not None:
+            self._opened.front.set_rules(rules)
             return
         await self._close()
-        self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model)
+        self._opened = await OpenGateway.open(spec, self._backend, self._store_url, self._model, rules)
         self._spec = spec
         log.info("listening on %s", self.addresses())
 

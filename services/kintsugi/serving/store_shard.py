@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import METRICS_PORTS, StoreSpec, directory_url
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines
@@ -22,6 +23,7 @@ from kintsugi.serving.directory import Announcer, Configured, reachable
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
+from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
@@ -73,6 +75,30 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
     return server
 
 
+class ShardRules:
+    """Has a shard follow the rules of the service, and over them those in the gateway's tokens file."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._service = NO_RULES
+        self._access = Access()
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Take over a deployment's `user_config`. Where this host does not have the tokens file, its rules
+        are left out."""
+        self._service = load(NamespaceRules, {"limits": config.get("limits", {})}, "store")
+        try:
+            self._access = open_access(config.get("tokens_file", ""))
+        except InvalidField as error:
+            log.warning("limits of stored bytes are only those of the service: %s", error)
+            self._access = Access()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the tokens file again if it has changed."""
+        self._shard.set_rules(self._service.overridden_by(self._access.rules()))
+
+
 class StoreShard:
     """One replica."""
 
@@ -86,6 +112,7 @@ class StoreShard:
         self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
         self._announcer: Announcer | None = None
+        self._rules = ShardRules(self._shard)
         self._server = serve_shard(spec, self._shard, self._not_yet)
         address = advertised_address(self._server.address, ray.util.get_node_ip_address())
         self._catching_up = CatchingUp(self._shard, *open_directory(reachable(directory_url(spec))))
@@ -107,8 +134,11 @@ class StoreShard:
         """Serve calls it at start and when `user_config` changes."""
         assert self._announcer is not None, "Serve configures a replica that it has made"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
+        self._rules.configure(config)
 
     def check_health(self) -> None:
+        """Serve calls it every few seconds: that is how soon changed limits in the tokens file are seen."""
+        self._rules.refresh()
         if self._shard.failure is not None:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
 

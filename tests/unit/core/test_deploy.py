@@ -33,6 +33,7 @@ from kintsugi.core.deploy import (
     store_application,
 )
 from kintsugi.core.errors import InvalidField, UnknownField
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.core.settings import non_default_fields
 
@@ -116,7 +117,8 @@ def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
         keys_file="",
     )
     told = deployments(store_application(spec))[SHARD_DEPLOYMENT]["user_config"]
-    assert told == {"replication": spec.store.replication, "ramp_s": spec.store.ramp_s}
+    assert (told["replication"], told["ramp_s"]) == (spec.store.replication, spec.store.ramp_s)
+    assert told.get("tokens_file", "") == spec.gateway.tokens_file
     service = service_application(spec)
     assert load(ModelSpec, service["args"]["model"]) == spec.model
     engines = load(EngineSpec, service["args"]["engines"])
@@ -242,3 +244,37 @@ def test_a_misspelt_key_is_answered_with_the_nearest_name() -> None:
     with pytest.raises(UnknownField, match="did you mean 'replication'") as raised:
         spec_from_yaml_mapping({"model": {"path": "m"}, "store": {"replicatoin": 2}})
     assert raised.value.field == "config.store.replicatoin"
+
+
+def test_rules_for_namespaces_reach_gateways_and_shards_and_restart_nothing() -> None:
+    plain = ServiceSpec(ModelSpec("/model"))
+    ruled = spec_from_yaml_mapping(
+        {
+            "model": {"path": "/model"},
+            "limits": {"acme": {"ram_gib": 2, "requests_per_s": 5}},
+            "privacy": {"acme": {"accounting": False}},
+        }
+    )
+    assert args_of(ruled) == args_of(plain)
+    shard = deployments(store_application(ruled))[SHARD_DEPLOYMENT]["user_config"]
+    gateway = deployments(service_application(ruled))[GATEWAY_DEPLOYMENT]["user_config"]
+    assert shard["limits"] == gateway["limits"] == {"acme": {"ram_gib": 2.0, "requests_per_s": 5.0}}
+    assert load(NamespaceRules, {name: gateway[name] for name in ("limits", "privacy")}) == ruled.rules
+    assert "limits" not in deployments(store_application(plain))[SHARD_DEPLOYMENT]["user_config"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "field"),
+    [
+        ({"limits": {"a": {"request_per_s": 1}}}, "request_per_s"),
+        ({"limits": {"a": {"weight": 0}}}, "weight"),
+        ({"limits": {"a b": {}}}, "limits"),
+        ({"limits": {"a*b": {}}}, "limits"),
+        ({"privacy": {"a": {"ttft_step_ms": -1}}}, "ttft_step_ms"),
+        ({"privacy": {"a": {"shared": "no such name"}}}, "shared"),
+        ({"privacy": {"team*": {"shared": "team"}}}, "outside it"),
+    ],
+)
+def test_impossible_rules_are_refused(rules: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField, match=field.replace("*", r"\*")):
+        spec_from_yaml_mapping({"model": {"path": "/model"}, **rules})

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unauthenticated, UnknownField
+from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
 from kintsugi.gateway import access as gateway_access
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
 from kintsugi.store.protocol import access
-from kintsugi.store.protocol.access import TokenFile, identities_of_certificate, open_access, read_document
-from kintsugi.store.protocol.callers import ANYONE, Caller, Verb, check_namespace_pattern
+from kintsugi.store.protocol.access import (
+    Access,
+    TokenFile,
+    identities_of_certificate,
+    open_access,
+    read_document,
+)
+from kintsugi.store.protocol.callers import ANYONE, Caller, Verb
 
 
 @pytest.fixture(autouse=True)
@@ -282,3 +289,19 @@ def test_two_changes_at_a_time_are_both_kept(tmp_path: Path, monkeypatch: pytest
         change.join()
     old, new = read_document(path).tokens
     assert (old.name, old.revoked, new.name) == ("old", True, "new")
+
+
+def test_rules_beside_the_tokens_are_read_again_and_kept_when_a_token_is_added(tmp_path: Path) -> None:
+    path, tokens = file_with(tmp_path, search=("search",))
+    access_by_file = TokenFile(path)
+    assert access_by_file.rules() == NamespaceRules()
+    rules = {"limits": {"search": {"requests_per_s": 3}}, "privacy": {"*": {"accounting": False}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
+    assert access_by_file.rules().limits["search"].requests_per_s == 3
+    add_grant(path, new_token("other", ("other",))[1])
+    assert access_by_file.rules().limits["search"].requests_per_s == 3
+    assert not access_by_file.rules().privacy_of("any").accounting
+    assert access_by_file.caller(tokens["search"]).name == "search"
+    path.write_text(json.dumps({"tokens": [], "limits": {"search": {"requests_per_s": -3}}}))
+    assert access_by_file.rules().limits["search"].requests_per_s == 3  # the file is invalid
+    assert Access().rules() == NamespaceRules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -9,7 +10,8 @@ import pytest
 
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
-from kintsugi.serving.store_shard import claim_shard, serve_shard
+from kintsugi.gateway import access
+from kintsugi.serving.store_shard import ShardRules, claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
 
 MIB = 1 / 1024
@@ -113,5 +115,36 @@ def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:
     try:
         with pytest.raises(InvalidField, match="insecure"):
             serve_shard(spec(tmp_path, host="0.0.0.0"), shard)
+    finally:
+        shard.close()
+
+
+def test_limits_reach_the_shard_from_the_service_and_from_the_tokens_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "FILE_CHECK_S", 0.0)
+    shard = claim_shard(StoreSpec(ram_gib=16 * MIB))
+    path, rules = tmp_path / "tokens.json", ShardRules(shard)
+
+    def ram_gib(namespace: str) -> float | None:
+        limits = shard.table.shares.rules.limits_of(namespace)
+        return None if limits is None else limits.ram_gib
+
+    def write(**limits: float) -> None:
+        values = {name: {"ram_gib": gib} for name, gib in limits.items()}
+        path.write_text(json.dumps({"tokens": [], "limits": values}))
+
+    try:
+        write(acme=2)
+        service = {"acme": {"ram_gib": 1.0}, "other": {"ram_gib": 3.0}}
+        rules.configure({"limits": service, "tokens_file": str(path)})
+        assert (ram_gib("acme"), ram_gib("other"), ram_gib("third")) == (2, 3, None)
+        write(acme=20)
+        rules.refresh()
+        assert ram_gib("acme") == 20
+        rules.configure({"limits": {"acme": {"ram_gib": 1.0}}, "tokens_file": str(tmp_path / "nowhere")})
+        assert (ram_gib("acme"), ram_gib("other")) == (1, None)
+        rules.configure({})
+        assert ram_gib("acme") is None
     finally:
         shard.close()

@@ -37,7 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
-from kintsugi.core.request import PARAMS_KEY
+from kintsugi.core.request import PARAMS_KEY, trim_spans
 from kintsugi.core.spaces import Span
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
 
@@ -247,7 +247,8 @@ class OpenAIFront:
         place = len(asked.spans)
         asked.spans.append(None)
         segmented = await self._segments(prompt["prompt"], asked.call.chunk_texts, params.add_special_tokens)
-        asked.spans[place] = segmented.spans
+        multiple = asked.call.params.chunk_tokens_multiple
+        asked.spans[place] = trim_spans(segmented.spans, multiple)
         return self._renderer._build_tokens_prompt(segmented.token_ids, prompt)
 
 

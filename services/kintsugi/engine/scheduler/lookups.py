@@ -8,7 +8,7 @@ no lookup begins; a request whose lookup could not begin waits in vLLM's queue u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -129,16 +129,17 @@ class Lookups:
             else:
                 self._breaker.record_success()
 
-    def start(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Lookup:
-        future = self._threads.submit(self._find, match, space, where)
+    def start(self, match: Callable[..., Match], space: ChunkSpace, *where: Any) -> Lookup:
+        """``where``: the further arguments of ``match``."""
+        future = self._threads.submit(self._find, match, space, *where)
         lookup = Lookup(future, time.monotonic() + self._deadline_s)
         self._open.add(lookup)
         if self._room is not None:
             self._room -= 1
         return lookup
 
-    def _find(self, match: Callable[..., Match], space: ChunkSpace, where: Sequence[Any]) -> Match:
-        return in_codecs(match(self._store, space, where), self._codecs())
+    def _find(self, match: Callable[..., Match], space: ChunkSpace, *where: Any) -> Match:
+        return in_codecs(match(self._store, space, *where), self._codecs())
 
     def result(self, lookup: Lookup, is_alone: Callable[[], bool]) -> Match | None:
         """The match, None while waiting. Raises `NotBlendable` where the lookup failed or took too long.

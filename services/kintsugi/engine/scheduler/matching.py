@@ -17,12 +17,18 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 @dataclass(frozen=True)
 class Match:
-    """A prompt's spans with their keys, and the manifests of those that the store holds."""
+    """A prompt's spans with their keys, and by those the manifests of the chunks that the store holds. The
+    manifest of a shared chunk has another key and namespace than its span."""
 
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
     """Their sources, where the store reported them; it does not for chunks found by content."""
+
+    @cached_property
+    def stored(self) -> dict[ChunkKey, ChunkManifest]:
+        """The manifests by their own keys."""
+        return {manifest.key: manifest for manifest in self.manifests.values()}
 
     @cached_property
     def num_bytes(self) -> int:
@@ -40,29 +46,68 @@ def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
     return replace(match, manifests={key: m for key, m in match.manifests.items() if m.codec in codecs})
 
 
-def match_spans(store: ChunkStore, space: ChunkSpace, spans: Sequence[Span]) -> Match:
-    """Look up spans whose keys are known."""
+def match_spans(
+    store: ChunkStore,
+    space: ChunkSpace,
+    spans: Sequence[Span],
+    prompt_token_ids: Sequence[int] = (),
+    shared: ChunkSpace | None = None,
+) -> Match:
+    """Look up spans whose keys are known; those that ``space`` lacks, in a space that it shares, by the
+    prompt's tokens."""
     keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
     found = [entry for entry in store.find(space.namespace, keys) if entry is not None]
-    return Match(
+    match = Match(
         tuple(spans),
         {entry.manifest.key: entry.manifest for entry in found},
         {entry.manifest.key: entry.source for entry in found},
     )
+    if shared is not None and len(match.manifests) < len(keys):
+        _add_shared(store, space, match, prompt_token_ids, shared)
+    return match
 
 
-def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequence[int]) -> Match:
+def _add_shared(
+    store: ChunkStore, space: ChunkSpace, match: Match, prompt_token_ids: Sequence[int], shared: ChunkSpace
+) -> None:
+    """Add shared chunks for the spans that the request's own space lacks, under the spans' own keys."""
+    own_keys: dict[ChunkKey, ChunkKey] = {}
+    for span in match.spans:
+        if span.key is not None and span.key not in match.manifests:
+            copy = _same_copy(space.space_at(span.start, prompt_token_ids), shared)
+            own_keys[ChunkKey.of(copy, prompt_token_ids[span.start : span.end])] = span.key
+    for entry in store.find(shared.namespace, list(own_keys)):
+        if entry is not None:
+            own_key = own_keys[entry.manifest.key]
+            match.manifests[own_key] = entry.manifest
+            match.sources[own_key] = entry.source
+
+
+def _same_copy(copy: ChunkSpace, shared: ChunkSpace) -> ChunkSpace:
+    """The shared space whose chunks stand behind the same text as those of ``copy``."""
+    return shared if copy.context_token_ids else shared.plain
+
+
+def match_content(
+    store: ChunkStore,
+    space: ChunkSpace,
+    prompt_token_ids: Sequence[int],
+    shared: ChunkSpace | None = None,
+) -> Match:
     """Find known chunks at any offset, left to right, the longest candidate first: plain copies directly
-    behind the prefix, prepared chunks elsewhere.
+    behind the prefix, prepared chunks elsewhere; shared ones where the request's own space has none.
 
-    Cost: one anchor per offset, one batched lookup (two with a context), one blake3 per candidate. An anchor
-    only proposes: a candidate counts when the key of the prompt's own tokens is its key.
+    Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate. An
+    anchor only proposes: a candidate counts when the key of the prompt's own tokens is its key.
     """
     anchors = anchors_at_every_offset(prompt_token_ids, space.name_key)
     first = space.first_place(prompt_token_ids)
-    wanted = {space: list(dict.fromkeys(anchors))}
-    if space.context_token_ids and first is not None:
-        wanted[space.plain] = anchors[first : first + 1]
+    wanted = _wanted_anchors(space, anchors, first)
+    shared_anchors = anchors
+    if shared is not None:
+        if shared.name_key != space.name_key:
+            shared_anchors = anchors_at_every_offset(prompt_token_ids, shared.name_key)
+        wanted |= _wanted_anchors(shared, shared_anchors, first)
     candidates = {
         copy: store.lookup_anchors(copy.namespace, copy.digest, some) for copy, some in wanted.items() if some
     }
@@ -73,13 +118,31 @@ def match_content(store: ChunkStore, space: ChunkSpace, prompt_token_ids: Sequen
         copy = space.plain if offset == first else space
         proposed = candidates[copy].get(anchors[offset], ())
         manifest = _longest_at(copy, prompt_token_ids, offset, proposed)
+        if manifest is None and shared is not None:
+            theirs = _same_copy(copy, shared)
+            proposed = candidates[theirs].get(shared_anchors[offset], ())
+            manifest = _longest_at(theirs, prompt_token_ids, offset, proposed)
         if manifest is None:
             offset += 1
             continue
-        spans.append(Span(offset, offset + manifest.num_tokens, manifest.key))
-        manifests[manifest.key] = manifest
-        offset += manifest.num_tokens
+        end = offset + manifest.num_tokens
+        is_own = manifest.namespace == space.namespace
+        key = manifest.key if is_own else ChunkKey.of(copy, prompt_token_ids[offset:end])
+        spans.append(Span(offset, end, key))
+        manifests[key] = manifest
+        offset = end
     return Match(tuple(spans), manifests)
+
+
+def _wanted_anchors(
+    space: ChunkSpace, anchors: Sequence[int], first: int | None
+) -> dict[ChunkSpace, list[int]]:
+    """The anchors to look up in a space, and in that of its plain copies: those stand directly behind the
+    prefix, at offset ``first``."""
+    wanted = {space: list(dict.fromkeys(anchors))}
+    if space.context_token_ids and first is not None:
+        wanted[space.plain] = list(anchors[first : first + 1])
+    return wanted
 
 
 def _longest_at(

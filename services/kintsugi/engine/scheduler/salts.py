@@ -1,9 +1,10 @@
 """The salts of namespaces in vLLM's prefix cache, which change when something of a namespace is erased.
 
 A request finds only blocks whose names were made with its salt. A namespace's salt is its name until an
-erasure; from then on it is another one, and blocks of before are found by nobody. Nobody else's blocks are
-touched, and vLLM uses the space again as it does with any block that is not found. The store says what was
-erased; it is asked every `PERIOD_S`, off the scheduler's path.
+erasure in it, or in the namespace whose chunks it shares; from then on it is another one, and blocks of
+before are found by nobody. Nobody else's blocks are touched, and vLLM uses the space again as it does with
+any block that is not found. The store says what was erased; it is asked every `PERIOD_S`, off the scheduler's
+path.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ class Salts:
         self._thread.start()
         return self
 
-    def of(self, namespace: str) -> str:
-        """The salt that the namespace's requests have now."""
-        times = self._erased.get(namespace)
+    def of(self, namespace: str, shared: str = "") -> str:
+        """The salt that the namespace's requests have now; ``shared``: whose chunks they may use, too."""
+        times, theirs = self._erased.get(namespace, 0), self._erased.get(shared, 0)
+        if theirs:
+            return f"{namespace}\0{times}\0{shared}\0{theirs}"
         return f"{namespace}\0{times}" if times else namespace
 
-    def apply(self, request: Request, namespace: str) -> None:
+    def apply(self, request: Request, namespace: str, shared: str = "") -> None:
         """Give a new request its namespace's salt, if that has changed. One with a salt of its own keeps
         it."""
-        salt = self.of(namespace)
+        salt = self.of(namespace, shared)
         if salt != namespace and request.cache_salt in (None, namespace):
             hashing.set_salt(request, salt)
 
-    def check(self, request: Request, namespace: str) -> None:
+    def check(self, request: Request, namespace: str, shared: str = "") -> None:
         """Raise `InvalidField` for a request with a salt of its own."""
-        if request.cache_salt not in (None, namespace, self.of(namespace)):
+        if request.cache_salt not in (None, namespace, self.of(namespace, shared)):
             raise InvalidField("cache_salt", f"must be the namespace {namespace!r}, or left out")
 
     def _follow(self) -> None:

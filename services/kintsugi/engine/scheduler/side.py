@@ -62,6 +62,8 @@ class _State:
     request: Request
     params: KintsugiParams
     space: ChunkSpace
+    shared: ChunkSpace | None
+    """The space of the namespace whose chunks it may use, too."""
     planner: Planner
     """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
     gate: GateState
@@ -140,7 +142,7 @@ class SchedulerSide:
             return
         try:
             params = KintsugiParams.from_mapping(values)
-            self.salts.apply(request, params.namespace)
+            self.salts.apply(request, params.namespace, params.shared)
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
@@ -155,7 +157,7 @@ class SchedulerSide:
         self._check_blendable(request)
         if params.op is Op.AUDIT and not self.config.audits:
             raise NotBlendable("no_audits", "this engine audits nothing for its callers")
-        self.salts.check(request, params.namespace)
+        self.salts.check(request, params.namespace, params.shared)
         if self._lookups.num_waiting >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = self._space(params.namespace)
@@ -168,7 +170,8 @@ class SchedulerSide:
         planner = self.planner
         if not params.op.prefills_chunk:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
-        state = _State(request, params, space, planner, gate)
+        shared = self._space(params.shared) if params.shared else None
+        state = _State(request, params, space, shared, planner, gate)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -186,18 +189,18 @@ class SchedulerSide:
             if state.params.spans is not None:
                 self._fork(request, state, state.params.spans)
             else:
-                hashing.set_salt(request, self.salts.of(params.namespace))
+                hashing.set_salt(request, self.salts.of(params.namespace, params.shared))
             self._look_up(request, state)
 
     def _look_up(self, request: Request, state: _State) -> None:
         """Start the lookup, if there is room for its answer."""
         if not self._lookups.has_room:
             return
-        if state.params.spans is not None:
-            state.lookup = self._lookups.start(match_spans, state.space, state.params.spans)
+        prompt, spans = TokenIds.of(request.prompt_token_ids), state.params.spans
+        if spans is not None:
+            state.lookup = self._lookups.start(match_spans, state.space, spans, prompt, state.shared)
         else:
-            prompt = TokenIds.of(request.prompt_token_ids)
-            state.lookup = self._lookups.start(match_content, state.space, prompt)
+            state.lookup = self._lookups.start(match_content, state.space, prompt, state.shared)
 
     def _space(self, namespace: str) -> ChunkSpace:
         portable, context = self.config.portable, tuple(self.config.context_token_ids)
@@ -237,7 +240,8 @@ class SchedulerSide:
         """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         state.forked_at = first_block * self.hash_block_size
-        hashing.fork(request, first_block, tag, self.hash_block_size, self.salts.of(state.params.namespace))
+        salt = self.salts.of(state.params.namespace, state.params.shared)
+        hashing.fork(request, first_block, tag, self.hash_block_size, salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
@@ -300,8 +304,8 @@ class SchedulerSide:
     def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
         """One chunk of every source."""
         by_source = {hit.source: hit for hit in self._hits(request, match)}
-        manifests = {hit.key: match.manifests[hit.key] for hit in by_source.values()}
-        return ProbeJob(tuple(by_source.values()), manifests, state.space.namespace)
+        manifests = {hit.key: match.stored[hit.key] for hit in by_source.values()}
+        return ProbeJob(tuple(by_source.values()), manifests)
 
     def _claim_save(self, state: _State, num_computed: int) -> tuple[int | None, bool]:
         """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
@@ -393,8 +397,7 @@ class SchedulerSide:
         return BlendJob(
             tokens,
             plan,
-            {hit.key: match.manifests[hit.key] for hit in plan.hits},
-            state.space.namespace,
+            {hit.key: match.stored[hit.key] for hit in plan.hits},
             state.params.explain,
             state.params.explain or state.params.timeline,
             request.all_token_ids[last],
@@ -406,7 +409,7 @@ class SchedulerSide:
             ChunkHit(
                 span.start,
                 min(span.end, last),
-                span.key,
+                match.manifests[span.key].key,
                 match.manifests[span.key].chunk_bytes // self.num_ranks,
                 match.sources.get(span.key, ChunkSource()),
             )

@@ -34,6 +34,7 @@ from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_model
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
+from kintsugi.engine.worker.streams import stream_chunks
 from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
@@ -195,8 +196,8 @@ class WorkerSide:
         assert self._model is not None
         rank, world_size = rank_and_size()
         placements = placements_of(plan, job.manifests, job.tokens.start, end)
-        keys = [placement.manifest.key for placement in placements]
-        layout = placements[0].manifest.layout
+        manifests = [placement.manifest for placement in placements]
+        layout = manifests[0].layout
         heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
         deadline_s = self._config.layer_deadline_ms / 1e3
 
@@ -204,9 +205,7 @@ class WorkerSide:
             meter = Meter([hit.source for hit in plan.hits[share]], self._config.prefetch_layers)
             meters.append(meter)
             every_layer = range(layout.num_layers)
-            return meter.measure(
-                self._store.stream(job.namespace, keys[share], every_layer, heads, deadline_s)
-            )
+            return meter.measure(stream_chunks(self._store, manifests[share], every_layer, heads, deadline_s))
 
         return LayerLoader(
             open_frames,
@@ -346,10 +345,10 @@ class WorkerSide:
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
-        keys = [hit.key for hit in job.hits]
+        manifests = [job.manifests[hit.key] for hit in job.hits]
         meter = Meter([hit.source for hit in job.hits], layers.stop)
         deadline_s = self._config.layer_deadline_ms / 1e3
-        for _ in meter.measure(self._store.stream(job.namespace, keys, layers, heads, deadline_s)):
+        for _ in meter.measure(stream_chunks(self._store, manifests, layers, heads, deadline_s)):
             pass
         return dataclasses.replace(_load_sample([meter]), decode_s=0.0, decode_bytes=0)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ class Problem:
     kind: str
     message: str
     field: str | None = None
+    retry_after_s: float = RETRY_AFTER_S
+    """For statuses 429 and 503."""
 
     @staticmethod
     def of(error: Exception, request_id: str = "") -> Problem:
@@ -52,7 +55,8 @@ class Problem:
         for cls, status, kind in _HTTP:
             if isinstance(error, cls):
                 field = error.field if isinstance(error, errors.InvalidField) else None
-                return Problem(status, kind, str(error), field)
+                retry_after_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
+                return Problem(status, kind, str(error), field, retry_after_s)
         text = f"the server failed; its log has the cause, under request {request_id}"
         return Problem(500, "InternalServerError", text)
 
@@ -68,7 +72,7 @@ class Problem:
         }
 
     def response(self) -> Response:
-        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        headers = {"retry-after": str(math.ceil(self.retry_after_s))} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (408, 413):

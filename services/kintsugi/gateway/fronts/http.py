@@ -151,7 +151,7 @@ class _Completions:
     ) -> None:
         call = await self._parse(caller, served, request.url.path, raw)
         ask = OpenAIAsk(self._gateway.prompts, caller, call)
-        answer = asyncio.create_task(reply.send_answer(self._gateway, ask))
+        answer = asyncio.create_task(reply.send_answer(self._gateway, caller, ask))
         left = asyncio.create_task(_wait_for_disconnect(request.receive))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +177,7 @@ class _Completions:
                 path,
                 body,
                 namespace,
-                lambda text: self._gateway.known.find(namespace, text),
+                lambda text: self._gateway.find_known_texts(namespace, text),
                 served.trace,
                 self._gateway.allow_negative_priority,
             )
@@ -197,11 +197,11 @@ class _Reply:
         self._is_stream = False
         self.has_begun = False
 
-    async def send_answer(self, gateway: Gateway, ask: OpenAIAsk) -> None:
+    async def send_answer(self, gateway: Gateway, caller: Caller, ask: OpenAIAsk) -> None:
         """Sends the answer's events. A stream that fails ends with an event that says so; before its head,
         and in a response that is no stream, the error is raised."""
         try:
-            async with aclosing(gateway.answers.stream(ask)) as events:
+            async with aclosing(gateway.answer(caller, ask)) as events:
                 async for event in events:
                     if isinstance(event, OpenAIHead):
                         await self._send_head(event)

@@ -20,8 +20,13 @@ from kintsugi.gateway.tracing import TIMES, without_times
 from kintsugi.store.protocol.callers import Caller, Verb
 
 _DATA = b"data: "
+_CACHED = b'"prompt_tokens_details"'
+CHARS_PER_TOKEN = 4
+"""About, of English text: what a prompt costs is estimated before it is tokenised."""
+ANSWER_TOKENS_ASSUMED = 256
+"""Length of an answer whose request does not bound it."""
+STREAM_TYPE = "text/event-stream"
 _NAMED = f'"{PARAMS_KEY}"'.encode()
-_DETAILS = b'"prompt_tokens_details"'
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
 
 
@@ -35,31 +40,55 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
         self.wants_times = call.params.timeline or call.params.explain
         self._caller = caller
+        priority = call.body.get("priority")
+        self.may_overtake = isinstance(priority, int) and priority < 0
+        self.tokens_asked, answer_tokens = estimate_tokens(call.body)
+        self.tokens = self.tokens_asked + answer_tokens
         self._prompts = prompts
         self._call = call
         self._head: OpenAIHead | None = None
         """Until it has gone out."""
+        self._is_stream = False
+        self._pieces = 0
 
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
     ) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        params = replace(self._call.params, timeline=timeline)
+        params = replace(
+            self._call.params,
+            timeline=timeline,
+            shared=self.privacy.shared,
+            chunk_tokens_multiple=self.privacy.chunk_tokens_multiple,
+        )
         return backend.openai(replace(self._call, params=params, trace=trace))
 
     def read(self, item: OpenAIHead | bytes) -> Sequence[OpenAIHead | bytes]:
         if isinstance(item, OpenAIHead):
             self._head = item
+            self._is_stream = item.content_type.startswith(STREAM_TYPE)
             return ()
+        self._pieces += 1
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
-            item = item if self.wants_times else without_times_in(item)
-        if not self._caller.may(Verb.LIST):
-            item = without_stored_in(item)
+        if not self.shows_accounting:
+            item = without_accounting_in(item)
+        elif found is not None and not self.wants_times:
+            item = without_times_in(item)
         head, self._head = self._head, None
         return (item,) if head is None else (head, item)
 
+    def first_token_s(self, first_s: float) -> float:
+        """A whole response is one event, and its last token is the last of many: the engine tells when the
+        first was there."""
+        ttft_ms = (self.accounting or {}).get("ttft_ms")
+        if self._is_stream or not isinstance(ttft_ms, int | float):
+            return first_s
+        return min(first_s, self.sent_s + ttft_ms / 1e3)
+
     def finish(self, first_s: float) -> Sequence[OpenAIHead]:
+        if self._is_stream:  # an event is a token, nearly always
+            self.tokens_unused = self.tokens - self.tokens_asked - self._pieces
         return () if self._head is None else (self._head,)
 
     async def find_missed(self) -> Sequence[ToSave]:
@@ -86,10 +115,10 @@ def without_times_in(piece: bytes) -> bytes:
     return _encode_like(piece, document)
 
 
-def without_stored_in(piece: bytes) -> bytes:
-    """The piece for a caller who may not learn what the store holds: without the accounting, and without how
-    many of the prompt's tokens were not computed."""
-    if _NAMED not in piece and _DETAILS not in piece:
+def without_accounting_in(piece: bytes) -> bytes:
+    """The piece for a caller who may not know what was found in the cache: without the accounting, and
+    without how many of the prompt's tokens were not computed."""
+    if _NAMED not in piece and _CACHED not in piece:
         return piece
     document = _document(piece)
     if document is None:  # nothing can be taken out of it
@@ -100,6 +129,32 @@ def without_stored_in(piece: bytes) -> bytes:
     if isinstance(usage, dict):
         usage.pop("prompt_tokens_details", None)
     return _encode_like(piece, document)
+
+
+def estimate_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
+    """About how many tokens the prompts and the answers of a request have."""
+    prompt = body.get("prompt")
+    prompts = (
+        prompt if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else [prompt]
+    )
+    asked = sum(_count_tokens(one) for one in (*prompts, body.get("messages"), body.get("documents")))
+    most = next(
+        (body[name] for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)),
+        ANSWER_TOKENS_ASSUMED,
+    )
+    n = body.get("n") if isinstance(body.get("n"), int) else 1
+    return asked, max(0, most) * max(1, n or 1) * max(1, len(prompts))
+
+
+def _count_tokens(content: Any) -> int:
+    """About how many tokens a text has, a list of token ids, or all texts within messages."""
+    if isinstance(content, str):
+        return len(content) // CHARS_PER_TOKEN + 1
+    if isinstance(content, list):
+        return sum(1 if isinstance(one, int) else _count_tokens(one) for one in content)
+    if isinstance(content, Mapping):
+        return sum(_count_tokens(content.get(name)) for name in ("content", "text", "contents"))
+    return 0
 
 
 def _encode_like(piece: bytes, document: Any) -> bytes:

@@ -28,6 +28,9 @@ _RESERVED = {
     "cache_salt": "is the namespace here; leave it out",
 }
 
+_GATEWAYS_OWN = ("shared", "chunk_tokens_multiple")
+"""Parameters that follow from the namespace's privacy."""
+
 
 @dataclass
 class _Chunks:
@@ -131,6 +134,9 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
         raise InvalidField(PARAMS_KEY, 'must be an object such as {"ratio": 0.15}')
     if "spans" in extension:
         raise InvalidField(f"{PARAMS_KEY}.spans", "are found by the gateway; mark chunks in the messages")
+    for name in _GATEWAYS_OWN:
+        if name in extension:
+            raise InvalidField(f"{PARAMS_KEY}.{name}", "is set by the gateway; leave it out")
     if extension.get("op") == Op.SAVE:
         raise InvalidField(f"{PARAMS_KEY}.op", "save belongs to PutChunk; use blend or off")
     if extension.get("op") == Op.AUDIT:

@@ -212,6 +212,22 @@ class ChunkTable:
         self.num_chunks, self.num_tokens = chunks, tokens
         return removed
 
+    def shrink(self, namespace: str, chunks_max: int) -> list[Removed]:
+        """Delete a namespace's oldest chunks beyond a number. Returns the texts of chunks that left."""
+        chunks, _ = self.share(namespace)
+        if chunks <= chunks_max:
+            return []
+        with self._writes.transaction() as db:
+            removed = []
+            for _ in range(chunks - chunks_max):
+                text, size = db.execute(_DELETE_OLDEST, (namespace,)).fetchone()
+                self.num_chunks, self.num_tokens = (
+                    self.num_chunks - 1,
+                    self.num_tokens - (size - _CHECKSUM_BYTES) // 4,
+                )
+                removed += [(namespace, ChunkText.from_bytes(text))] if text is not None else []
+            return removed
+
     def close(self) -> None:
         """Idempotent."""
         self._reads.close()

@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.namespaces.privacy import NO_PRIVACY, NamespacePrivacy
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -38,8 +39,8 @@ CACHED_TOKENS_MAX = 8 << 20
 """Maximum number of tokens of cached texts, 32 MiB."""
 
 Tokenize = Callable[[str], Sequence[int]]
-_Address = tuple[str, bytes, bytes]
-"""A namespace, a chunk space and the digest of a text."""
+_Address = tuple[str, bytes, bytes, int]
+"""A namespace, a chunk space, the digest of a text, and what its chunk's length is a multiple of."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,12 @@ class ResolvedSegment:
     """A segment's tokens and key."""
 
     token_ids: TokenIds
+    """The chunk's."""
     key: ChunkKey
+    tail: TokenIds = field(default_factory=TokenIds)
+    """Tokens behind the chunk that the prompt has and no chunk holds: chunks have quantised lengths."""
+    is_chunk: bool = True
+    """False where the segment is shorter than the shortest chunk."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +98,13 @@ class SegmentResolver:
         known: KnownChunks,
         documents: DocumentIndex | None,
         token_chars_max: int | None = None,
+        privacy_of: Callable[[str], NamespacePrivacy] = lambda namespace: NO_PRIVACY,
+        name_key: Callable[[str], bytes] = lambda namespace: b"",
     ) -> None:
-        """``token_chars_max``: length of the tokenizer's longest token in characters, if it is known."""
+        """``token_chars_max``: length of the tokenizer's longest token in characters, if it is known.
+        ``privacy_of``: the privacy of a namespace. ``name_key``: `ChunkStore.name_key`."""
+        self.privacy_of = privacy_of
+        self._name_key = name_key
         self._tokenize = tokenize
         self._token_chars_max = token_chars_max
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
@@ -123,12 +134,14 @@ class SegmentResolver:
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
             start, end = end, end + piece.num_tokens
-            spans.append(Span(start, end, None if segment.plain else piece.key))
+            spans.append(Span(start, end, piece.key if piece.is_chunk and not segment.plain else None))
+            end += len(piece.tail)
         if question.text:
             question = replace(question, text=question.text + question_foot)
         asked = await self._resolve_segments(space, [question], "question", tokens_max)
         prefix = TokenIds.of(space.prefix_token_ids)
-        token_ids = TokenIds.join([prefix, *(piece.token_ids for piece in (*pieces, *asked))])
+        parts = [part for piece in (*pieces, *asked) for part in (piece.token_ids, piece.tail) if part]
+        token_ids = TokenIds.join([prefix, *parts])
         return ResolvedPrompt(space, token_ids, tuple(spans), tuple(pieces))
 
     async def pieces(
@@ -142,11 +155,12 @@ class SegmentResolver:
     ) -> None:
         """Remember the chunks of a request that was accepted: a refused one must not evict others' chunks."""
         new = []
+        multiple = self.privacy_of(space.namespace).chunk_tokens_multiple
         for segment, piece in zip(segments, pieces, strict=True):
-            if segment.plain or (segment.token_ids is None and segment.text is None):
+            if segment.plain or not piece.is_chunk or (segment.token_ids is None and segment.text is None):
                 continue
             if segment.text is not None:
-                address = _address(space, segment.text)
+                address = _address(space, segment.text, multiple)
                 if address in self._pieces and self._known.token_ids(space.namespace, piece.key) is not None:
                     continue
                 self._keep(address, piece)
@@ -167,28 +181,32 @@ class SegmentResolver:
             if address[0] == namespace and (keys is None or piece.key in keys)
         ]
         for address in gone:
-            self._cached_tokens -= self._pieces.pop(address).num_tokens
+            self._cached_tokens -= _count_held(self._pieces.pop(address))
 
     async def _resolve_segments(
         self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
     ) -> list[ResolvedSegment]:
-        documents = await self._look_up_documents(space, segments, where)
+        privacy = self.privacy_of(space.namespace)
+        shared = self._space_in(space, privacy.shared) if privacy.shared else None
+        documents = await self._look_up_documents(space, shared, segments, where)
         pieces: list[ResolvedSegment] = []
         tokens = inline_chars = 0
         for index, segment in enumerate(segments):
             name = where if where == "question" else f"{where}[{index}]"
             is_chunk = not segment.plain and where != "question"
+            multiple = privacy.chunk_tokens_multiple if is_chunk else 1
             if segment.text is not None:
                 room = tokens_max - tokens
                 self._check_length(segment.text, name, min(room, TOKENS_MAX) if is_chunk else room)
                 inline_chars += len(segment.text)
-                piece = await self._of_text(space, segment.text, name, inline_chars <= INLINE_CHARS_MAX)
+                inline = inline_chars <= INLINE_CHARS_MAX
+                piece = await self._of_text(space, segment.text, name, inline, multiple)
             elif segment.token_ids is not None:
                 if not segment.token_ids:
                     raise InvalidField(name, "has no tokens; leave it out")
-                piece = ResolvedSegment(segment.token_ids, ChunkKey.of(space, segment.token_ids))
+                piece = _cut_chunk(space, segment.token_ids, multiple)
             elif segment.key is not None:
-                piece = self._of_key(space, segment.key, name)
+                piece = self._of_key(space, shared, segment.key, name)
             elif index in documents:
                 piece = documents[index]
             else:
@@ -198,13 +216,17 @@ class SegmentResolver:
                     name,
                     f"has {piece.num_tokens} tokens; a chunk has at most {TOKENS_MAX}: cut it",
                 )
-            tokens += piece.num_tokens
+            tokens += piece.num_tokens + len(piece.tail)
             if tokens > tokens_max:
                 raise InvalidField(
                     where, f"{tokens} tokens up to {name}; at most {tokens_max} are read in all: send fewer"
                 )
             pieces.append(piece)
         return pieces
+
+    def _space_in(self, space: ChunkSpace, namespace: str) -> ChunkSpace:
+        """The space of the same model in another namespace, which has keys of its own."""
+        return replace(space, namespace=namespace, name_key=self._name_key(namespace))
 
     def _check_length(self, text: str, name: str, tokens_max: int) -> None:
         """Raise `InvalidField` for a text that must have too many tokens, before they are counted."""
@@ -216,8 +238,10 @@ class SegmentResolver:
                 name, f"has {len(text)} characters; at most {chars_max} are read here as one text: cut it"
             )
 
-    async def _of_text(self, space: ChunkSpace, text: str, name: str, inline: bool) -> ResolvedSegment:
-        address = _address(space, text)
+    async def _of_text(
+        self, space: ChunkSpace, text: str, name: str, inline: bool, multiple: int
+    ) -> ResolvedSegment:
+        address = _address(space, text, multiple)
         piece = self._pieces.get(address)
         if piece is not None:
             self._pieces.move_to_end(address)
@@ -232,18 +256,24 @@ class SegmentResolver:
                 )
         if not token_ids:
             raise InvalidField(name, "has no tokens; leave it out or give it a text")
-        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
+        return _cut_chunk(space, token_ids, multiple)
 
     def _keep(self, address: _Address, piece: ResolvedSegment) -> None:
         before = self._pieces.pop(address, None)
-        self._cached_tokens += piece.num_tokens - (before.num_tokens if before else 0)
+        self._cached_tokens += _count_held(piece) - (_count_held(before) if before else 0)
         self._pieces[address] = piece
         while self._cached_tokens > CACHED_TOKENS_MAX:
             _, oldest = self._pieces.popitem(last=False)
-            self._cached_tokens -= oldest.num_tokens
+            self._cached_tokens -= _count_held(oldest)
 
-    def _of_key(self, space: ChunkSpace, key: ChunkKey, name: str) -> ResolvedSegment:
+    def _of_key(
+        self, space: ChunkSpace, shared: ChunkSpace | None, key: ChunkKey, name: str
+    ) -> ResolvedSegment:
         ids = self._known.token_ids(space.namespace, key)
+        if ids is None and shared is not None:
+            theirs = self._known.token_ids(shared.namespace, key)
+            if theirs is not None and ChunkKey.of(shared, theirs) == key:
+                return ResolvedSegment(theirs, ChunkKey.of(space, theirs))
         if ids is None:
             raise NotFound(
                 f"{name}: chunk {key} is not known here in namespace {space.namespace!r}; send its text or "
@@ -258,7 +288,7 @@ class SegmentResolver:
         return ResolvedSegment(ids, key)
 
     async def _look_up_documents(
-        self, space: ChunkSpace, segments: Sequence[Segment], where: str
+        self, space: ChunkSpace, shared: ChunkSpace | None, segments: Sequence[Segment], where: str
     ) -> dict[int, ResolvedSegment]:
         """Resolve the segments that name a document's chunk; by their index."""
         by_corpus: dict[str, dict[int, DocumentRef]] = {}
@@ -275,26 +305,48 @@ class SegmentResolver:
             except NotFound:  # reported as for a corpus of another namespace
                 found = [None] * len(refs)
             for (index, ref), chunk in zip(refs.items(), found, strict=True):
-                pieces[index] = _piece_of(space, chunk, ref, f"{where}[{index}]", corpus)
+                pieces[index] = _piece_of(space, shared, chunk, ref, f"{where}[{index}]", corpus)
         return pieces
 
 
-def _address(space: ChunkSpace, text: str) -> _Address:
-    return space.namespace, space.digest, xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+def _count_held(piece: ResolvedSegment) -> int:
+    return piece.num_tokens + len(piece.tail)
+
+
+def _address(space: ChunkSpace, text: str, multiple: int) -> _Address:
+    digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+    return space.namespace, space.digest, digest, multiple
+
+
+def _cut_chunk(space: ChunkSpace, token_ids: TokenIds, multiple: int) -> ResolvedSegment:
+    """The segment of these tokens: a chunk of as many as a multiple allows, and the rest behind it."""
+    if multiple == 1:
+        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
+    length = len(token_ids) - len(token_ids) % multiple
+    if not length:
+        return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids), is_chunk=False)
+    chunk = token_ids[:length]
+    return ResolvedSegment(chunk, ChunkKey.of(space, chunk), token_ids[length:])
 
 
 def _piece_of(
-    space: ChunkSpace, chunk: KnownChunk | None, ref: DocumentRef, name: str, corpus: str
+    space: ChunkSpace,
+    shared: ChunkSpace | None,
+    chunk: KnownChunk | None,
+    ref: DocumentRef,
+    name: str,
+    corpus: str,
 ) -> ResolvedSegment:
     """The segment of a document's chunk.
 
     Raises `NotFound` also for a corpus of another namespace: other callers learn nothing of it.
     """
     token_ids = TokenIds() if chunk is None else TokenIds.of(chunk.token_ids)
-    if chunk is None or ChunkKey.of(space, token_ids) != chunk.key:
+    keys = [ChunkKey.of(one, token_ids) for one in (space, shared) if one is not None]
+    if chunk is None or chunk.key not in keys:
         version = "" if ref.version is None else f" in version {ref.version!r}"
         raise NotFound(
             f"{name}: document {ref.document_id!r} of corpus {corpus!r} has no chunk {ref.index}{version} "
             f"for namespace {space.namespace!r} and the model that is served; run kintsugi precompute"
         )
-    return ResolvedSegment(token_ids, chunk.key)
+    return ResolvedSegment(token_ids, keys[0])

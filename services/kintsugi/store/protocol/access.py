@@ -7,7 +7,8 @@ The file is JSON:
      "certificates": [{"name": "corpus", "subject": "CN=corpus-worker", "namespaces": ["docs/*"],
                        "verbs": ["put", "generate"]}]}
 
-`verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). Tokens are 256 random bits
+`verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). `limits` and `privacy` beside
+`tokens` hold rules for namespaces by pattern (`core.namespaces`). Tokens are 256 random bits
 made by `gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by
 guessing, so a slow password hash would only cost every request milliseconds. The token itself is shown once
 and stored nowhere.
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, Unauthenticated
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
 from kintsugi.store.protocol.private_files import check_private
@@ -60,6 +62,10 @@ class Access:
         A token goes before a certificate. Raises `Unauthenticated`.
         """
         return ANYONE
+
+    def rules(self) -> NamespaceRules:
+        """Rules for namespaces that come with the tokens."""
+        return NO_RULES
 
 
 class TokenFile(Access):
@@ -96,6 +102,9 @@ class TokenFile(Access):
                 f"no token; send the metadata or header `authorization: Bearer <token>`{shown}"
             )
         return entry.caller
+
+    def rules(self) -> NamespaceRules:
+        return self._current().rules
 
     def _find_token(self, token: str) -> Caller:
         presented = token_digest(token)
@@ -171,6 +180,7 @@ def parse_document(values: Any, path: Path) -> AccessDocument:
             raise InvalidField(
                 "tokens_file", f"{path} has {len(entries)} {name}; at most {ENTRIES_MAX} are read"
             )
+    _ = document.rules  # checks them
     return document
 
 

@@ -6,12 +6,16 @@ Pure. `access` reads the file and finds out who calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import check_namespace
 
@@ -172,6 +176,13 @@ class AccessDocument:
 
     tokens: tuple[Grant, ...]
     certificates: tuple[CertificateGrant, ...] = ()
+    limits: Mapping[str, NamespaceLimits] = field(default_factory=dict)
+    privacy: Mapping[str, NamespacePrivacy] = field(default_factory=dict)
+
+    @cached_property
+    def rules(self) -> NamespaceRules:
+        """Raises `InvalidField`."""
+        return NamespaceRules(self.limits, self.privacy)
 
     @property
     def names_verbs(self) -> bool:
@@ -200,17 +211,6 @@ def _check_entry(kind: str, name: str, namespaces: Sequence[str], verbs: Sequenc
         raise InvalidField(
             "verbs", f"of {kind} {name!r} is empty: name some of {', '.join(Verb)}, or leave it out"
         )
-
-
-def check_namespace_pattern(pattern: str) -> str:
-    """Returns the pattern: a namespace, a prefix that ends in `*`, or `*` alone. Raises `InvalidField`."""
-    stem = pattern.removesuffix("*")
-    try:
-        # A prefix need not be a whole namespace by itself.
-        check_namespace(stem if stem or not pattern.endswith("*") else "any")
-    except InvalidField as error:
-        raise InvalidField("namespaces", f"{pattern!r}: {error.problem}") from None
-    return pattern
 
 
 def parse_time_s(field: str, text: str) -> float:

@@ -7,6 +7,7 @@ decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ import grpc
 from kintsugi.core import errors
 
 ERROR_METADATA = "kintsugi-error"
+RETRY_AFTER = "retry-after"
+"""Trailing metadata with whole seconds after which the call may succeed."""
 LAYER_LATE = "the next layer did not arrive in time"
 DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
@@ -64,7 +67,10 @@ def error_name(error: errors.KintsugiError) -> str:
 
 async def abort_call(context: Any, error: errors.KintsugiError) -> None:
     """End a call with the status and metadata that say `error`."""
-    context.set_trailing_metadata(((ERROR_METADATA, error_name(error)),))
+    metadata = [(ERROR_METADATA, error_name(error))]
+    if isinstance(error, errors.ResourceExhausted) and error.retry_after_s is not None:
+        metadata.append((RETRY_AFTER, str(math.ceil(error.retry_after_s))))
+    context.set_trailing_metadata(tuple(metadata))
     await context.abort(status_of(error), str(error)[:DETAIL_CHARS_MAX])
 
 
@@ -88,7 +94,10 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
         details = f"{where}: {details}"
         if failure.code() == grpc.StatusCode.UNAVAILABLE:  # gRPC's own word: nobody of ours answered
             details += "; check that it runs, and that this is its address"
-    return error_of(failure.code(), details, name)
+    error = error_of(failure.code(), details, name)
+    if isinstance(error, errors.ResourceExhausted) and str(metadata.get(RETRY_AFTER, "")).isdecimal():
+        error.retry_after_s = float(metadata[RETRY_AFTER])
+    return error
 
 
 @contextmanager

@@ -61,10 +61,11 @@ class NoRoomYet(ResourceExhausted):
 
 
 def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYet:
-    """Why a put has no room in RAM."""
+    """The error for a put that has waited for room in vain."""
     return NoRoomYet(
         f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the disk "
-        f"({allocator.free_bytes} of {allocator.capacity_bytes} bytes of RAM are free); try again later"
+        f"({allocator.free_bytes} of {allocator.capacity_bytes} bytes of RAM are free), or into what the "
+        "namespace may use; try again later"
     )
 
 
@@ -73,8 +74,11 @@ def may_be_forgotten(entry: ChunkEntry, namespace: str) -> bool:
     return entry.manifest.namespace == namespace and not entry.pins and not entry.is_read
 
 
-def may_leave_ram(entry: ChunkEntry, can_write: bool) -> bool:
-    """Whether the RAM copy may go. `can_write`: chunks without another copy may be queued or dropped now."""
+def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:
+    """Whether the RAM copy may go. `can_write`: chunks without another copy may be queued or dropped now.
+    `is_chosen`: whether chunks of a namespace may go; None: of all."""
+    if is_chosen is not None and not is_chosen(entry.manifest.namespace):
+        return False
     if entry.ram is None or entry.ram.readers or (entry.pins and entry.disk is None):
         return False
     return entry.disk is not None or can_write

@@ -33,6 +33,8 @@ class CopyTier(ABC):
         """`ram`, `ssd0`, `ssd1` …"""
         self.policy = policy
         self.chunks = 0
+        self.bytes_by_namespace: dict[str, int] = {}
+        """Chunk KV of each namespace that has some here."""
         self.evictions = 0
         """Chunks that left because the tier was full."""
         self.lingering: set[Residence] = set()
@@ -41,12 +43,21 @@ class CopyTier(ABC):
     def admit(self, entry: ChunkEntry) -> None:
         """Count the copy of an entry, and order it among the others."""
         self.chunks += 1
+        self._count(entry.manifest.namespace, entry.manifest.chunk_bytes)
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
         """Stop counting the copy of an entry, which the policy may have given up before."""
         self.chunks -= 1
+        self._count(entry.manifest.namespace, -entry.manifest.chunk_bytes)
         self.policy.remove(entry)
+
+    def _count(self, namespace: str, size_bytes: int) -> None:
+        held = self.bytes_by_namespace.get(namespace, 0) + size_bytes
+        if held:
+            self.bytes_by_namespace[namespace] = held
+        else:
+            del self.bytes_by_namespace[namespace]
 
     @abstractmethod
     def unlink(self, residence: Residence) -> None:

@@ -105,6 +105,23 @@ class _ShardCollector(Collector):
             expiry.add_metric([], self._tls.expires_s())
         yield expiry
         yield from self._tiers()
+        yield from self._namespaces()
+
+    def _namespaces(self) -> Iterator[GaugeMetricFamily]:
+        both = ["namespace", "resource"]
+        used = GaugeMetricFamily(
+            "kintsugi_store_namespace_used_bytes", "Chunk KV of a namespace with limits", labels=both
+        )
+        limit = GaugeMetricFamily(
+            "kintsugi_store_namespace_limit_bytes", "Limits of a namespace's chunk KV", labels=both
+        )
+        for use in self._shard.table.namespace_uses():
+            for resource, num_bytes in use.used_bytes.items():
+                used.add_metric([use.name, resource], num_bytes)
+            for resource, bytes_max in use.bytes_max.items():
+                if bytes_max < float("inf"):
+                    limit.add_metric([use.name, resource], bytes_max)
+        yield from (used, limit)
 
     def _tiers(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         shard = self._shard

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
+from kintsugi.core.namespaces.limits import bytes_of
+from kintsugi.core.namespaces.rules import NamespaceRules, sum_account
 from kintsugi.store.shard.entry import ChunkEntry
 
 LEASE_S_MAX = 24 * 3600.0
@@ -15,8 +18,13 @@ PINNED_SHARE_MAX = 0.5
 """Largest share of the largest tier that may be pinned, so that pins never ruin everyone else's hit rate."""
 
 
+NAMESPACE_SHARE_MAX = 0.5
+"""Largest share of what may be pinned that one namespace may pin, unless a rule says how much."""
+
+
 @dataclass(frozen=True)
 class _Lease:
+    namespace: str
     entries: Sequence[ChunkEntry]
     expires_s: float
 
@@ -29,12 +37,17 @@ class Leases:
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
         self._bytes = 0
+        self.bytes_by_namespace: Counter[str] = Counter()
+        """Bytes that are pinned."""
+        self._leases_by_namespace: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, entries: Sequence[ChunkEntry], lease_s: float) -> str:
-        """The id of a new lease of chunks that differ.
+    def grant(
+        self, namespace: str, entries: Sequence[ChunkEntry], lease_s: float, rules: NamespaceRules
+    ) -> str:
+        """The id of a new lease of a namespace's chunks, which differ.
 
         Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
         """
@@ -46,18 +59,47 @@ class Leases:
                 f"{size} bytes beside {self._bytes} in {len(self._leases)} leases cannot be pinned: at most "
                 f"{self._bytes_max} bytes in {PINS_MAX} leases may be; unpin some"
             )
+        self._check_share(namespace, size, rules)
         lease_id = secrets.token_hex(16)
         if entries:  # a lease without chunks takes no place
             self._bytes += size
-            self._leases[lease_id] = _Lease(entries, self._clock() + lease_s)
+            self.bytes_by_namespace[namespace] += size
+            self._leases_by_namespace[namespace] += 1
+            self._leases[lease_id] = _Lease(namespace, entries, self._clock() + lease_s)
         return lease_id
+
+    def _check_share(self, namespace: str, size_bytes: int, rules: NamespaceRules) -> None:
+        limits = rules.limits_of(namespace)
+        bytes_max = self.bytes_max(namespace, rules)
+        pinned = sum_account(self.bytes_by_namespace, namespace, rules)
+        if pinned + size_bytes > bytes_max:
+            raise ResourceExhausted(
+                f"namespace {namespace!r} has pinned {pinned} bytes and may pin {bytes_max:.0f}; unpin some, "
+                "or have its limit pinned_gib raised"
+            )
+        leases_max = PINS_MAX if limits is not None and limits.pinned_gib is not None else (PINS_MAX + 1) // 2
+        if self._leases_by_namespace[namespace] >= leases_max:
+            raise ResourceExhausted(f"namespace {namespace!r} has {leases_max} leases; unpin some")
+
+    def bytes_max(self, namespace: str, rules: NamespaceRules) -> float:
+        """The most that the namespace may pin."""
+        limits = rules.limits_of(namespace)
+        if limits is None or limits.pinned_gib is None:
+            return NAMESPACE_SHARE_MAX * self._bytes_max
+        return bytes_of(limits.pinned_gib)
 
     def end(self, lease_id: str) -> Sequence[ChunkEntry]:
         """The chunks that the lease held; none for a lease that is over."""
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return ()
-        self._bytes -= sum(entry.manifest.chunk_bytes for entry in lease.entries if entry.pins == 1)
+        size = sum(entry.manifest.chunk_bytes for entry in lease.entries if entry.pins == 1)
+        self._bytes -= size
+        self.bytes_by_namespace[lease.namespace] -= size
+        self._leases_by_namespace[lease.namespace] -= 1
+        for counts in (self.bytes_by_namespace, self._leases_by_namespace):
+            if not counts[lease.namespace]:
+                del counts[lease.namespace]
         return lease.entries
 
     def due(self) -> list[str]:

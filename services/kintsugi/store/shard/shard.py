@@ -16,6 +16,7 @@ import lmdb
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
@@ -276,7 +277,12 @@ class Shard:
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> tuple[str, int]:
         """Keep chunks from leaving; the lease's id and how many of them are there."""
-        return self.table.pin(self._addresses(namespace, keys), lease_s)
+        self._check(namespace)
+        return self.table.pin(namespace, keys, lease_s)
+
+    def set_rules(self, rules: NamespaceRules) -> None:
+        """Replace the rules for namespaces. Chunks beyond a new limit leave when more are put."""
+        self.table.shares.rules = rules
 
     def unpin(self, lease_id: str) -> int:
         """End a lease early; how many chunks it held."""

@@ -23,6 +23,8 @@ from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
 from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
+from kintsugi.store.shard.eviction.room import Room, Transitions
+from kintsugi.store.shard.eviction.shares import NamespaceUse, Shares
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
@@ -72,6 +74,9 @@ class EntryTable:
         self._index = Index()
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
+        self.shares = Shares(ram, disks, self._leases)
+        transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
+        self._room = Room(self._index, ram, self.queues, config, self.shares, self.reuse, transitions)
         self._loads = LoadQueue()
         self._puts: set[ChunkPut] = set()
         """Those under way."""
@@ -120,6 +125,16 @@ class EntryTable:
         """Bytes taken in all tiers, including chunks that are gone but still being read."""
         with self._lock:
             return sum(tier.allocator.used_bytes for tier in self._tiers)
+
+    def namespace_uses(self) -> list[NamespaceUse]:
+        """What namespaces use beside their limits."""
+        with self._lock:
+            return self.shares.uses(self._index.bytes_by_namespace)
+
+    def room_bytes(self) -> int:
+        """Bytes of chunks that fit without one being lost."""
+        with self._lock:
+            return self._room.free_bytes()
 
     def returns_per_s(self) -> float:
         """As `ReuseGaps.soon_per_s`."""
@@ -182,6 +197,7 @@ class EntryTable:
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
         self._config.check_size(manifest, self._ram.capacity_bytes)
+        self.shares.check_size(manifest)
         recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         with self._lock:
@@ -191,11 +207,15 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another")
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
-                if options.is_copy and not self._takes_copy(manifest):
+                if options.is_copy and (
+                    self._deletions.cover((manifest.namespace, manifest.key))
+                    or not self._room.is_there(manifest)
+                ):
                     return None
                 speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
-                tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
-                residence = self._make_room_to_put(manifest, tier)
+                best = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                tier = self.shares.tier_for(manifest, best, options)
+                residence = self._room.make_to_put(manifest, self._queue_of(tier))
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
@@ -207,28 +227,6 @@ class EntryTable:
             put = ChunkPut(entry, residence, self._ram, tier, options.is_copy)
             self._puts.add(put)
         return put
-
-    def _takes_copy(self, manifest: ChunkManifest) -> bool:
-        """Whether another shard's copy is taken: not if it needs an eviction, or may predate a deletion."""
-        namespace = manifest.namespace
-        left = self._config.quota_of(namespace) - self._index.bytes_by_namespace.get(namespace, 0)
-        is_deleted = self._deletions.cover((namespace, manifest.key))
-        return not is_deleted and manifest.chunk_bytes <= min(self.room_bytes(), left)
-
-    def room_bytes(self) -> int:
-        """Bytes of chunks that fit without one being lost."""
-        return sum(tier.allocator.free_bytes for tier in self._disks or (self._ram,))
-
-    def _make_room_to_put(self, manifest: ChunkManifest, tier: str) -> Residence | None:
-        """RAM for a chunk that is to be written to `tier`; None where it has to wait."""
-        queue = self._queue_of(tier)
-        if queue is not None:
-            queue.check_size(manifest.chunk_bytes)
-            if queue.is_full_for(manifest.chunk_bytes):
-                return None
-        if not self._make_quota(manifest):
-            return None
-        return self._make_room(manifest)
 
     def _queue_of(self, tier: str) -> WriteQueue | None:
         """The queue of the tier with this name; None for RAM."""
@@ -243,7 +241,7 @@ class EntryTable:
             if gone or self._find(entry.address) is not None:
                 self.abort(put)
                 return Committed(False, None)
-            if not self._make_quota(entry.manifest):
+            if not self._room.make_quota(entry.manifest):
                 self.abort(put)
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._puts.discard(put)
@@ -267,10 +265,6 @@ class EntryTable:
     def _forget(self, entry: ChunkEntry) -> None:
         life.forget(entry)
         self._index.remove(entry)
-
-    def _forget_evicted(self, entry: ChunkEntry) -> None:
-        self._forget(entry)
-        self.reuse.record_eviction(entry.address)
 
     def remove(self, scope: Scope) -> Removed:
         """Forget chunks, for a whole namespace a few at a time. Puts of them that are under way end without
@@ -339,7 +333,7 @@ class EntryTable:
             for residence in entry.copies:
                 if residence in damaged:
                     life.drop_copy(entry, residence)
-                    if entry.disk is None:
+                    if entry.disk is None and self.shares.may_be_on_ssd(entry.manifest):
                         self._begin_write(entry, self.queues[0])
 
     def _quarantine(self, entry: ChunkEntry) -> None:
@@ -347,52 +341,6 @@ class EntryTable:
         log.error("quarantined chunk %s of %s", entry.manifest.key, entry.manifest.namespace)
         if not entry.gone:
             self._forget(entry)
-
-    # Room in RAM
-
-    def _make_quota(self, manifest: ChunkManifest) -> bool:
-        """Forget a namespace's own chunks until another fits its quota; whether it does now."""
-        namespace = manifest.namespace
-        quota = self._config.quota_of(namespace)
-        while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:
-            entry = self._evict_of(namespace)
-            if entry is None:
-                return False
-            self._forget(entry)
-        return True
-
-    def _evict_of(self, namespace: str) -> ChunkEntry | None:
-        """The chunk of a namespace that the slowest tier which has any gives up first."""
-        for tier in reversed(self._tiers):
-            victim = tier.policy.evict(lambda entry: admission.may_be_forgotten(entry, namespace))
-            if victim is not None:
-                tier.evictions += 1
-                return victim
-        return None
-
-    def _make_room(self, manifest: ChunkManifest) -> Residence | None:
-        """RAM for a chunk, after evicting; None where nothing may leave now."""
-        residence = self._ram.allocate(manifest)
-        while residence is None and self._evict_from_ram(manifest.chunk_bytes):
-            residence = self._ram.allocate(manifest)
-        return residence
-
-    def _evict_from_ram(self, needed_bytes: int) -> bool:
-        """Drop a chunk that a disk also has, or send one there that leaves RAM once it is written."""
-        queue = self.queues[0] if self.queues and not self.queues[0].tier.failure else None
-        may_write = queue is None or queue.queue_bytes < needed_bytes
-        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write))
-        if victim is None:
-            return False
-        assert victim.ram is not None
-        self._ram.evictions += 1
-        if victim.disk is not None:
-            life.drop_copy(victim, victim.ram)
-        elif queue is not None:
-            self._begin_write(victim, queue, leaving=True)
-        else:
-            self._forget_evicted(victim)
-        return True
 
     # Write-back
 
@@ -411,6 +359,8 @@ class EntryTable:
                 raise InvalidField("ack", NO_SSD_TIER)
             if entry is None or entry.writing is not None or entry.disk is not None:
                 return None if entry is None else entry.writing
+            if not self.shares.may_be_on_ssd(entry.manifest):
+                raise self.shares.refuse_ssd(entry.manifest)
             return self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
@@ -420,14 +370,16 @@ class EntryTable:
             self.draining = True
             if self.queues:
                 for entry in self._index:
-                    if entry.disk is None and entry.writing is None:
+                    is_unwritten = entry.disk is None and entry.writing is None
+                    if is_unwritten and self.shares.may_be_on_ssd(entry.manifest):
                         self._begin_write(entry, self.queues[0])
             self._changed.wait_for(
                 lambda: self.failure or not any(queue.queue_bytes for queue in self.queues), timeout_s
             )
             if not self.queues:
                 return 0
-            return sum(entry.manifest.chunk_bytes for entry in self._index if entry.disk is None)
+            unwritten = [entry.manifest for entry in self._index if entry.disk is None]
+            return sum(one.chunk_bytes for one in unwritten if self.shares.may_be_on_ssd(one))
 
     def flush(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""
@@ -457,6 +409,7 @@ class EntryTable:
         with self._lock:
             queue.end(job)
             life.end_write(job, target)
+            self._room.trim_ssd(job.entry.manifest.namespace)
             self._changed.notify_all()
 
     def fail_write(self, queue: WriteQueue, job: WriteJob) -> None:
@@ -504,7 +457,7 @@ class EntryTable:
             self._demoting.difference_update(evictions)
             for eviction in evictions:
                 if life.end_demotion(eviction, placed.get(eviction)):
-                    self._forget_evicted(eviction.entry)
+                    self._room.forget(eviction.entry)
 
     # Reading and promotion
 
@@ -556,7 +509,7 @@ class EntryTable:
         for entry in list(dict.fromkeys(entry for entry in entries if entry.ram is None)):
             source = entry.copies[0]
             life.acquire(source)  # what makes room must not take it
-            target = self._make_room(entry.manifest)
+            target = self._room.make(entry.manifest)
             if target is None:
                 life.release(source)
             else:
@@ -599,14 +552,14 @@ class EntryTable:
 
     # Leases
 
-    def pin(self, addresses: Iterable[Address], lease_s: float) -> tuple[str, int]:
+    def pin(self, namespace: str, keys: Iterable[ChunkKey], lease_s: float) -> tuple[str, int]:
         """Keep chunks from leaving; the lease's id and how many of them are present.
 
         Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
         """
         with self._lock:
-            entries = self._find_all(addresses)
-            lease_id = self._leases.grant(entries, lease_s)
+            entries = self._find_all((namespace, key) for key in keys)
+            lease_id = self._leases.grant(namespace, entries, lease_s, self.shares.rules)
             for entry in entries:
                 life.pin(entry)
             return lease_id, len(entries)

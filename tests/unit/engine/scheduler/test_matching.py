@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.layout import Codec
-from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, Span, anchor_of
+from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of
 from kintsugi.engine.scheduler.matching import in_codecs, match_content, match_spans
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import SPACE, make_chunk
@@ -97,3 +97,36 @@ def test_spans_keep_their_misses() -> None:
     match = match_spans(store_of(known), SPACE, spans)
     assert match.spans == tuple(spans)
     assert list(match.manifests) == [spans[0].key]
+
+
+SHARED_SPACE = ChunkSpace(SPACE.fingerprint, "shared")
+
+
+def test_shared_chunks_are_used_where_the_own_space_has_none() -> None:
+    own, theirs = list(range(100)), list(range(200, 300))
+    store = store_of(own)
+    store.put(*make_chunk(theirs, SHARED_SPACE))
+    prompt = [9, *own, 9, *theirs, 9]
+    for match in (
+        match_content(store, SPACE, prompt, SHARED_SPACE),
+        match_spans(
+            store,
+            SPACE,
+            [Span(1, 101, ChunkKey.of(SPACE, own)), Span(102, 202, ChunkKey.of(SPACE, theirs))],
+            prompt,
+            SHARED_SPACE,
+        ),
+    ):
+        assert [(span.start, span.end) for span in match.spans] == [(1, 101), (102, 202)]
+        assert [span.key for span in match.spans] == [ChunkKey.of(SPACE, own), ChunkKey.of(SPACE, theirs)]
+        found = [match.manifests[span.key] for span in match.spans if span.key is not None]
+        assert [manifest.namespace for manifest in found] == [SPACE.namespace, "shared"]
+        assert match.stored[ChunkKey.of(SHARED_SPACE, theirs)].namespace == "shared"
+
+
+def test_without_a_shared_space_nobody_elses_chunks_are_found() -> None:
+    theirs = list(range(200, 300))
+    store = store_of(list(range(100)))
+    store.put(*make_chunk(theirs, SHARED_SPACE))
+    assert match_content(store, SPACE, theirs).spans == ()
+    assert match_spans(store, SPACE, [Span(0, 100, ChunkKey.of(SPACE, theirs))]).manifests == {}

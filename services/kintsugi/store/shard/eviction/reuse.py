@@ -1,4 +1,4 @@
-"""What a shard counts: hits and losses, and how soon evicted chunks are looked up again.
+"""What a shard counts: how lookups end and what is lost, and how soon evicted chunks are looked up again.
 
 Short gaps mean that a tier is too small for its traffic.
 """

@@ -1,0 +1,47 @@
+"""What a namespace may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kintsugi.core.settings import Settings, setting
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class NamespaceLimits(Settings):
+    """What a namespace may use. A limit that is not set is not enforced.
+
+    Each gateway and each shard enforces its limits by itself.
+    """
+
+    weight: float = setting(1.0, minimum=0.01, maximum=1000)
+    """Share of the engines where namespaces wait for them, relative to the weights of the others."""
+    requests_per_s: float | None = setting(None, minimum=0.01)
+    """Requests a second; a burst may have as many as are allowed in `limits.BURST_S`."""
+    tokens_per_s: float | None = setting(None, minimum=1)
+    """Tokens a second, of prompts, answers and chunks that are put."""
+    concurrent: int | None = setting(None, minimum=1)
+    """Requests at a time, including those that wait for an engine."""
+    queued: int | None = setting(None, minimum=0)
+    """Requests that wait for an engine at a time, where `gateway.engine_places` makes requests wait."""
+    ram_gib: float | None = setting(None, minimum=0)
+    """Chunk KV in the RAM tier of each shard."""
+    ssd_gib: float | None = setting(None, minimum=0)
+    """Chunk KV in all SSD tiers of each shard; 0: chunks are never written to SSD."""
+    pinned_gib: float | None = setting(None, minimum=0)
+    """Pinned chunk KV in each shard; unset: half of what may be pinned there."""
+    known_chunks: int | None = setting(None, minimum=0)
+    """Chunks whose tokens and text each gateway remembers."""
+    together: bool = False
+    """All namespaces that match the pattern share one set of these limits, instead of having one each.
+    `known_chunks` is always for each."""
+
+
+NO_LIMITS = NamespaceLimits()
+
+
+def bytes_of(gib: float | None) -> float:
+    """A limit in GiB as bytes; infinity where it is not set."""
+    return float("inf") if gib is None else gib * GIB

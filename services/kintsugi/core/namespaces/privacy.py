@@ -1,0 +1,37 @@
+"""What answers reveal within a namespace. See docs/adr/0011."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kintsugi.core.settings import Settings, setting
+
+
+@dataclass(frozen=True)
+class NamespacePrivacy(Settings):
+    """What answers reveal to callers of a namespace about chunks that others of its callers stored."""
+
+    accounting: bool = True
+    """Answers say what was found in the cache. If false, only callers with the permission to read reports
+    are told, and chunks cannot be named by key."""
+    ttft_step_ms: float = setting(0.0, minimum=0, maximum=600_000)
+    """The first token leaves at a multiple of this time, plus `ttft_step_us_per_token` for each token of the
+    prompt. With both 0 it leaves when it is ready."""
+    ttft_step_us_per_token: float = setting(0.0, minimum=0, maximum=1_000_000)
+    """Part of the time step that grows with the prompt, in microseconds per token."""
+    chunk_tokens_multiple: int = setting(1, minimum=1, maximum=4096)
+    """Chunks have a multiple of this many tokens; the rest of a text is computed with the prompt."""
+    shared: str = setting("", maxLength=128)
+    """A namespace whose chunks requests may use besides their own; empty: none."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether first tokens are delayed."""
+        return self.ttft_step_ms > 0 or self.ttft_step_us_per_token > 0
+
+    def step_s(self, prompt_tokens: int) -> float:
+        """The time step of a prompt."""
+        return self.ttft_step_ms / 1e3 + self.ttft_step_us_per_token * prompt_tokens / 1e6
+
+
+NO_PRIVACY = NamespacePrivacy()

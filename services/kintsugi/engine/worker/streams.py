@@ -1,0 +1,50 @@
+"""Streams the frames of chunks that may lie in two namespaces: a request's own and the one that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.store.client.merge import ShardStream
+from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
+
+
+def stream_chunks(
+    store: ChunkStore,
+    manifests: Sequence[ChunkManifest],
+    layers: range,
+    heads: HeadRange,
+    deadline_s: float,
+) -> Generator[LayerFrame | ChunkLost, None, None]:
+    """As `ChunkStore.stream`, for the chunks of these manifests."""
+    by_namespace: dict[str, list[int]] = {}
+    for index, manifest in enumerate(manifests):
+        by_namespace.setdefault(manifest.namespace, []).append(index)
+
+    def open_stream(namespace: str) -> Generator[LayerFrame | ChunkLost, None, None]:
+        keys = [manifests[index].key for index in by_namespace[namespace]]
+        return store.stream(namespace, keys, layers, heads, deadline_s)
+
+    if len(by_namespace) == 1:
+        return open_stream(manifests[0].namespace)
+    parts = {name: ShardStream(chunks, open_stream(name)) for name, chunks in by_namespace.items()}
+    return _in_order([parts[manifest.namespace] for manifest in manifests], layers)
+
+
+def _in_order(streams: Sequence[ShardStream], layers: range) -> Generator[LayerFrame | ChunkLost, None, None]:
+    """The frames of several streams, layer by layer and chunk by chunk. ``streams``: that of each chunk."""
+    lost: set[int] = set()
+    try:
+        for stream in dict.fromkeys(streams):
+            stream.prime()
+        for layer in layers:
+            for chunk, stream in enumerate(streams):
+                item = None if chunk in lost else stream.next_item(layer)
+                if item is None:
+                    continue
+                if isinstance(item, ChunkLost):
+                    lost.add(item.chunk)
+                yield item
+    finally:
+        for stream in dict.fromkeys(streams):
+            stream.close()

@@ -1,0 +1,139 @@
+"""Makes room for chunks: which others are forgotten or leave a tier for one that is put or loaded.
+
+Called under the table's lock. It decides; the table's functions apply what it decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.store.shard import admission
+from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.eviction.reuse import ReuseGaps
+from kintsugi.store.shard.eviction.shares import Shares
+from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.work import WriteQueue
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """What the table does with chunks that have to go."""
+
+    begin_write: Callable[[ChunkEntry, WriteQueue, bool], Future[None]]
+    """Has a chunk written to a queue's tier; it leaves RAM after that if the last argument says so."""
+    drop_copy: Callable[[ChunkEntry, Residence], None]
+    forget: Callable[[ChunkEntry], None]
+
+
+class Room:
+    """Not thread-safe: the table holds the lock."""
+
+    def __init__(
+        self,
+        index: Index,
+        ram: RamTier,
+        queues: Sequence[WriteQueue],
+        config: ShardConfig,
+        shares: Shares,
+        reuse: ReuseGaps,
+        transitions: Transitions,
+    ) -> None:
+        self._index = index
+        self._ram = ram
+        self._queues = queues
+        self._config = config
+        self._shares = shares
+        self._reuse = reuse
+        self._transitions = transitions
+
+    def free_bytes(self) -> int:
+        """Bytes of chunks that fit without one being lost."""
+        if not self._queues:
+            return self._ram.allocator.free_bytes
+        return sum(queue.tier.allocator.free_bytes for queue in self._queues)
+
+    def is_there(self, manifest: ChunkManifest) -> bool:
+        """Whether a chunk fits without one being lost, and keeps its namespace's quota and limits."""
+        namespace = manifest.namespace
+        left = self._config.quota_of(namespace) - self._index.bytes_by_namespace.get(namespace, 0)
+        if self._shares.is_full_for(manifest):
+            return False
+        return manifest.chunk_bytes <= min(self.free_bytes(), left)
+
+    def make_to_put(self, manifest: ChunkManifest, queue: WriteQueue | None) -> Residence | None:
+        """RAM for a chunk that is to be written by ``queue``, None: to stay in RAM. None where it has to
+        wait."""
+        if queue is not None:
+            queue.check_size(manifest.chunk_bytes)
+            if queue.is_full_for(manifest.chunk_bytes):
+                return None
+        if not self._make_quota(manifest):
+            return None
+        return self.make(manifest)
+
+    def make_quota(self, manifest: ChunkManifest) -> bool:
+        """Have a namespace's own chunks go until another fits what it may have; whether it does now."""
+        return self._make_quota(manifest) and self._make_share(manifest)
+
+    def _make_quota(self, manifest: ChunkManifest) -> bool:
+        """Forget a namespace's own chunks until another fits its quota; whether it does now."""
+        namespace = manifest.namespace
+        quota = self._config.quota_of(namespace)
+        while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:
+            entry = self._shares.choose_to_forget(namespace)
+            if entry is None:
+                return False
+            self._transitions.forget(entry)
+        return True
+
+    def _make_share(self, manifest: ChunkManifest) -> bool:
+        """Have a namespace's own chunks leave RAM until another fits its limit; whether it does now."""
+        while self._shares.exceeds_ram(manifest.namespace, manifest.chunk_bytes):
+            is_own = self._shares.may_make_room(manifest.namespace)
+            if not self._evict_from_ram(manifest.chunk_bytes, is_own):
+                return False
+        return True
+
+    def trim_ssd(self, namespace: str) -> None:
+        """Drop copies on SSD until a namespace keeps its limit."""
+        while (victim := self._shares.choose_from_ssd(namespace)) is not None:
+            if victim.ram is None:
+                self.forget(victim)
+            else:
+                self._transitions.drop_copy(victim, victim.copies[-1])
+
+    def make(self, manifest: ChunkManifest) -> Residence | None:
+        """RAM for a chunk, after evicting; None where nothing may leave now."""
+        if not self._make_share(manifest):
+            return None
+        residence = self._ram.allocate(manifest)
+        while residence is None and self._evict_from_ram(manifest.chunk_bytes):
+            residence = self._ram.allocate(manifest)
+        return residence
+
+    def _evict_from_ram(self, needed_bytes: int, is_own: Callable[[str], bool] | None = None) -> bool:
+        """Drop a chunk that a disk also has, or send one there that leaves RAM once it is written."""
+        queue = self._queues[0] if self._queues and not self._queues[0].tier.failure else None
+        may_write = queue is None or queue.queue_bytes < needed_bytes
+        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write, is_own))
+        if victim is None:
+            return False
+        assert victim.ram is not None
+        self._ram.evictions += 1
+        if victim.disk is not None:
+            self._transitions.drop_copy(victim, victim.ram)
+        elif queue is not None and self._shares.may_be_on_ssd(victim.manifest):
+            self._transitions.begin_write(victim, queue, True)
+        else:
+            self.forget(victim)
+        return True
+
+    def forget(self, entry: ChunkEntry) -> None:
+        """Forget an evicted chunk."""
+        self._transitions.forget(entry)
+        self._reuse.record_eviction(entry.address)

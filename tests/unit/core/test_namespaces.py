@@ -1,0 +1,55 @@
+"""Which rule is about which namespace."""
+
+from __future__ import annotations
+
+import pytest
+
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NamespaceRules, find_rule, sum_account
+
+
+@pytest.mark.parametrize(
+    ("namespace", "pattern"),
+    [
+        ("docs", "docs"),
+        ("docs/a", "docs/*"),
+        ("docs/abc/x", "docs/abc*"),
+        ("other", "*"),
+        ("doc", "*"),
+        ("docs2", "docs*"),
+    ],
+)
+def test_the_pattern_that_matches_most_decides(namespace: str, pattern: str) -> None:
+    patterns = {name: name for name in ("docs", "docs*", "docs/*", "docs/abc*", "*")}
+    assert find_rule(patterns, namespace) == (pattern, pattern)
+
+
+def test_without_a_pattern_there_is_no_rule() -> None:
+    assert find_rule({"docs/*": 1}, "docs") == ("", None)
+    assert NamespaceRules().limits_of("docs") is None
+    assert not NamespaceRules().privacy_of("docs").pads
+
+
+def test_use_is_counted_where_limits_are_shared() -> None:
+    together, each = NamespaceLimits(together=True), NamespaceLimits()
+    rules = NamespaceRules(limits={"team/*": together, "docs/*": each})
+    assert [rules.account_of(name) for name in ("team/a", "docs/a", "x")] == ["team/*", "docs/a", "x"]
+    counts = {"team/a": 1, "team/b": 2, "docs/a": 4, "docs/b": 8}
+    assert [sum_account(counts, name, rules) for name in ("team/c", "docs/a", "x")] == [3, 4, 0]
+
+
+def test_the_other_rules_count_first() -> None:
+    mine = NamespaceRules(limits={"a": NamespaceLimits(weight=1.0), "b": NamespaceLimits(weight=2.0)})
+    other = NamespaceRules(
+        limits={"a": NamespaceLimits(weight=9.0)}, privacy={"a": NamespacePrivacy(accounting=False)}
+    )
+    merged = mine.overridden_by(other)
+    assert [merged.limits[name].weight for name in "ab"] == [9.0, 2.0]
+    assert not merged.privacy_of("a").accounting
+    assert mine.overridden_by(NamespaceRules()) is mine
+
+
+def test_a_step_grows_with_the_prompt() -> None:
+    privacy = NamespacePrivacy(ttft_step_ms=100, ttft_step_us_per_token=50)
+    assert privacy.step_s(2000) == pytest.approx(0.2)

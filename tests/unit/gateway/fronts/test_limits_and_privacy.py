@@ -1,0 +1,275 @@
+"""Rules for namespaces as callers meet them over HTTP: refusals, padded answers, accounting not told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import httpx
+import pytest
+
+from kintsugi.core import errors
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH
+from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED, estimate_tokens
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import Caller
+from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+ACCOUNTING = {"outcome": "blended", "chunks_hit": 3, "ttft_ms": 7.0}
+STEP_S = 0.1
+HIDDEN = NamespaceRules(privacy={"acme": NamespacePrivacy(accounting=False)})
+
+
+class Tokens(Access):
+    """A tenant's token and the operator's, with rules beside them."""
+
+    def __init__(self, rules: NamespaceRules) -> None:
+        self.now = rules
+
+    def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
+        return Caller("operator", ("*",)) if token == "operator" else Caller("tenant", ("acme",))
+
+    def rules(self) -> NamespaceRules:
+        return self.now
+
+
+def client(backend: ScriptedBackend, rules: NamespaceRules, **gateway: Any) -> httpx.AsyncClient:
+    app = HttpFront(gateway_over(backend, access=Tokens(rules), **gateway)).app
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await body()
+
+    asyncio.run(bounded())
+
+
+def limited(**limits: Any) -> NamespaceRules:
+    return NamespaceRules(limits={"acme": NamespaceLimits(**limits)})
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"), [({"requests_per_s": 0.05}, "requests a second"), ({"tokens_per_s": 10}, "tokens a")]
+)
+def test_a_tenant_beyond_its_limit_is_told_when_to_come_back(limits: dict[str, float], says: str) -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend(), limited(**limits)) as caller:
+            statuses = [await caller.post(CHAT_PATH, json={**CHAT, "max_tokens": 40}) for _ in range(3)]
+            assert [one.status_code for one in statuses] == [200, 429, 429]
+            assert says in statuses[1].json()["error"]["message"]
+            assert 1 <= int(statuses[1].headers["retry-after"]) <= 60
+            operator = {"authorization": "Bearer operator", "x-kintsugi-namespace": "other"}
+            assert (await caller.post(CHAT_PATH, json=CHAT, headers=operator)).status_code == 200
+            metrics = (await caller.get("/metrics")).text
+            (name,) = limits
+            assert (
+                f'kintsugi_gateway_namespace_refused_total{{limit="{name}",namespace="acme"}} 2.0' in metrics
+            )
+            assert f'kintsugi_gateway_namespace_limit{{namespace="acme",resource="{name}"}}' in metrics
+            assert 'namespace="other"' not in metrics
+
+    run(body)
+
+
+def test_somebody_elses_limit_is_not_charged_by_a_caller_who_may_not_use_it() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(limits={"victim": NamespaceLimits(requests_per_s=0.01)})
+        async with client(ScriptedBackend(), rules) as caller:
+            for _ in range(3):
+                refused = await caller.post(CHAT_PATH, json=CHAT, headers={"x-kintsugi-namespace": "victim"})
+                assert refused.status_code == 403
+            owner = {"authorization": "Bearer operator", "x-kintsugi-namespace": "victim"}
+            assert (await caller.post(CHAT_PATH, json=CHAT, headers=owner)).status_code == 200
+
+    run(body)
+
+
+def test_rules_beside_the_tokens_count_before_the_services_and_are_read_again() -> None:
+    async def body() -> None:
+        tokens = Tokens(limited(concurrent=7))
+        service = limited(concurrent=1).limits | {"other": NamespaceLimits(concurrent=2)}
+        gateway = gateway_over(ScriptedBackend(), access=tokens, rules=NamespaceRules(limits=service))
+        assert gateway.rules().limits_of("acme") == NamespaceLimits(concurrent=7)
+        assert gateway.rules().limits_of("other") == NamespaceLimits(concurrent=2)
+        tokens.now = NamespaceRules()
+        assert gateway.rules().limits_of("acme") == NamespaceLimits(concurrent=1)
+        gateway.set_rules(NamespaceRules())
+        assert gateway.rules().limits_of("acme") is None
+        await gateway.close()
+
+    run(body)
+
+
+def test_engines_are_asked_for_no_more_than_their_places() -> None:
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: [JSON, 0.02, b"{}"])
+        async with client(backend, NamespaceRules(), engine_places=1) as caller:
+            answers = [asyncio.create_task(caller.post(CHAT_PATH, json=CHAT)) for _ in range(3)]
+            while not backend.calls:
+                await asyncio.sleep(0.001)
+            assert len(backend.calls) - len(backend.closed) == 1
+            assert [(await answer).status_code for answer in answers] == [200] * 3
+
+    run(body)
+
+
+def piece(**more: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": "x"}}], **more}).encode() + b"\n\n"
+
+
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
+
+
+@pytest.mark.parametrize("token", ["tenant", "operator"])
+def test_what_was_cached_is_told_to_those_who_may_know(token: str) -> None:
+    whole = json.dumps({"usage": USAGE, "kv_transfer_params": {"kintsugi": ACCOUNTING, "more": 1}}).encode()
+    streamed = [STREAM, piece(), piece(usage=USAGE, kintsugi=ACCOUNTING), b"data: [DONE]\n\n"]
+    scripts: dict[str, list[Item]] = {CHAT_PATH: streamed, COMPLETIONS_PATH: [JSON, whole]}
+
+    async def body() -> None:
+        backend = ScriptedBackend(lambda call: scripts[call.path])
+        headers = {"authorization": f"Bearer {token}", "x-kintsugi-namespace": "acme"}
+        async with client(backend, HIDDEN) as caller:
+            for path in scripts:
+                text = (await caller.post(path, json={**CHAT, "prompt": "x"}, headers=headers)).text
+                assert ("chunks_hit" in text) == (token == "operator")
+                assert ("cached_tokens" in text) == (token == "operator")
+                assert '"prompt_tokens"' in text.replace(" ", "")
+        if token == "tenant":
+            assert '"more"' in text
+
+    run(body)
+
+
+@pytest.mark.parametrize("name", ["shared", "chunk_tokens_multiple"])
+def test_callers_do_not_choose_whose_chunks_they_read(name: str) -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend(), NamespaceRules()) as caller:
+            value = "victim" if name == "shared" else 2
+            refused = await caller.post(CHAT_PATH, json={**CHAT, "kintsugi": {name: value}})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == f"kintsugi.{name}"
+
+    run(body)
+
+
+def test_a_namespaces_privacy_reaches_the_engine() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(shared="docs", chunk_tokens_multiple=16)})
+        backend = ScriptedBackend()
+        async with client(backend, rules) as caller:
+            await caller.post(CHAT_PATH, json=CHAT)
+        (call,) = backend.calls
+        assert (call.params.shared, call.params.chunk_tokens_multiple) == ("docs", 16)
+        assert KintsugiParams.from_mapping(call.params.to_mapping()["kintsugi"]) == call.params
+
+    run(body)
+
+
+def test_texts_that_a_shared_namespace_knows_are_found() -> None:
+    text = "a passage of the shared corpus that is long enough to be found"
+
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(shared="docs")})
+        gateway = gateway_over(ScriptedBackend(), access=Tokens(rules))
+        gateway.known.remember("docs", ChunkKey(bytes(32)), [1, 2], text)
+        message = f"Use this: {text}"
+        assert gateway.find_known_texts("acme", message) == [(10, len(message))]
+        assert gateway.find_known_texts("docs", message) == [(10, len(message))]
+        assert gateway.find_known_texts("other", message) == []
+        await gateway.close()
+
+    run(body)
+
+
+async def _time_s(caller: httpx.AsyncClient) -> float:
+    began_s = time.perf_counter()
+    assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
+    return time.perf_counter() - began_s
+
+
+def test_a_whole_answer_is_as_late_as_its_first_token_is() -> None:
+    """Rounding the whole time up would tell, across a step, how early the first token was."""
+    rules = NamespaceRules(privacy={"acme": NamespacePrivacy(ttft_step_ms=STEP_S * 1e3)})
+
+    async def body() -> None:
+        for first_s, total_s in ((0.01, 0.04), (0.07, 0.1)):
+            text = answered("fine", {**ACCOUNTING, "ttft_ms": first_s * 1e3})
+            backend = ScriptedBackend(lambda call, text=text, total_s=total_s: [total_s, *text])
+            async with client(backend, rules) as caller:
+                took_s = await _time_s(caller)
+            assert took_s >= STEP_S + total_s - first_s - 0.005
+
+    run(body)
+
+
+def test_streams_begin_at_the_step_whatever_was_cached() -> None:
+    rules = NamespaceRules(privacy={"acme": NamespacePrivacy(ttft_step_ms=STEP_S * 1e3)})
+
+    async def body() -> None:
+        for first_s in (0.0, 0.05):
+            backend = ScriptedBackend(lambda call, first_s=first_s: [STREAM, first_s, piece(), piece()])
+            async with client(backend, rules) as caller:
+                assert await _time_s(caller) >= STEP_S
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "expected"),
+    [
+        ({"prompt": "x" * 400, "max_tokens": 5}, (101, 5)),
+        ({"prompt": [1, 2, 3], "max_tokens": 5}, (3, 5)),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 5, "n": 2}, (3, 20)),
+        ({"prompt": ["x" * 40, "y" * 40]}, (22, 2 * ANSWER_TOKENS_ASSUMED)),
+        ({"messages": [{"content": "x" * 40}], "max_completion_tokens": 7}, (11, 7)),
+        ({"messages": [{"content": [{"type": "text", "text": "x" * 40}]}], "max_tokens": 1}, (11, 1)),
+        ({"messages": "no list", "n": "two", "max_tokens": -5}, (2, 0)),
+        ({"documents": [{"text": "x" * 40}, "y" * 40], "messages": [], "max_tokens": 1}, (22, 1)),
+    ],
+)
+def test_what_a_request_may_cost_is_estimated(
+    request_body: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    assert estimate_tokens(request_body) == expected
+
+
+def test_retry_after_crosses_grpc() -> None:
+    from kintsugi.store.protocol.status import RETRY_AFTER, abort_call, error_of_call
+
+    class Context:
+        metadata: tuple[tuple[str, str], ...] = ()
+
+        def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+            self.metadata = metadata
+
+        async def abort(self, code: Any, details: str) -> None:
+            self.code_, self.details_ = code, details
+
+        def code(self) -> Any:
+            return self.code_
+
+        def details(self) -> str:
+            return self.details_
+
+        def trailing_metadata(self) -> Any:
+            return self.metadata
+
+    context = Context()
+    asyncio.run(abort_call(context, errors.ResourceExhausted("too much", 3.2)))
+    assert dict(context.metadata)[RETRY_AFTER] == "4"
+    read = error_of_call(context, "here")
+    assert isinstance(read, errors.ResourceExhausted)
+    assert read.retry_after_s == 4
