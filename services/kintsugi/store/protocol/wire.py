@@ -17,6 +17,7 @@ from kintsugi.core.errors import InvalidField, VersionMismatch
 from kintsugi.core.layout import (
     FORMATS,
     LAYERS_MAX,
+    PLAIN_FORMAT,
     PRIOR_LAYER,
     ChunkManifest,
     Codec,
@@ -56,6 +57,7 @@ LOOKUP_KEYS_BATCH = 256
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
+_GROUP_BYTES_MAX = 64
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -91,6 +93,16 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
         key_id=manifest.key_id,
         salt=manifest.salt,
     )
+
+
+def manifest_bytes(manifest: ChunkManifest) -> int:
+    """About how many bytes a manifest has on the wire, apart from some hundred that every one has."""
+    size = len(manifest.digests)
+    if manifest.format != PLAIN_FORMAT:
+        size += _GROUP_BYTES_MAX * len(manifest.layout.groups) + sum(
+            len(name) + 2 for name in manifest.priors
+        )
+    return size
 
 
 def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:
