@@ -276,6 +276,8 @@ class KVLayout:
 
     def frame_runs(self, codec: Codec, num_tokens: int) -> tuple[tuple[int, int], ...]:
         """For each group, the bytes of a frame and the number of frames."""
+        if not self.groups:
+            return ((self.frame_bytes(codec, num_tokens), self.num_layers),)
         return tuple(
             (group.heads * group.head_bytes(codec, num_tokens, self.dtype), group.layers)
             for group in self.layer_groups

@@ -215,7 +215,7 @@ class DiskTier(CopyTier):
         strides = Strides.of(manifest.frame_runs)
         extents = extents_of_record(record, strides)
         end = min(self.slab.intact_bytes, self.capacity_bytes)
-        if extents is None or any(offset + size > end for offset, size in extents):
+        if extents is None or max(offset + size for offset, size in extents) > end:
             return None
         residence = Residence(self, (manifest.namespace, manifest.key), extents, strides)
         entry = ChunkEntry(

@@ -28,5 +28,7 @@ def extents_of_record(record: pb.CatalogRecord, strides: Strides) -> tuple[Exten
         extents = tuple(Extent(e.offset, e.frames * record.stride) for e in record.extents)
     else:
         return None
-    aligned = all(size and not offset % BLOCK_BYTES for offset, size in extents)
-    return extents if aligned and strides.fill(extents) else None
+    for offset, size in extents:
+        if not size or offset % BLOCK_BYTES:
+            return None
+    return extents if strides.fill(extents) else None
