@@ -36,10 +36,11 @@ from kintsugi.store.shard.tiers.catalog import (
     catalog_key,
 )
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
-from kintsugi.store.shard.tiers.extents import stride_of
+from kintsugi.store.shard.tiers.extents import Strides, stride_of
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.migration import plain_record
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from tests.contracts.store_contract import make_chunk, make_report
+from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
 
 MANIFEST, FRAMES = make_chunk(range(40))
 REPORT = make_report("2026-01-01T00:00:00+00:00")
@@ -112,6 +113,8 @@ def catalog_value(data: bytes) -> None:
     assert residence.size_bytes >= entry.manifest.chunk_bytes
     assert all(offset + size <= tier.capacity_bytes for offset, size in residence.places())
     tier._disjoint([found])
+    plain = plain_record(record, entry.manifest)
+    assert plain is None or tier._recover_entry(plain, uses.UNKNOWN) is not None
 
 
 @cache
@@ -216,6 +219,11 @@ def seeds(name: str) -> list[bytes]:
         stride=stride_of(MANIFEST.frame_bytes),
         extents=[catalog_pb2.CatalogExtent(offset=0, frames=3)],
     )
+    manifest, _ = make_mixed_chunk(range(40))
+    mixed = catalog_pb2.CatalogRecord(
+        manifest=wire.manifest_to_wire(manifest),
+        extents=[catalog_pb2.CatalogExtent(offset=0, size_bytes=Strides.of(manifest.frame_runs).size_bytes)],
+    )
     shards = directory_pb2.ShardMap(
         version=1, replicas=1, shards=[directory_pb2.ShardAddress(shard_id="a", address="b:1")], shares=[0.5]
     )
@@ -228,8 +236,10 @@ def seeds(name: str) -> list[bytes]:
             wire.with_payload(pb.StreamLayersResponse(frames=frames[:1]).SerializeToString(), FRAMES[:1]),
             pb.StreamLayersResponse(frames=[lost, *frames]).SerializeToString(),
         ],
-        "manifest": [message.SerializeToString()],
-        "catalog_value": [_encode_catalog_record(catalog_key(("acme", MANIFEST.key)), record)],
+        "manifest": [message.SerializeToString(), mixed.manifest.SerializeToString()],
+        "catalog_value": [
+            _encode_catalog_record(catalog_key(("acme", MANIFEST.key)), each) for each in (record, mixed)
+        ],
         "shard_map": [shards.SerializeToString()],
         "uses_file": [uses.encode_uses([ChunkEntry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],

@@ -25,7 +25,7 @@ from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
-from tests.contracts.store_contract import make_chunk
+from tests.contracts.store_contract import make_chunk, make_mixed_chunk
 
 pytestmark = pytest.mark.simulation
 
@@ -44,7 +44,8 @@ def live(folder: Path, seed: int) -> None:
     print("open", flush=True)
     while True:
         tokens = chance.choice((33, 100, 200, 400))
-        manifest, frames = make_chunk(range(start := chance.randrange(60) * 1000, start + tokens))
+        make = chance.choice((make_chunk, make_mixed_chunk))
+        manifest, frames = make(range(start := chance.randrange(60) * 1000, start + tokens))
         if chance.random() < 0.25:
             shard.delete("acme", [manifest.key])
             for flushed in shard.flush_writers():
@@ -58,7 +59,7 @@ def live(folder: Path, seed: int) -> None:
         if chance.random() < 0.1:
             shard.abort(put)
             continue
-        for layer, frame in enumerate(frames):
+        for layer, frame in zip(manifest.layers, frames, strict=True):
             put.write(layer, memoryview(frame))
         durable = shard.commit(put).durable
         assert durable is not None

@@ -277,6 +277,8 @@ class KVLayout:
 
     def frame_runs(self, codec: Codec, num_tokens: int) -> tuple[tuple[int, int], ...]:
         """For each group, the bytes of a frame and the number of frames."""
+        if not self.groups:
+            return ((self.frame_bytes(codec, num_tokens), self.num_layers),)
         return tuple(
             (group.heads * group.head_bytes(codec, num_tokens, self.dtype), group.layers)
             for group in self.layer_groups
@@ -331,6 +333,8 @@ class HeadRange:
 class HeadDigests(NamedTuple):
     """The digests of some heads of a frame."""
 
+    first: int
+    """The place of the first one among the digests of the chunk."""
     head_bytes: int
     """Bytes that each digest covers."""
     digests: bytes
@@ -408,15 +412,13 @@ class ChunkManifest:
     def is_encrypted(self) -> bool:
         return bool(self.key_id)
 
-    def without_priors(self) -> ChunkManifest:
-        """The chunk without its prior frame, in the oldest format that holds it."""
-        plain = not self.layout.groups and not self.key_id
-        return replace(
-            self,
-            format=PLAIN_FORMAT if plain else FORMAT,
-            priors=(),
-            digests=self.digests[DIGEST_BYTES if self.priors else 0 :],
-        )
+    def as_plain(self) -> ChunkManifest | None:
+        """The chunk in `PLAIN_FORMAT`, without its priors; None where that cannot hold the layers. (The head
+        ranges of an encrypted chunk are numbered, so it keeps its priors.)"""
+        if self.layout.groups or self.key_id:
+            return None
+        layers = self.digests[DIGEST_BYTES if self.priors else 0 :]
+        return replace(self, format=PLAIN_FORMAT, priors=(), digests=layers)
 
     def _check_format(self) -> None:
         """Raise `InvalidField` for what the format cannot hold."""
@@ -500,10 +502,11 @@ class ChunkManifest:
         assert layer in self.layers
         assert 0 <= heads.start < heads.stop <= self.layout.num_kv_heads
         if layer == PRIOR_LAYER:
-            return HeadDigests(self.prior_bytes, self.digests[:DIGEST_BYTES])
+            return HeadDigests(0, self.prior_bytes, self.digests[:DIGEST_BYTES])
         heads = self.layout.heads_of(layer, heads)
         first = bool(self.priors) + self.layout.first_head(layer) + heads.start
         return HeadDigests(
+            first,
             self.layout.head_bytes(self.codec, self.num_tokens, layer),
             self.digests[first * DIGEST_BYTES : (first + len(heads)) * DIGEST_BYTES],
         )
@@ -511,7 +514,7 @@ class ChunkManifest:
     def frame_is_intact(self, layer: int, heads: HeadRange, frame: memoryview) -> bool:
         """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass. Of an
         encrypted frame only the length is checked: whoever decrypts it verifies it."""
-        size, expected = self.head_digests(layer, heads)
+        _, size, expected = self.head_digests(layer, heads)
         if frame.nbytes != size * len(expected) // DIGEST_BYTES:
             return False
         return bool(self.key_id) or digests_of(frame, size) == expected

@@ -19,8 +19,8 @@ from kintsugi.core.tokens import TokenIds
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
-"""Bumped when stored bytes change meaning. It is part of every fingerprint, so no request finds old chunks,
-and a shard refuses a tier that holds some."""
+"""Bumped when what is stored of a token changes meaning. It is part of every fingerprint, so no request finds
+chunks from before. How a chunk's bytes are laid out has versions of its own, `layout.FORMATS`."""
 
 ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""

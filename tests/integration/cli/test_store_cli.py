@@ -21,12 +21,14 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.commands.store import app
 from kintsugi.cli.exits import ExitCode
+from kintsugi.core.layout import FORMAT
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
+from tests.integration.store.recorded_folder import KEPT, RECORDED, unpack
 
 runner = CliRunner()
 
@@ -97,6 +99,12 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2, 1]}\n')
     assert said("simulate", str(trace))["policies"][0]["policy"] == "belady"
+    unpack(RECORDED / "format-3.tar.gz", tmp_path)
+    disk = str(tmp_path / "disk")
+    dropped = sum(recipe.made()[0].chunk_bytes for recipe in KEPT[FORMAT][2:])
+    found = {"kept": 1, "without_priors": 1, "dropped": 3, "dropped_bytes": dropped}
+    assert said("migrate", disk, "--to", "2", "--dry-run") == {disk: found}
+    assert said("migrate", disk, "--to", "2") == {disk: found}
     error = said("status", "--address", "127.0.0.1:1", status=ExitCode.UNAVAILABLE)["error"]
     assert error["type"] == "Unavailable"
 
@@ -125,6 +133,8 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--ssd", "disk:0"), "one block"),
         (("serve", "--drain-s", "nan"), "drain-s"),
         (("simulate", "/nowhere/at/all"), "cannot be read"),
+        (("migrate", "/nowhere/at/all", "--to", "2"), "holds no SSD tier"),
+        (("migrate", "/nowhere/at/all", "--to", "3"), "to: 3 must be 2"),
     ],
 )
 def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message: str) -> None:

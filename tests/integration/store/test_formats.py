@@ -22,10 +22,12 @@ from kintsugi.core.layout import FORMATS, PLAIN_FORMAT, ChunkManifest, Codec, He
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claim_shard
+from kintsugi.store.shard import work
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from kintsugi.store.shard.workers import tier_writer
 from tests.contracts.store_contract import Chunk, make_encrypted_chunk, make_mixed_chunk
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
@@ -123,6 +125,31 @@ def test_chunks_of_both_formats_survive_a_restart_side_by_side(
         assert shard.verify("acme", [manifest.key for manifest, _ in chunks]) == {
             manifest.key: True for manifest, _ in chunks
         }
+
+
+def test_frames_of_several_sizes_are_demoted_and_promoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_writer, "_BOUNCE_BYTES", 1 << 17)  # a chunk moves in several steps
+    monkeypatch.setattr(work, "LOAD_STEP_BYTES", 1 << 17)
+    chunks = [make_mixed_chunk(range(start, start + 400)) for start in range(0, 24_000, 1000)]
+    keys = [manifest.key for manifest, _ in chunks]
+    tiers = spec(tmp_path, ssd_mib=(3, 16))
+    with closing(open_shard(tiers)) as shard:
+        for manifest, frames in chunks:
+            put(shard, manifest, frames)
+        assert shard.disks[0].evictions > 0
+        assert shard.disks[1].chunks > 0
+        assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
+    with closing(open_shard(tiers)) as shard:
+        assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
+        manifest, frames = chunks[0]
+        assert shard.lookup("acme", keys[:1])[0] is not None
+        reading = shard.open("acme", keys[:1], manifest.layers, every_head(manifest))
+        (held,) = reading.chunks
+        assert held is not None
+        assert [bytes(frame_of(shard, held, layer)) for layer in manifest.layers] == frames
+        shard.close_reading(reading)
 
 
 def every_head(manifest: ChunkManifest) -> HeadRange:

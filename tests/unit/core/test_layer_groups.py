@@ -194,6 +194,23 @@ class TestFormat:
         assert manifest_of(MIXED).format == FORMAT == 3
         assert manifest_of(uniform, ("deviation",)).format == FORMAT
 
+    def test_what_format_2_cannot_hold_does_not_become_plain(self) -> None:
+        uniform = manifest_of(KVLayout(2, 1, 8, "bfloat16"))
+        assert uniform.as_plain() == uniform
+        plain = manifest_of(uniform.layout, ("deviation",)).as_plain()
+        assert plain is not None
+        assert (plain.format, plain.priors, len(plain.digests)) == (2, (), len(uniform.digests))
+        assert manifest_of(MIXED).as_plain() is None
+        encrypted = dataclasses.replace(uniform, format=FORMAT, key_id="acme/1", salt=bytes(16))
+        assert encrypted.as_plain() is None
+
+    def test_digests_are_numbered_through_the_chunk(self) -> None:
+        """The nonces of an encrypted chunk are these numbers."""
+        manifest = manifest_of(MIXED, ("deviation",))
+        firsts = [manifest.head_digests(layer, HeadRange(0, 8)).first for layer in manifest.layers]
+        assert firsts == [0, 1, 9, 17, 19]
+        assert manifest.head_digests(2, HeadRange(4, 8)).first == 18
+
     def test_an_encrypted_chunk_is_checked_by_length(self) -> None:
         """Its digests are tags, which only the holder of the key can check."""
         manifest = dataclasses.replace(

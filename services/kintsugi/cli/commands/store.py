@@ -23,6 +23,7 @@ from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import PLAIN_FORMAT
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.admin import ShardAdmin, Verified
@@ -36,6 +37,7 @@ from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.migration import migrate_to_plain
 from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
 
 app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
@@ -390,6 +392,34 @@ def verify(
 
     screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
     return ExitCode.CORRUPTED if damaged else ExitCode.OK
+
+
+@command(app)
+def migrate(
+    screen: Screen,
+    folders: Annotated[list[Path], typer.Argument(help="Folders of SSD tiers, as --ssd names them.")],
+    to: Annotated[int, typer.Option(help="Format that every chunk shall have: 2.")],
+    dry_run: Annotated[bool, typer.Option(help="Only count what would change.")] = False,
+) -> None:
+    """Prepare the folders of a stopped shard for the version before format 3.
+
+    Priors are left out; chunks that format 2 cannot hold are dropped and will be computed again.
+    """
+    if to != PLAIN_FORMAT:
+        raise InvalidField("to", f"{to} must be {PLAIN_FORMAT}; newer formats are read as they are")
+    done = {str(folder): migrate_to_plain(folder, dry_run) for folder in folders}
+
+    def render(console: Console) -> None:
+        for folder, found in done.items():
+            console.print(
+                f"{folder}: {found.kept} chunks in format {to}, {found.without_priors} without their priors, "
+                f"{found.dropped} dropped ({format_bytes(found.dropped_bytes)})",
+                highlight=False,
+            )
+        if dry_run:
+            console.print("Nothing was changed.")
+
+    screen.show({folder: asdict(found) for folder, found in done.items()}, render)
 
 
 def _pages(admin: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:

@@ -56,7 +56,7 @@ class ArenaMap:
     ) -> bool:
         """Copy the bytes of `heads` of a layer and return whether they match their digests; those of an
         encrypted chunk are left to whoever decrypts it."""
-        size, digests = manifest.head_digests(layer, heads)
+        _, size, digests = manifest.head_digests(layer, heads)
         intact = True
         for head in range(len(digests) // DIGEST_BYTES):
             start = head * size

@@ -75,7 +75,7 @@ class ChunkCipher:
         start, stop = self._manifest.head_range_bytes(heads, layer)
         if not data.nbytes == into.nbytes == stop - start:
             return False
-        _, tags = self._manifest.head_digests(layer, heads)
+        tags = self._manifest.head_digests(layer, heads).digests
         for place, (number, part) in enumerate(self._parts(layer, heads)):
             tag = tags[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             decryptor = Cipher(self._aes, GCM(_nonce_of(number), tag)).decryptor()

@@ -56,9 +56,9 @@ class StoredFormats:
         Raises `FormatNotStored` where more would be lost."""
         if self.holds(manifest.format):
             return manifest, frames
-        bare = manifest.without_priors()
-        if not self.holds(bare.format):
+        plain = manifest.as_plain()
+        if plain is None:
             raise FormatNotStored(
-                f"{address} stores no chunks of format {bare.format}; upgrade the shard, or wait until it is"
+                f"{address} stores no chunks of format {manifest.format}; upgrade the shard"
             )
-        return bare, frames[bool(manifest.priors) :]
+        return plain, frames[bool(manifest.priors) :]

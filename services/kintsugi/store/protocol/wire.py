@@ -17,6 +17,7 @@ from kintsugi.core.errors import InvalidField, VersionMismatch
 from kintsugi.core.layout import (
     FORMATS,
     LAYERS_MAX,
+    PLAIN_FORMAT,
     PRIOR_LAYER,
     ChunkManifest,
     Codec,
@@ -56,6 +57,7 @@ LOOKUP_KEYS_BATCH = 256
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
+_GROUP_BYTES_MAX = 64
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -70,7 +72,7 @@ the next. A shard does not: it would hold as much for every client that puts."""
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
     layout = manifest.layout
-    return pb.Manifest(
+    message = pb.Manifest(
         format_version=manifest.format,
         key=manifest.key.digest,
         space_digest=manifest.space_digest,
@@ -82,15 +84,26 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             dtype=layout.dtype,
-            groups=[_group_to_wire(group) for group in layout.groups],
         ),
         codec=int(manifest.codec),
         anchor=manifest.anchor,
         digests=manifest.digests,
-        priors=manifest.priors,
-        key_id=manifest.key_id,
-        salt=manifest.salt,
     )
+    if manifest.format != PLAIN_FORMAT:
+        message.layout.groups.extend(map(_group_to_wire, layout.groups))
+        message.priors.extend(manifest.priors)
+        message.key_id, message.salt = manifest.key_id, manifest.salt
+    return message
+
+
+def manifest_bytes(manifest: ChunkManifest) -> int:
+    """About how many bytes a manifest has on the wire, apart from some hundred that every one has."""
+    size = len(manifest.digests)
+    if manifest.format != PLAIN_FORMAT:
+        size += _GROUP_BYTES_MAX * len(manifest.layout.groups) + sum(
+            len(name) + 2 for name in manifest.priors
+        )
+    return size
 
 
 def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:
@@ -110,22 +123,22 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         if size != DIGEST_BYTES:
             raise InvalidField(f"manifest.{name}", f"has {size} bytes; a digest has {DIGEST_BYTES}")
     layout = wire.layout
+    newer = wire.format_version != PLAIN_FORMAT  # the plain format has none of the later fields
+    groups = _groups(layout.groups) if newer else ()
     manifest = ChunkManifest(
         key=ChunkKey(wire.key),
         space_digest=wire.space_digest,
         fingerprint=ModelFingerprint(wire.fingerprint),
         namespace=wire.namespace,
         num_tokens=wire.num_tokens,
-        layout=_layout(
-            layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype, _groups(layout.groups)
-        ),
+        layout=_layout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype, groups),
         codec=_codec(wire.codec),
         anchor=wire.anchor if wire.HasField("anchor") else None,
         digests=wire.digests,
         format=wire.format_version,
-        key_id=wire.key_id,
-        salt=wire.salt,
-        priors=tuple(wire.priors),
+        key_id=wire.key_id if newer else "",
+        salt=wire.salt if newer else b"",
+        priors=tuple(wire.priors) if newer else (),
     )
     if len(manifest.digests) > DIGESTS_BYTES_MAX:
         raise InvalidField(
@@ -149,8 +162,6 @@ def _layout(
 
 
 def _groups(groups: Sequence[pb.LayerGroup]) -> tuple[LayerGroup, ...]:
-    if not groups:
-        return ()
     if len(groups) > LAYERS_MAX:
         raise InvalidField("layout.groups", f"{len(groups)} groups; at most {LAYERS_MAX} layers are stored")
     return tuple(

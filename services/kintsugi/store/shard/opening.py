@@ -18,7 +18,7 @@ from kintsugi.store.shard.eviction.policy import EvictionPolicy
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES
-from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.home import TIER_FOLDER, Home
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -123,7 +123,7 @@ def _open_tier(
     policy: Callable[[int], EvictionPolicy[ChunkEntry]],
     undo: ExitStack,
 ) -> DiskTier:
-    home = Home(ssd.path / "kintsugi-tier", shard_id)
+    home = Home(ssd.path / TIER_FOLDER, shard_id)
     try:
         with _translate_open_errors(ssd.path):
             tier = DiskTier(name, home, ssd.capacity_bytes, policy)

@@ -126,7 +126,7 @@ class ChunkStoreService:
             found = [pb.Found(tier=tier) for tier in tiers]
             return pb.LookupResponse(found=found, room_bytes=self.shard.table.room_bytes())
         entries = self.shard.lookup(request.namespace, wire.keys_from_wire(request.keys))
-        size = sum(len(entry.manifest.digests) for entry in entries if entry is not None)
+        size = sum(wire.manifest_bytes(entry.manifest) for entry in entries if entry is not None)
         if size > wire.RESPONSE_BYTES_MAX:
             raise ResourceExhausted(
                 f"the manifests have {size} bytes; a response holds at most {wire.RESPONSE_BYTES_MAX}, so "
@@ -151,7 +151,7 @@ class ChunkStoreService:
         response = pb.LookupAnchorsResponse()
         size = 0
         for anchor, manifests in found.items():
-            size += sum(len(manifest.digests) for manifest in manifests)
+            size += sum(map(wire.manifest_bytes, manifests))
             if size > wire.RESPONSE_BYTES_MAX:
                 break
             response.candidates.append(
@@ -372,7 +372,7 @@ class ChunkStoreService:
         response = pb.ListResponse()
         size = 0
         for entry in self.shard.page(request.namespace, limit, after):
-            size += len(entry.manifest.digests)
+            size += wire.manifest_bytes(entry.manifest)
             if response.found and size > wire.RESPONSE_BYTES_MAX:
                 break
             response.found.append(_entry_to_found(entry))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, KintsugiError, VersionMismatch
+from kintsugi.core.layout import PRIORS_MAX, ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
-from tests.contracts.store_contract import Chunk, make_chunk, make_encrypted_chunk, make_mixed_chunk
+from tests.contracts.store_contract import (
+    FINGERPRINT,
+    Chunk,
+    make_chunk,
+    make_encrypted_chunk,
+    make_mixed_chunk,
+)
 
 
 def test_a_manifest_survives_the_wire() -> None:
@@ -26,6 +35,20 @@ def test_a_manifest_of_format_3_survives_the_wire(make: Callable[[range], Chunk]
     message = wire.manifest_to_wire(manifest)
     assert message.format_version == 3
     assert wire.manifest_from_wire(pb.Manifest.FromString(message.SerializeToString())) == manifest
+
+
+def test_no_manifest_is_much_larger_than_is_counted() -> None:
+    """Responses are bounded by what is counted."""
+    widest = [LayerGroup(1, 1, tuple(Part(kind, width) for kind in PartKind)) for width in (1023, 1024)]
+    layout = KVLayout.of_groups(widest * 512, "bfloat16")
+    priors = tuple(f"{number:0128}" for number in range(PRIORS_MAX))
+    frames = [bytes(16), *(bytes(layout.frame_bytes(Codec.RAW, 1, layer)) for layer in range(1024))]
+    space = ChunkSpace(FINGERPRINT, "n" * 128)
+    manifest = ChunkManifest.of(space, ChunkKey.of(space, [1]), 1, 1, layout, Codec.RAW, frames, priors)
+    manifest = replace(manifest, key_id="k" * 128, salt=bytes(16))
+    for each in (manifest, make_chunk(range(40))[0]):
+        counted, size = wire.manifest_bytes(each), wire.manifest_to_wire(each).ByteSize()
+        assert counted / 2 < size < counted + 600
 
 
 def test_groups_that_cannot_be_are_refused() -> None:

@@ -13,16 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
-from kintsugi.core.layout import PLAIN_FORMAT
 from kintsugi.rpc.v1 import catalog_pb2 as pb
-from kintsugi.rpc.v1.store_pb2 import Manifest
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
-from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, Strides
+from kintsugi.store.shard.tiers.extents import ExtentAllocator, Strides
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.records import extents_of_record, extents_to_record
 from kintsugi.store.shard.tiers.slab import Slab
 from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
 
@@ -178,7 +177,7 @@ class DiskTier(CopyTier):
 
     def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
         manifest = wire.manifest_to_wire(entry.manifest)
-        stride, extents = _extents_to_record(manifest, residence.extents, residence.strides)
+        stride, extents = extents_to_record(manifest, residence.extents, residence.strides)
         return entry.address, pb.CatalogRecord(
             manifest=manifest,
             stride=stride,
@@ -250,9 +249,9 @@ class DiskTier(CopyTier):
                 "No chunk was deleted: use the version that wrote it, or name another folder"
             ) from error
         strides = Strides.of(manifest.frame_runs)
-        extents = _extents_of_record(record, strides)
+        extents = extents_of_record(record, strides)
         end = min(self.slab.intact_bytes, self.capacity_bytes)
-        if extents is None or any(offset + size > end for offset, size in extents):
+        if extents is None or max(offset + size for offset, size in extents) > end:
             return None
         residence = Residence(self, (manifest.namespace, manifest.key), extents, strides)
         entry = ChunkEntry(
@@ -288,28 +287,6 @@ class DiskTier(CopyTier):
         self.catalog.close()
         self.slab.close()
         self.home.close()
-
-
-def _extents_to_record(
-    manifest: Manifest, extents: Sequence[Extent], strides: Strides
-) -> tuple[int, list[pb.CatalogExtent]]:
-    """`stride` and `extents` of a record, as the chunk's format has them."""
-    if manifest.format_version != PLAIN_FORMAT:
-        return 0, [pb.CatalogExtent(offset=offset, size_bytes=size) for offset, size in extents]
-    ((stride, _),) = strides.runs
-    return stride, [pb.CatalogExtent(offset=offset, frames=size // stride) for offset, size in extents]
-
-
-def _extents_of_record(record: pb.CatalogRecord, strides: Strides) -> tuple[Extent, ...] | None:
-    """Where a record says that a chunk's frames lie; None where frames like these cannot lie so."""
-    if record.manifest.format_version != PLAIN_FORMAT:
-        extents = tuple(Extent(e.offset, e.size_bytes) for e in record.extents)
-    elif record.stride == strides.runs[0].stride:
-        extents = tuple(Extent(e.offset, e.frames * record.stride) for e in record.extents)
-    else:
-        return None
-    aligned = all(size and not offset % BLOCK_BYTES for offset, size in extents)
-    return extents if aligned and strides.fill(extents) else None
 
 
 def runs_of(offsets: Sequence[int], strides: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:

@@ -15,6 +15,9 @@ from kintsugi.store.protocol.durable_files import make_folder, write_durably
 DATA_FORMAT_VERSION = 1
 """Format of everything below a data directory. No chunk key depends on it, unlike `spaces.FORMAT_VERSION`."""
 
+TIER_FOLDER = "kintsugi-tier"
+"""Where an SSD tier lies below the folder that its operator names."""
+
 _IDENTITY = "kintsugi.json"
 _LOCK = "lock"
 
