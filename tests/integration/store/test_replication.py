@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,11 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.replication import replicator as replicator_module
 from kintsugi.store.replication.replicator import Replicator
+from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.opening import ShardSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService
@@ -156,9 +160,11 @@ def test_a_damaged_copy_is_not_spread(fleet: Fleet) -> None:
     check_placed(fleet, {other: frames for other, frames in chunks.items() if other != key})
 
 
-def copy_of(manifest: ChunkManifest, frames: list[bytes], shard: Shard, then: object = None) -> bool:
+def copy_of(
+    manifest: ChunkManifest, frames: list[bytes], shard: Shard, then: object = None, seen: int = 0
+) -> bool:
     """Put a copy into a shard as its service does; whether it is present afterwards."""
-    begun = shard.begin_put(manifest, PutOptions(is_copy=True))
+    begun = shard.begin_put(manifest, PutOptions(is_copy=True, erasures_seen=seen))
     if begun is None:
         return False
     for layer, frame in enumerate(frames):
@@ -186,6 +192,41 @@ def test_a_copy_brings_nothing_back_that_was_deleted() -> None:
     now_s += 601.0
     assert copy_of(*deleted, shard)
     shard.close()
+
+
+def test_a_copy_brings_nothing_back_that_was_erased_before_a_restart(tmp_path: Path) -> None:
+    """Only a shard that has obeyed the erasure can have got the chunk after it."""
+    spec = ShardSpec(8 << 20, tmp_path)
+    erased, other = make_chunk(range(40)), make_chunk(range(100, 140))
+    shard = open_shard(spec)
+    shard.erase(Scope.of("acme", [erased[0].key]), 0.0)
+    shard.close()
+    shard = open_shard(spec)
+    assert not copy_of(*erased, shard)
+    assert copy_of(*other, shard)
+    assert copy_of(*erased, shard, seen=shard.erasures.newest)
+    shard.erase(Scope("acme"), 0.0)
+    shard.close()
+    shard = open_shard(spec)
+    assert not copy_of(*other, shard, seen=shard.erasures.newest - 1)
+    assert copy_of(*other, shard, seen=shard.erasures.newest)
+    shard.close()
+
+
+def test_a_shard_sends_what_was_put_after_an_erasure_that_it_has_obeyed(fleet: Fleet) -> None:
+    first, second = fleet.start(), fleet.start()
+    fleet.replicas = 1
+    chunks = fill(fleet.show(first))
+    key = next(iter(chunks))
+    second.shard.erasures.record([Erasure("acme", key, 1.0)])
+    fleet.replicas = 2
+    fleet.show(first, second)
+    fleet.settle()
+    assert second.shard.table.get(("acme", key)) is None
+    assert len(second.shard) == len(chunks) - 1
+    first.shard.erasures.record([], peer=second.shard.shard_id, seen=second.shard.erasures.newest)
+    fleet.settle()
+    check_placed(fleet, chunks)
 
 
 def test_nothing_is_evicted_for_a_copy(fleet: Fleet) -> None:

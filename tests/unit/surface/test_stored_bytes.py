@@ -36,7 +36,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_
 from kintsugi.core.tokens import TokenIds
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.precompute.ledger import PendingChunk, pack_tokens
+from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.rpc.v1 import store_pb2
 from kintsugi.store.protocol import wire

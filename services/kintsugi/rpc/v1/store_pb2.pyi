@@ -354,6 +354,7 @@ class PutHeader(google.protobuf.message.Message):
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     IS_COPY_FIELD_NUMBER: builtins.int
+    ERASURES_SEEN_FIELD_NUMBER: builtins.int
     ack: global___Ack.ValueType
     tier: builtins.str
     """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
@@ -364,6 +365,10 @@ class PutHeader(google.protobuf.message.Message):
     is_copy: builtins.bool
     """A copy of what another shard holds, not a chunk that a client computed. It is not taken if it needs an
     eviction, nor for a while after the chunk was deleted here.
+    """
+    erasures_seen: builtins.int
+    """With `is_copy`: up to which number the sender has obeyed this shard's erasures (`ListErasures`). A copy of
+    what was erased later is not taken.
     """
     @property
     def manifest(self) -> global___Manifest: ...
@@ -376,9 +381,10 @@ class PutHeader(google.protobuf.message.Message):
         recompute_ms: builtins.float = ...,
         ttl_s: builtins.float = ...,
         is_copy: builtins.bool = ...,
+        erasures_seen: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "erasures_seen", b"erasures_seen", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
 
 global___PutHeader = PutHeader
 

@@ -257,13 +257,23 @@ class GrpcStore(ChunkStore):
         return self._put(manifest, frames, header)
 
     def put_copy(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float, ttl_s: float
+        self,
+        manifest: ChunkManifest,
+        frames: Sequence[Buffer],
+        recompute_ms: float,
+        ttl_s: float,
+        erasures_seen: int = 0,
     ) -> bool:
         """Hand a chunk to another shard, as it is stored; whether it took it. `ttl_s` 0: the chunk does not
-        expire. Raises `FormatNotStored`, as `put`."""
+        expire. `erasures_seen`: up to which number that shard's erasures were obeyed before the chunk was
+        read. Raises `FormatNotStored`, as `put`."""
         manifest, frames = self._formats.fit(self.address, manifest, frames)
         header = pb.PutHeader(
-            manifest=wire.manifest_to_wire(manifest), recompute_ms=recompute_ms, ttl_s=ttl_s, is_copy=True
+            manifest=wire.manifest_to_wire(manifest),
+            recompute_ms=recompute_ms,
+            ttl_s=ttl_s,
+            is_copy=True,
+            erasures_seen=erasures_seen,
         )
         return self._put(manifest, frames, header)
 

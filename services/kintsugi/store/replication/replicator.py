@@ -2,8 +2,8 @@
 
 One mechanism repairs everything: a shard that joined, one that took over from a dead one, one that was away
 while a chunk was put, and one whose scrubber found a damaged copy and dropped it. Nothing is evicted for a
-copy, a chunk that was deleted lately is not taken, and the rate is bounded, because requests share the
-network and the disks. A shard that owns all its chunks alone asks nobody.
+copy; what was deleted lately, or erased since the sender last asked what was, is not taken; and the rate is
+bounded, because requests share the network and the disks. A shard that owns all its chunks alone asks nobody.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class Replicator:
     def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
         """Send a chunk, unless it left meanwhile. A failure is logged: the next round tries again."""
         manifest = entry.manifest
+        seen = self._shard.erasures.seen_of(receiver.shard_id)  # before it is read
         opened = self._shard.table.open_copies(entry.address)
         if opened is None:
             return
@@ -175,7 +176,8 @@ class Replicator:
                 return  # its only copy is on its way to another tier
             ttl_s = max(0.001, current.expires_at_s - time.time()) if current.expires_at_s < math.inf else 0.0
             frames = [_frame(held, layer) for layer in manifest.layers]
-            self.sent_chunks += self._peer(receiver).put_copy(manifest, frames, current.recompute_ms, ttl_s)
+            peer = self._peer(receiver)
+            self.sent_chunks += peer.put_copy(manifest, frames, current.recompute_ms, ttl_s, seen)
         except Corrupted as error:
             log.error("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
             self._shard.verify(manifest.namespace, [manifest.key])

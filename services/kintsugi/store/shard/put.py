@@ -23,6 +23,8 @@ class PutOptions:
     recompute_ms: float = 0.0
     is_copy: bool = False
     """Another shard's copy, not what a client computed."""
+    erasures_seen: int = 0
+    """With `is_copy`: the number up to which that shard has obeyed this one's erasures."""
 
     def __post_init__(self) -> None:
         if not self.ttl_s > 0:

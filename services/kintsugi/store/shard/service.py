@@ -218,6 +218,7 @@ class ChunkStoreService:
             ttl_s=header.ttl_s or math.inf,
             recompute_ms=header.recompute_ms,
             is_copy=header.is_copy,
+            erasures_seen=header.erasures_seen,
         )
 
     @staticmethod

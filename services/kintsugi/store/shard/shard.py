@@ -144,11 +144,16 @@ class Shard:
     def begin_put(
         self, manifest: ChunkManifest, options: PutOptions | None = None, wait_s: float = 0.0
     ) -> ChunkPut | None:
-        """Reserve room for a chunk; None if the shard has it already. End it with `commit` or `abort`.
+        """Reserve room for a chunk; None if the shard has it already, and for another shard's copy of what
+        was erased. End it with `commit` or `abort`.
 
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` if `wait_s` was too short.
         """
-        return self.table.begin_put(manifest, options or PutOptions(), wait_s)
+        options = options or PutOptions()
+        # An erasure under way, or recorded from here on, is among the table's deletions.
+        if options.is_copy and self.erasures.cover((manifest.namespace, manifest.key), options.erasures_seen):
+            return None
+        return self.table.begin_put(manifest, options, wait_s)
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that

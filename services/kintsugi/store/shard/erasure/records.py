@@ -21,6 +21,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.private_files import PRIVATE_MODE
+from kintsugi.store.shard.entry import Address
 
 ERASURES_MAX = 200_000
 AFTER_S = 1e-3
@@ -145,6 +146,12 @@ class Erasures:
             names: tuple[_Name, ...] = ((erasure.namespace, erasure.key), (erasure.namespace, None))
             records = [self._records.get(name) for name in names]
         return any(record is not None and record.at_s >= erasure.at_s for record in records)
+
+    def cover(self, address: Address, seen: int) -> bool:
+        """Whether a chunk may have been erased after the erasure with the number `seen`."""
+        with self._lock:
+            found = (self._records.get(address), self._records.get((address[0], None)))
+            return self.forgotten > seen or any(one is not None and one.number > seen for one in found)
 
     def seen_of(self, peer: str) -> int:
         """The number up to which another shard's erasures were obeyed here; 0: none were asked for."""
