@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
+from kintsugi.gateway import erasing
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.requests import METHOD_VERBS
@@ -37,6 +38,11 @@ CALLS: dict[str, tuple[Verb | None, Any]] = {
     "GetChunk": (Verb.LIST, pb.GetChunkRequest(namespace="docs", key="0" * 64)),
     "ListChunks": (Verb.LIST, pb.ListChunksRequest(namespace="docs")),
     "DeleteChunk": (Verb.DELETE, pb.DeleteChunkRequest(namespace="docs", key="0" * 64)),
+    "DeleteDocument": (
+        Verb.DELETE,
+        pb.DeleteDocumentRequest(namespace="docs", corpus="tea", document_id="green"),
+    ),
+    "EraseNamespace": (Verb.ADMIN, pb.EraseNamespaceRequest(namespace="docs")),
     "Prefetch": (Verb.GENERATE, pb.PrefetchChunksRequest(namespace="docs", segments=SEGMENTS)),
     "Generate": (Verb.GENERATE, pb.GenerateRequest(namespace="docs", segments=SEGMENTS, question=CHUNK)),
     "Tokenize": (None, pb.TokenizeRequest(namespace="docs", texts=["a chunk"])),
@@ -67,7 +73,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield Served(gateway, file, tokens)
 
 
-def test_every_rpc_needs_its_verb(served: Served) -> None:
+def test_every_rpc_needs_its_verb(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasing, "FOLLOWED_S", 0.0)
     assert CALLS.keys() == {rpc.name for rpc in pb.DESCRIPTOR.services_by_name["Kintsugi"].methods}
     with grpc.insecure_channel(served.gateway.address) as channel:
         for name, (wanted, request) in CALLS.items():

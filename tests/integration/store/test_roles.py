@@ -115,6 +115,7 @@ def build_messages() -> dict[str, list[bytes]]:
         "Verify": pb.VerifyRequest(namespace=NAMESPACE, keys=[KEY.digest]),
         "Drain": pb.DrainRequest(timeout_s=0),
         "OpenArena": pb.OpenArenaRequest(),
+        "ListErasures": pb.ListErasuresRequest(),
     }
     found["LeaseLayers"] = pb.LeaseLayersRequest(request=found["StreamLayers"])
     return {name: [message.SerializeToString()] for name, message in found.items()}
@@ -179,6 +180,7 @@ OPENED: dict[str, set[Verb]] = {
     "Verify": {Verb.GENERATE},
     "Drain": NOBODY,
     "OpenArena": NOBODY,
+    "ListErasures": NOBODY,
 }
 """Which one verb opens an RPC to a caller of one namespace."""
 
@@ -194,9 +196,27 @@ def test_every_rpc_needs_its_verb_and_the_namespace(keys: Keys) -> None:
                 assert is_refused == (verb not in verbs), f"{rpc} by {verb}"
             free = rpc in ("GetReport", "Stats", "PutReport", "Unpin")
             assert (code_of(channel, rpc, foreign) in REFUSED) != free, f"{rpc} by another tenant"
-        for rpc, needed in (("OpenArena", Verb.GENERATE), ("Drain", Verb.ADMIN)):
+        for rpc, needed in (
+            ("OpenArena", Verb.GENERATE),
+            ("ListErasures", Verb.GENERATE),
+            ("Drain", Verb.ADMIN),
+        ):
             for verb, token in widely.items():
                 assert (code_of(channel, rpc, token) in REFUSED) == (verb is not needed), f"{rpc} by {verb}"
+
+
+def test_who_reports_a_wrong_tag_may_delete(keys: Keys) -> None:
+    """Every copy of the chunk goes."""
+    own = {verb: keys.add(verb.value, [NAMESPACE], [verb]).read_text().strip() for verb in Verb}
+    both = keys.add("both", [NAMESPACE], [Verb.GENERATE, Verb.DELETE]).read_text().strip()
+    request = pb.VerifyRequest(namespace=NAMESPACE, keys=[KEY.digest], failed_salts=[bytes(16)])
+    with shard(keys.file) as server, grpc.insecure_channel(server.address) as channel:
+        verify = channel.unary_unary(f"/{wire.SERVICE}/Verify", pb.VerifyRequest.SerializeToString)
+        verify(request, metadata=(("authorization", f"Bearer {both}"),))
+        for verb in (Verb.GENERATE, Verb.DELETE):
+            with pytest.raises(grpc.RpcError) as refused:
+                verify(request, metadata=(("authorization", f"Bearer {own[verb]}"),))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_who_may_use_one_namespace_reads_over_grpc(keys: Keys) -> None:
@@ -313,7 +333,7 @@ def test_commands_show_the_token_of_a_file(keys: Keys, monkeypatch: pytest.Monke
         assert shown.exit_code == ExitCode.OK
     served: list[ServerOptions] = []
 
-    def serve(screen: Any, spec: Any, listen: str, options: ServerOptions, drain_s: float) -> int:
+    def serve(screen: Any, spec: Any, listen: str, options: ServerOptions, drain_s: float, peers: str) -> int:
         served.append(options)
         return 0
 

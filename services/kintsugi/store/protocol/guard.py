@@ -140,6 +140,8 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
         request = request.request
     call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]
     call.keys = _keys_in(request)
+    if isinstance(request, pb.VerifyRequest) and request.failed_salts:  # every copy of these chunks goes
+        caller.require(Verb.DELETE)
     match need.scope:
         case Scope.NAMESPACE:
             caller.authorize(request.namespace, need.verb)
