@@ -16,7 +16,8 @@ from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute.batches import Batches
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
 from kintsugi.precompute.worker import WorkerSpec
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore

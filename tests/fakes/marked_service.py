@@ -30,7 +30,8 @@ from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ChunkText
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.sdk.client import Client
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard

@@ -10,7 +10,7 @@ import numpy as np
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.spaces import anchor_of
-from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.worker import FILLED, Prefiller, WorkerSpec, find_copy
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore

@@ -25,7 +25,8 @@ from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentRef
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.reading import HeldChunk

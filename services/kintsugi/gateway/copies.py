@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kintsugi.core.errors import PermissionDenied
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
@@ -61,10 +62,13 @@ class Copies:
         Without its ``tokens``, the other copy is looked for by anchor and length in the store, and every
         candidate counts. Raises `Unavailable`.
         """
-        space = await self._spaces.find(namespace)
+        try:
+            space = await self._spaces.find(namespace)
+        except PermissionDenied:  # its keys were destroyed, and nobody can name the other copy
+            space = None
 
         def erase(store: ChunkStore) -> tuple[list[ChunkKey], list[ErasedPlace]]:
-            others = _find_others(store, space, key, tokens)
+            others = [] if space is None else _find_others(store, space, key, tokens)
             # The named copy last: while it is there, a call that failed can be repeated.
             places = list(store.erase(namespace, others, asked_at_s)) if others else []
             return [*others, key], [*places, *store.erase(namespace, [key], asked_at_s)]

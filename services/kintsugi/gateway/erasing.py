@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from kintsugi.core.errors import KintsugiError, NotFound
+from kintsugi.core.errors import KintsugiError, NotFound, PermissionDenied
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import Filler
@@ -112,8 +112,9 @@ class Eraser:
             erased.extend(keys)
 
         async with self._unlearning():
+            name_key = await self._name_key(namespace)
             was_there = await asyncio.to_thread(
-                documents.erase_document, namespace, corpus, document_id, erase
+                documents.erase_document, namespace, corpus, document_id, erase, name_key
             )
             places.append(ErasedPlace(LEDGER, int(was_there), 0, time.time()))
             places += await self._forget_texts(namespace, erased, asked_at_s)
@@ -124,7 +125,8 @@ class Eraser:
         return was_there, _seal(namespace, asked_at_s, places)
 
     async def erase_namespace(self, namespace: str) -> Receipt:
-        """Erase everything that is stored of a namespace. Raises `Unavailable` if a shard does not answer."""
+        """Erase everything that is stored of a namespace. Its keys stay: `kintsugi keys destroy` destroys
+        them, also for what is beyond the store's reach. Raises `Unavailable` if a shard does not answer."""
         asked_at_s = time.time()
         places: list[ErasedPlace] = []
         try:
@@ -134,6 +136,13 @@ class Eraser:
             places += await self._forget(namespace, None, asked_at_s)
         await asyncio.sleep(FOLLOWED_S)
         return _seal(namespace, asked_at_s, places)
+
+    async def _name_key(self, namespace: str) -> bytes:
+        """The namespace's; empty once its keys were destroyed, when nobody can name its plain copies."""
+        try:
+            return await self._store.run(lambda store: store.name_key(namespace))
+        except PermissionDenied:
+            return b""
 
     async def _quieten(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
         """Have nothing more saved that was asked for before; whether something was being saved."""

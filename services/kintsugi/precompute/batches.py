@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 DEATHS_MAX = 2

@@ -15,6 +15,13 @@ from kintsugi.core.spaces import ChunkKey
 
 DOCUMENT_ID_BYTES_MAX = 1024
 
+NameKey = Callable[[str], bytes]
+
+
+def no_name_key(namespace: str) -> bytes:
+    """The name key of a namespace that is not encrypted."""
+    return b""
+
 
 @dataclass(frozen=True)
 class DocumentRef:
@@ -57,9 +64,11 @@ class DocumentIndex(ABC):
     """Knows which chunks each document has. Thread-safe."""
 
     @abstractmethod
-    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+    def resolve(
+        self, corpus: str, refs: Sequence[DocumentRef], name_key: NameKey = no_name_key
+    ) -> list[KnownChunk | None]:
         """Resolve references within one corpus, in order; None for a document, version or index that does not
-        exist."""
+        exist. ``name_key``: `ChunkStore.name_key`."""
 
     @abstractmethod
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
@@ -72,11 +81,16 @@ class DocumentIndex(ABC):
         return 0
 
     def erase_document(
-        self, namespace: str, corpus: str, document_id: str, erase: Callable[[Sequence[ChunkKey]], None]
+        self,
+        namespace: str,
+        corpus: str,
+        document_id: str,
+        erase: Callable[[Sequence[ChunkKey]], None],
+        name_key: bytes = b"",
     ) -> bool:
         """Forget a document of a corpus of the namespace, and the chunks that no other document has;
-        ``erase`` is called with their keys before. Returns whether it was there. Nothing of them is left in
-        files. A call that failed continues with the next."""
+        ``erase`` is called with their keys before. ``name_key``: that of the namespace. Returns whether it
+        was there. Nothing of them is left in files. A call that failed continues with the next."""
         return False
 
     def erase_namespace(self, namespace: str) -> int:

@@ -29,7 +29,8 @@ from kintsugi.core.errors import (
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.precompute.batches import Batches, ChunkBatch, Settled
 from kintsugi.precompute.chunking import Chunker
-from kintsugi.precompute.ledger import Ledger, PendingChunk, ScannedDocument
+from kintsugi.precompute.ledger import Ledger, ScannedDocument
+from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.files import FileRange, list_source

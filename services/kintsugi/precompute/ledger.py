@@ -22,16 +22,29 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
-import numpy as np
 
 from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.precompute.database import Database, lock_state
-from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.precompute.documents import (
+    DocumentIndex,
+    DocumentRef,
+    IndexedChunk,
+    KnownChunk,
+    NameKey,
+    no_name_key,
+)
+from kintsugi.precompute.ledger_chunks import (
+    PendingChunk,
+    add_copies,
+    find_orphaned_copies,
+    find_plain_space,
+    unpack_tokens,
+)
 from kintsugi.precompute.sources.readers import Failure
 
 SCHEMA_VERSION = 1
@@ -71,12 +84,6 @@ CREATE TABLE IF NOT EXISTS failure (
 """
 
 
-def pack_tokens(tokens: bytes) -> bytes:
-    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack, so that
-    the driver, of which there is only one, just passes them on."""
-    return zlib.compress(tokens, 1)
-
-
 @dataclass(frozen=True)
 class ScannedChunk:
     """One chunk of a document, from the scan."""
@@ -100,25 +107,6 @@ class ScannedDocument:
     digest: bytes
     metadata: str
     chunks: tuple[ScannedChunk, ...]
-
-
-@dataclass(frozen=True)
-class PendingChunk:
-    """A chunk to look up, and to prefill if the store lacks it."""
-
-    key: ChunkKey
-    tokens: bytes
-    """See `pack_tokens`."""
-    num_tokens: int
-
-    @property
-    def token_ids(self) -> list[int]:
-        return _unpack_tokens(self.tokens)
-
-
-def _unpack_tokens(tokens: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(zlib.decompress(tokens), "<u4").tolist()
-    return ids
 
 
 @dataclass(frozen=True)
@@ -258,7 +246,7 @@ class Ledger(DocumentIndex):
         duplicates: list[Failure] = []
         unchanged = chunks = 0
         with self._database.transaction() as db:
-            plain = _find_plain_space(db, edition)
+            plain = find_plain_space(db, edition)
             for document in documents:
                 failure, same = self._record_one(db, edition, run, document)
                 duplicates += [failure] if failure else []
@@ -266,7 +254,7 @@ class Ledger(DocumentIndex):
                 if failure is None or failure.url != document.url or failure.place != document.place:
                     chunks += len(document.chunks)
                     fresh += _claim_document_chunks(db, run, namespace, document)
-        return Recorded(_add_copies(fresh, plain, name_key), duplicates, unchanged, chunks)
+        return Recorded(add_copies(fresh, plain, name_key), duplicates, unchanged, chunks)
 
     def _record_one(
         self, db: sqlite3.Connection, edition: int, run: int, document: ScannedDocument
@@ -342,7 +330,7 @@ class Ledger(DocumentIndex):
         last = 0
         while True:
             with self._database.transaction() as db:
-                plain = _find_plain_space(db, edition)
+                plain = find_plain_space(db, edition)
                 rows = db.execute(
                     "SELECT id, key, tokens, num_tokens FROM chunk WHERE id>? AND checked!=? AND EXISTS"
                     " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY id LIMIT ?",
@@ -353,14 +341,14 @@ class Ledger(DocumentIndex):
                 return
             last = rows[-1][0]
             chunks = [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
-            yield _add_copies(chunks, plain, name_key)
+            yield add_copies(chunks, plain, name_key)
 
     def keys(self, edition: int, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
         """Yield pages of the keys of the edition's distinct chunks and of their plain copies."""
         last = b""
         while True:
             with self._database.open_read() as db:
-                plain = _find_plain_space(db, edition)
+                plain = find_plain_space(db, edition)
                 rows = db.execute(
                     "SELECT key, tokens FROM chunk WHERE key>? AND EXISTS"
                     " (SELECT 1 FROM span WHERE span.key=chunk.key AND span.edition=?) ORDER BY key LIMIT ?",
@@ -370,7 +358,7 @@ class Ledger(DocumentIndex):
                 return
             last = rows[-1][0]
             chunks = [PendingChunk(ChunkKey(key), tokens, 0) for key, tokens in rows]
-            yield [chunk.key for chunk in _add_copies(chunks, plain, name_key)]
+            yield [chunk.key for chunk in add_copies(chunks, plain, name_key)]
 
     @contextmanager
     def orphans(self, namespace: str, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
@@ -392,7 +380,7 @@ class Ledger(DocumentIndex):
                 orphans = [
                     one
                     for key, tokens in rows
-                    for one in _find_orphaned_copies(db, spaces, key, tokens, name_key)
+                    for one in find_orphaned_copies(db, spaces, key, tokens, name_key)
                 ]
                 if orphans or not rows:
                     yield orphans
@@ -410,7 +398,12 @@ class Ledger(DocumentIndex):
         return erased
 
     def erase_document(
-        self, namespace: str, corpus: str, document_id: str, erase: Callable[[Sequence[ChunkKey]], None]
+        self,
+        namespace: str,
+        corpus: str,
+        document_id: str,
+        erase: Callable[[Sequence[ChunkKey]], None],
+        name_key: bytes = b"",
     ) -> bool:
         with self._database.transaction() as db:
             editions = "(SELECT id FROM edition WHERE namespace=? AND corpus=?)"
@@ -424,7 +417,7 @@ class Ledger(DocumentIndex):
             db.execute(f"DELETE FROM failure WHERE document_id=? AND run IN {runs}", which)
         has_orphans = True
         while has_orphans:
-            with self.orphans(namespace) as keys:
+            with self.orphans(namespace, name_key) as keys:
                 has_orphans = bool(keys)
                 if keys:
                     erase(keys)
@@ -486,17 +479,21 @@ class Ledger(DocumentIndex):
             rows = db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
             return {fingerprint for (fingerprint,) in rows.fetchall()}
 
-    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+    def resolve(
+        self, corpus: str, refs: Sequence[DocumentRef], name_key: NameKey = no_name_key
+    ) -> list[KnownChunk | None]:
         """Resolve references within the serving edition, the newest complete one. Raises `NotFound` for a
         corpus without one."""
         with self._database.open_read() as db:
             row = db.execute(
-                "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL ORDER BY id DESC LIMIT 1",
+                "SELECT id, namespace FROM edition WHERE corpus=? AND completed_s IS NOT NULL"
+                " ORDER BY id DESC LIMIT 1",
                 (corpus,),
             ).fetchone()
             if row is None:
                 raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
-            return [_resolve_document(db, row[0], ref) for ref in refs]
+            edition, secret = row[0], name_key(row[1])
+            return [_resolve_document(db, edition, ref, secret) for ref in refs]
 
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
         with self._database.open_read() as db:
@@ -507,61 +504,14 @@ class Ledger(DocumentIndex):
                 (after, fingerprint, limit),
             ).fetchall()
         return [
-            IndexedChunk(number, namespace, ChunkKey(key), tuple(_unpack_tokens(tokens)))
+            IndexedChunk(number, namespace, ChunkKey(key), tuple(unpack_tokens(tokens)))
             for number, namespace, key, tokens in rows
         ]
 
 
-def _find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
-    """The digest of the space of an edition's plain copies; None if it has none."""
-    row = db.execute(
-        "SELECT plain FROM prepared_space JOIN edition USING (space) WHERE edition.id=? AND plain_copies",
-        (edition,),
-    ).fetchone()
-    return None if row is None else bytes(row[0])
-
-
-def _add_copies(chunks: Sequence[PendingChunk], plain: bytes | None, name_key: bytes) -> list[PendingChunk]:
-    """The chunks, each with its plain copy behind it where there is a space for them."""
-    if plain is None:
-        return list(chunks)
-    return [
-        copy
-        for chunk in chunks
-        for copy in (
-            chunk,
-            replace(chunk, key=ChunkKey.in_space(plain, zlib.decompress(chunk.tokens), name_key)),
-        )
-    ]
-
-
-def _find_orphaned_copies(
-    db: sqlite3.Connection,
-    spaces: Sequence[tuple[bytes, bytes, int]],
-    key: bytes,
-    tokens: bytes,
-    name_key: bytes,
-) -> list[ChunkKey]:
-    """The keys to delete with an orphan: its own, and that of its plain copy, except what is in use.
-
-    An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`."""
-    text = zlib.decompress(tokens) if spaces else b""
-    keys = [
-        (ChunkKey.in_space(space, text, name_key), ChunkKey.in_space(plain, text, name_key), has)
-        for space, plain, has in spaces
-    ]
-    mine = ChunkKey(key)
-    candidates = [mine, *{plain for prepared, plain, _ in keys if prepared == mine}]
-
-    def is_in_use(one: ChunkKey) -> bool:
-        users = {one, *(prepared for prepared, plain, has in keys if plain == one and has)}
-        query = "SELECT 1 FROM span WHERE key=? LIMIT 1"
-        return any(db.execute(query, (user.digest,)).fetchone() for user in users)
-
-    return [one for one in candidates if not is_in_use(one)]
-
-
-def _resolve_document(db: sqlite3.Connection, edition: int, ref: DocumentRef) -> KnownChunk | None:
+def _resolve_document(
+    db: sqlite3.Connection, edition: int, ref: DocumentRef, name_key: bytes
+) -> KnownChunk | None:
     row = db.execute(
         "SELECT document.id, document.version, chunk.key, chunk.tokens, edition.space FROM document"
         " JOIN span ON span.document=document.id AND span.number=? JOIN chunk ON chunk.key=span.key"
@@ -575,10 +525,10 @@ def _resolve_document(db: sqlite3.Connection, edition: int, ref: DocumentRef) ->
     if not (_is_named(db, document, edition, ref) and _is_listed(db, document, edition, ref.index, key)):
         return None
     try:
-        ids = _unpack_tokens(tokens)
+        ids = unpack_tokens(tokens)
     except (zlib.error, ValueError):
         return None
-    if ChunkKey.in_space(space, zlib.decompress(tokens)).digest != key:
+    if ChunkKey.in_space(space, zlib.decompress(tokens), name_key).digest != key:
         return None
     return KnownChunk(ref, version, ChunkKey(key), tuple(ids))
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.precompute.ledger import PendingChunk
+from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.store.client.registry import open_store
 
 

@@ -18,7 +18,8 @@ from kintsugi.cli.main import app
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentRef
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.store.shard.opening import ShardSpec, open_shard
 from tests.contracts.store_contract import FINGERPRINT
 

@@ -18,7 +18,8 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_b
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.job import Job
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import retire
 from kintsugi.store.client.ram import RamStore

@@ -32,8 +32,16 @@ from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.checkpoint import tokenizer_digest
-from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.documents import (
+    DocumentIndex,
+    DocumentRef,
+    IndexedChunk,
+    KnownChunk,
+    NameKey,
+    no_name_key,
+)
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
@@ -145,7 +153,9 @@ class OneCorpus(DocumentIndex):
     def __init__(self, chunks: list[KnownChunk]) -> None:
         self._chunks = chunks
 
-    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+    def resolve(
+        self, corpus: str, refs: Sequence[DocumentRef], name_key: NameKey = no_name_key
+    ) -> list[KnownChunk | None]:
         if corpus != "docs":
             raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
         known = {(c.ref.document_id, c.ref.index): c for c in self._chunks}

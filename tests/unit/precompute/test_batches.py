@@ -11,7 +11,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey, token_bytes
 from kintsugi.precompute.batches import DEATHS_MAX, Batches, ChunkBatch, OutcomeVerdict, judge_outcome
-from kintsugi.precompute.ledger import PendingChunk, pack_tokens
+from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT
 
 

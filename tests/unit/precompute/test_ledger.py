@@ -18,7 +18,8 @@ from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute import ledger as ledger_module
 from kintsugi.precompute.documents import DocumentRef
-from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.warm import pin
 
@@ -337,10 +338,22 @@ def test_plain_copies_of_an_encrypted_namespace_are_named_with_its_key(ledger: L
     assert corpus.run(stamps={"a.jsonl": "s"}, failed=("a.jsonl",))[0] == keys
     (edition,) = ledger.editions("tea")
     assert {one for page in ledger.keys(edition.id, space.name_key) for one in page} == set(keys)
+    (known,) = ledger.resolve("tea", [DocumentRef("a", 0)], lambda namespace: space.name_key)
+    assert known is not None
+    assert known.key == keys[0]
+    assert ledger.resolve("tea", [DocumentRef("a", 0)]) == [None], "without its name key nothing is verified"
     corpus.run(document("a", 2, space=space))
     assert orphans(ledger, "acme", space.name_key) == keys[:2]
     files = [path.read_bytes() for path in ledger.folder.iterdir()]
     assert not any(space.name_key in data for data in files), "the ledger does not keep it"
+
+
+def test_a_document_of_an_encrypted_namespace_is_erased_with_its_plain_copies(ledger: Ledger) -> None:
+    space = replace(PREPARED, name_key=bytes(range(32)))
+    Corpus(ledger, space=space).run(document("a", 1, space=space))
+    erased: list[ChunkKey] = []
+    assert ledger.erase_document("acme", "tea", "a", erased.extend, space.name_key)
+    assert erased == [key(1, space), key(1, space.plain)]
 
 
 def test_plain_copies_follow_the_newest_job(ledger: Ledger) -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import KVLayout
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.precompute.ledger import pack_tokens
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.worker import FILLED, PRESENT, NotStarted, Worker, WorkerSpec
 from kintsugi.store.client.registry import open_store
 from tests.fakes.stub_prefiller import StubPrefiller

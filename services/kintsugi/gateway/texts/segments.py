@@ -301,7 +301,9 @@ class SegmentResolver:
             if self._documents is None:
                 raise NotFound(f"{where}: this gateway knows no corpora; start it with a precompute ledger")
             try:
-                found = await asyncio.to_thread(self._documents.resolve, corpus, list(refs.values()))
+                found = await asyncio.to_thread(
+                    self._documents.resolve, corpus, list(refs.values()), self._name_key
+                )
             except NotFound:  # reported as for a corpus of another namespace
                 found = [None] * len(refs)
             for (index, ref), chunk in zip(refs.items(), found, strict=True):

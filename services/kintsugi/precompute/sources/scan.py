@@ -19,7 +19,8 @@ import pyarrow as pa
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument, pack_tokens
+from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, read, row_to_document
 

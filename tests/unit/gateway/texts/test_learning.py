@@ -7,7 +7,14 @@ from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.learning import Learner
-from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.precompute.documents import (
+    DocumentIndex,
+    DocumentRef,
+    IndexedChunk,
+    KnownChunk,
+    NameKey,
+    no_name_key,
+)
 from tests.fakes.openai_backend import INFO
 
 
@@ -21,7 +28,9 @@ class Corpora(DocumentIndex):
             for number, name in enumerate(names, 1)
         ]
 
-    def resolve(self, corpus: str, refs: Sequence[DocumentRef]) -> list[KnownChunk | None]:
+    def resolve(
+        self, corpus: str, refs: Sequence[DocumentRef], name_key: NameKey = no_name_key
+    ) -> list[KnownChunk | None]:
         raise NotImplementedError
 
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:

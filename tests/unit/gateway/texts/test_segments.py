@@ -19,7 +19,14 @@ from kintsugi.gateway.texts.segments import (
     Segment,
     SegmentResolver,
 )
-from kintsugi.precompute.documents import DocumentIndex, DocumentRef, IndexedChunk, KnownChunk
+from kintsugi.precompute.documents import (
+    DocumentIndex,
+    DocumentRef,
+    IndexedChunk,
+    KnownChunk,
+    NameKey,
+    no_name_key,
+)
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "none"}), "tenant", (1,))
 OTHERS = ChunkSpace(SPACE.fingerprint, "other", (1,))
@@ -195,7 +202,9 @@ class OneCorpus(DocumentIndex):
     def __init__(self, chunk: KnownChunk) -> None:
         self._chunk = chunk
 
-    def resolve(self, corpus: str, refs: list[DocumentRef]) -> list[KnownChunk | None]:  # type: ignore[override]
+    def resolve(  # type: ignore[override]
+        self, corpus: str, refs: list[DocumentRef], name_key: NameKey = no_name_key
+    ) -> list[KnownChunk | None]:
         if corpus != "secret":
             raise NotFound(f"corpus {corpus!r} is not complete in this ledger; run kintsugi precompute")
         return [self._chunk if ref == self._chunk.ref else None for ref in refs]
