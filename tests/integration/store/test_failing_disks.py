@@ -177,7 +177,7 @@ def test_a_failing_tier_shows_in_health_stats_and_metrics(
                 begin(shard, new).result(10.0)
             with suppress(OSError):
                 assert chunk.disk is not None
-                disk.read(chunk.disk, 0, [memoryview(mmap.mmap(-1, chunk.disk.stride))])
+                disk.read(chunk.disk, 0, [memoryview(mmap.mmap(-1, chunk.disk.strides.each[0]))])
 
         def shown() -> tuple[Any, bool, bool, bool]:
             (tier,) = [tier for tier in ShardAdmin(store).stats().tiers if tier.name == "ssd0"]
