@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.accounting import Accounting, Outcome, declined_by
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import OUTSIDE_CALIBRATION, GateState
 from kintsugi.core.layout import Codec, codec_named
@@ -146,11 +146,11 @@ class SchedulerSide:
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
-            self._refused[request.request_id] = _decline(error)
+            self._refused[request.request_id] = declined_by(error)
         except Exception as defect:
             logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
             self._states.pop(request.request_id, None)
-            self._refused[request.request_id] = _decline(defect)
+            self._refused[request.request_id] = declined_by(defect)
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
@@ -255,7 +255,7 @@ class SchedulerSide:
             return self._claim(request, state, num_computed)
         except Exception as defect:
             logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
-            state.accounting = state.accounting or _decline(defect)
+            state.accounting = state.accounting or declined_by(defect)
             return 0, False
 
     def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
@@ -332,7 +332,7 @@ class SchedulerSide:
                 return None
             match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
         except NotBlendable as given_up:
-            state.accounting = _decline(given_up)
+            state.accounting = declined_by(given_up)
             self._lookups.release(state.lookup)
             return None
         if match is None or state.lookup.is_taken:
@@ -595,10 +595,3 @@ def _check_calibrated(state: _State, hits: tuple[ChunkHit, ...], num_tokens: int
     ratio = apply_options(state.planner.selection, state.params.options).ratio
     if is_approximate and ratio != 1.0:
         state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
-
-
-def _decline(error: Exception) -> Accounting:
-    """The accounting of a request that `error` keeps from being blended."""
-    reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
-    defect = "" if isinstance(error, InvalidField | NotBlendable) else "defect: "
-    return Accounting(Outcome.DECLINED, reason=defect + reason)

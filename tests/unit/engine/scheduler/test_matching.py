@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,26 +103,29 @@ def test_spans_keep_their_misses() -> None:
 SHARED_SPACE = ChunkSpace(SPACE.fingerprint, "shared")
 
 
-def test_shared_chunks_are_used_where_the_own_space_has_none() -> None:
+@pytest.mark.parametrize("name_key", [b"", bytes(range(32))], ids=["plain", "encrypted"])
+def test_shared_chunks_are_used_where_the_own_space_has_none(name_key: bytes) -> None:
     own, theirs = list(range(100)), list(range(200, 300))
+    shared_space = dataclasses.replace(SHARED_SPACE, name_key=name_key)
     store = store_of(own)
-    store.put(*make_chunk(theirs, SHARED_SPACE))
+    manifest, frames = make_chunk(theirs, shared_space)
+    store.put(dataclasses.replace(manifest, anchor=anchor_of(theirs, name_key)), frames)
     prompt = [9, *own, 9, *theirs, 9]
     for match in (
-        match_content(store, SPACE, prompt, SHARED_SPACE),
+        match_content(store, SPACE, prompt, shared_space),
         match_spans(
             store,
             SPACE,
             [Span(1, 101, ChunkKey.of(SPACE, own)), Span(102, 202, ChunkKey.of(SPACE, theirs))],
             prompt,
-            SHARED_SPACE,
+            shared_space,
         ),
     ):
         assert [(span.start, span.end) for span in match.spans] == [(1, 101), (102, 202)]
         assert [span.key for span in match.spans] == [ChunkKey.of(SPACE, own), ChunkKey.of(SPACE, theirs)]
         found = [match.manifests[span.key] for span in match.spans if span.key is not None]
         assert [manifest.namespace for manifest in found] == [SPACE.namespace, "shared"]
-        assert match.stored[ChunkKey.of(SHARED_SPACE, theirs)].namespace == "shared"
+        assert match.stored[ChunkKey.of(shared_space, theirs)].namespace == "shared"
 
 
 def test_without_a_shared_space_nobody_elses_chunks_are_found() -> None:

@@ -499,8 +499,10 @@ def test_a_lookup_begins_once_answers_hold_fewer_bytes(
 def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, store: StubStore) -> None:
     """Nobody: neither blends nor requests that ask for none. Other namespaces keep theirs."""
 
-    def names(namespace: str, op: Op = Op.BLEND, cache_salt: str | None = None) -> list[Any]:
-        params = KintsugiParams(namespace, op=op)
+    def names(
+        namespace: str, op: Op = Op.BLEND, cache_salt: str | None = None, shared: str = ""
+    ) -> list[Any]:
+        params = KintsugiParams(namespace, op=op, shared=shared)
         sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request("one", PROMPT, sampling, None, block_hasher=hasher, cache_salt=cache_salt)
@@ -511,12 +513,14 @@ def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, st
     side.salts.refresh()
     asked = [(ns, op, salt) for ns in ("acme", "other") for op in (Op.BLEND, Op.OFF) for salt in (None, ns)]
     before = [names(*one) for one in asked]
+    shared = names("other", shared="acme")
     store.erase("acme", [ChunkKey(bytes(32))], 1.0)
     side.salts.refresh()
     after = [names(*one) for one in asked]
     assert not {name for some in before[:4] for name in some} & {name for some in after[:4] for name in some}
     assert after[0] == after[1] == after[3], "they still share"
     assert before[4:] == after[4:]
+    assert not {*names("other", shared="acme")} & {*shared}, "those who use its chunks, too"
     store.erase("acme", None, 2.0)
     side.salts.refresh()
     assert not {*names("acme")} & {*after[0], *before[0]}
