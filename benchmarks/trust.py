@@ -21,9 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from benchmarks.support import sections
-from benchmarks.support.trust import rounds
+from benchmarks.support.trust import fuzz, rounds
 
-SECTIONS: sections.Sections = {}
+SECTIONS: sections.Sections = {"fuzz": fuzz.measure}
 
 
 def main() -> None:

@@ -160,7 +160,8 @@ def check_document(document: Document) -> Document | Failure:
         elif len(text) > DOCUMENT_BYTES_MAX:
             problem = f"has {len(text)} characters; at most {DOCUMENT_BYTES_MAX} are read: split it"
         else:
-            text.encode()
+            for part in (text, document.document_id, document.version, document.metadata):
+                part.encode()
     except UnicodeEncodeError:
         problem = "is not UTF-8 text; convert it first"
     except InvalidField as error:

@@ -88,8 +88,6 @@ def parse_answer(data: bytes, piece: FileRange) -> Document | Failure | None:
         _check_place(document.place)
         if kind != "document" or len(document.metadata) > METADATA_BYTES_MAX:
             raise ValueError("it is no document")
-        document.metadata.encode()
-        document.version.encode()
     except (ValueError, TypeError, AttributeError, RecursionError, KintsugiError) as error:
         raise _ParserEnded(f"its parser answers nonsense ({_shorten(str(error))})") from None
     return check_document(document)

@@ -137,7 +137,6 @@ def document(**values: Any) -> bytes:
         document(place=-1),
         document(place=1 << 63),
         document(metadata="x" * 70_000),
-        document(version="\ud800"),
         document(url="file:///etc/passwd", other=1),
         b'{"failure": {"place": 0}}',
     ],
