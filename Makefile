@@ -14,6 +14,7 @@
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
+#   make fuzz [MINUTES=10]   coverage-guided fuzzing of every decoder; what reaches new code stays in .cache/fuzz
 #   make tools               helm and kubectl for the chart's tests, into .tools
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
@@ -22,6 +23,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-proto
+FUZZ_VENV := .venv-fuzz
+MINUTES := 10
 
 # Tried in this order; the first that is CPython 3.11 or 3.12 makes the environments.
 PYTHONS := python3.11 python3.12 python3
@@ -41,7 +44,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale gpu lock images tools
+.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale gpu fuzz lock images tools
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +67,17 @@ $(PROTO_VENV)/.installed: locks/proto.txt
 	@$(call make_venv,$(PROTO_VENV))
 	$(PROTO_VENV)/bin/python -m pip install --quiet --no-deps -r locks/proto.txt
 	@touch $@
+
+# atheris, beside everything in .venv: it pins nothing that the services run on, and they do not need it.
+$(FUZZ_VENV)/.installed: locks/fuzz.txt $(VENV)/.installed
+	@$(call make_venv,$(FUZZ_VENV))
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --no-deps -r locks/fuzz.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(FUZZ_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	@touch $@
+
+fuzz: $(FUZZ_VENV)/.installed
+	$(FUZZ_VENV)/bin/python scripts/fuzz.py --minutes $(MINUTES)
 
 demo: setup
 ifdef MODEL
@@ -118,6 +132,7 @@ gpu:
 lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
+	$(BIN)/python scripts/lock.py locks/fuzz.in locks/fuzz.txt
 	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt
 	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
 	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt

@@ -21,7 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 from benchmarks.support import sections
-from benchmarks.support.trust import door, encryption, erasure, flips, kill9, neighbours, rounds, timing
+from benchmarks.support.trust import (
+    door,
+    encryption,
+    erasure,
+    flips,
+    fuzz,
+    kill9,
+    neighbours,
+    rounds,
+    timing,
+)
 
 SECTIONS: sections.Sections = {
     "door": door.measure,
@@ -31,6 +41,7 @@ SECTIONS: sections.Sections = {
     "timing": timing.measure,
     "neighbours": neighbours.measure,
     "encryption": encryption.measure,
+    "fuzz": fuzz.measure,
 }
 
 

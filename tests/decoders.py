@@ -41,6 +41,7 @@ from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.migration import plain_record
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
+from tests.front_decoders import FRONT_DECODERS, FRONT_SEEDS
 
 MANIFEST, FRAMES = make_chunk(range(40))
 REPORT = make_report("2026-01-01T00:00:00+00:00")
@@ -204,6 +205,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         uses_file,
         keys,
         report,
+        *FRONT_DECODERS,
     )
 }
 
@@ -245,4 +247,4 @@ def seeds(name: str) -> list[bytes]:
         "keys": [bytes([32]) + bytes(64)],
         "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }
-    return found.get(name, [b"\0"])
+    return found.get(name) or FRONT_SEEDS.get(name, [b"\0"])

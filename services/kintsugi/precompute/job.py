@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,7 +35,9 @@ from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.files import FileRange, list_source
-from kintsugi.precompute.sources.readers import Failure, read
+from kintsugi.precompute.sources.readers import Failure
+from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
+from kintsugi.precompute.sources.sandbox import read_confined
 from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.warm import delete_some_orphans, forget
@@ -77,11 +80,12 @@ class Job:
         *,
         dataset: Any = None,
         dry: bool = False,
+        roots: SourceRoots = EVERYWHERE,
         factory: PrefillerFactory = EnginePrefiller,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """``dataset``: a `ray.data.Dataset` to read instead of `spec.source`. ``dry``: only look chunks up;
-        needs a ledger of its own."""
+        needs a ledger of its own. ``roots``: what the source may lie in."""
         self.spec = spec
         self.facts = ModelFacts.of(spec)
         self.progress = Progress(
@@ -89,6 +93,7 @@ class Job:
         )
         self._ledger = ledger
         self._dataset = dataset
+        self._roots = roots
         self._dry = dry
         self._factory = factory
         self._on_progress = on_progress
@@ -199,12 +204,12 @@ class Job:
     def _scan_changed(self, edition: int, run: int, clean: dict[str, str]) -> Iterator[list[Scanned]]:
         """Yield blocks of the files that have changed. Fills `clean` with the stamps of all files."""
         spec = self.spec
-        task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns)
+        task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns, self._roots)
         if self._dataset is not None:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             yield from scan(self._dataset, task, spec.source)
             return
-        listing = list_source(spec.source, spec.format)
+        listing = list_source(spec.source, spec.format, self._roots)
         pieces = listing.pieces
         self._note_failures(run, [Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
         known = self._ledger.stamps(edition)
@@ -225,7 +230,8 @@ class Job:
     def _check_columns(self, piece: FileRange) -> None:
         """Raise `InvalidField` if the text column is missing: that is a mistake in the job, not in a
         document."""
-        first = next(read(piece, self.spec.columns), None)
+        with closing(read_confined(piece, self.spec.columns, self._roots)) as documents:
+            first = next(documents, None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
             raise InvalidField(
                 "columns.text", f"{piece.url}: {first.reason}; name the column of the text (--text-column)"

@@ -20,7 +20,9 @@ from kintsugi.core.errors import KintsugiError, NotFound, ResourceExhausted, Una
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.journal import Journal, JournalRecord
 from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.policy import JobPolicy
 from kintsugi.precompute.progress import Progress, State
+from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import EnginePrefiller, PrefillerFactory
 
@@ -51,8 +53,13 @@ class JobManager:
     stay paused.
     """
 
-    def __init__(self, state: Path, factory: PrefillerFactory = EnginePrefiller) -> None:
-        """``state``: the folder of ledger and journal. Raises what `Ledger` and `Journal` raise."""
+    def __init__(
+        self, state: Path, factory: PrefillerFactory = EnginePrefiller, policy: JobPolicy | None = None
+    ) -> None:
+        """``state``: the folder of ledger and journal. ``policy``: what jobs may use; by default nothing.
+
+        Raises what `Ledger` and `Journal` raise.
+        """
         self._journal = Journal(state)
         try:
             self.ledger = Ledger(state)
@@ -60,6 +67,7 @@ class JobManager:
             self._journal.close()
             raise
         self._factory = factory
+        self._policy = policy or JobPolicy()
         self._lock = threading.RLock()
         self._entries: OrderedDict[str, JobEntry] = OrderedDict()
         self._queue: queue.SimpleQueue[JobEntry | None] = queue.SimpleQueue()
@@ -80,7 +88,9 @@ class JobManager:
             self._queue.put(entry)
 
     def submit(self, spec: JobSpec, dry: bool = False) -> JobEntry:
-        """Queue a job. Raises `ResourceExhausted` if too many are waiting."""
+        """Queue a job. Raises `PermissionDenied` for what the policy does not offer, `ResourceExhausted` if
+        too many are waiting."""
+        self._policy.check(spec)
         progress = Progress(corpus=spec.corpus_name, dry=dry)
         entry = JobEntry(uuid.uuid4().hex, spec, dry, progress=progress)
         with self._lock:
@@ -101,6 +111,16 @@ class JobManager:
             if job_id not in self._entries:
                 raise NotFound(f"job {job_id!r} is not known; List returns the jobs that are")
             return self._entries[job_id]
+
+    def namespaces_of(self, corpus: str) -> set[str]:
+        """Namespaces that a corpus has chunks in, or will have."""
+        with self._lock:
+            coming = {
+                entry.spec.namespace
+                for entry in self._entries.values()
+                if entry.spec.corpus_name == corpus and not entry.progress.state.is_final
+            }
+        return coming | {edition.namespace for edition in self.ledger.editions(corpus)}
 
     def list(self) -> list[JobEntry]:
         """All jobs, newest first."""
@@ -158,10 +178,12 @@ class JobManager:
 
     def _run_one(self, entry: JobEntry) -> None:
         on_progress = partial(setattr, entry, "progress")
+        # Again: the journal may hold jobs of a server that offered more.
+        spec, roots = self._policy.complete(entry.spec), self._policy.sources
         if entry.dry:
-            survey(entry.spec, on_progress, partial(self._attach_job, entry))
+            survey(spec, on_progress, partial(self._attach_job, entry), roots=roots)
             return
-        job = Job(entry.spec, self.ledger, factory=self._factory, on_progress=on_progress)
+        job = Job(spec, self.ledger, roots=roots, factory=self._factory, on_progress=on_progress)
         self._attach_job(entry, job)
         job.run()
 
@@ -198,6 +220,7 @@ def survey(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_start: Callable[[Job], None] = lambda job: None,
     dataset: Any = None,
+    roots: SourceRoots = EVERYWHERE,
 ) -> Progress:
     """Find out what a job would do: chunks, bytes, and what is resident in which tier. Keeps nothing and
     starts no engine."""
@@ -205,6 +228,6 @@ def survey(
         tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder,
         closing(Ledger(Path(folder))) as ledger,
     ):
-        job = Job(spec, ledger, dataset=dataset, dry=True, on_progress=on_progress)
+        job = Job(spec, ledger, dataset=dataset, dry=True, roots=roots, on_progress=on_progress)
         on_start(job)
         return job.run()

@@ -16,15 +16,20 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from typer.testing import CliRunner
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.errors import InvalidField
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.manager import JobManager
+from kintsugi.precompute.policy import JobPolicy
 from kintsugi.precompute.service import serve
+from kintsugi.precompute.sources.roots import SourceRoots
 from kintsugi.rpc.v1 import precompute_pb2 as pb
 from kintsugi.rpc.v1 import precompute_pb2_grpc
+from kintsugi.store.protocol.access import Access, TokenFile, token_digest
 from tests.fakes.stub_prefiller import StubPrefiller
 from tests.integration.precompute.conftest import Bench, write_corpus
 
@@ -36,8 +41,9 @@ TEXTS = {f"d{n}": f"Document {n} is about tea. " * 20 for n in range(6)}
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, manager: JobManager) -> None:
+    def __init__(self, manager: JobManager, access: Access | None = None) -> None:
         self.manager = manager
+        self.access = access
         self.address = ""
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -46,8 +52,11 @@ class Running:
         assert self._ready.wait(30)
 
     def _run(self) -> None:
-        self._loop.run_until_complete(serve(self.manager, "127.0.0.1:0", self._on_ready, self._end.wait))
+        self._loop.run_until_complete(self._serve())
         self._loop.close()
+
+    async def _serve(self) -> None:
+        await serve(self.manager, "127.0.0.1:0", self._on_ready, self._end.wait, self.access)
 
     def _on_ready(self, address: str) -> None:
         self.address = address
@@ -59,9 +68,16 @@ class Running:
         self.manager.close()
 
 
+def make_manager(bench: Bench, folder: Path) -> JobManager:
+    """A manager that offers what `bench.spec()` asks for."""
+    spec = bench.spec()
+    policy = JobPolicy(SourceRoots((str(folder),)), models=(spec.model,), stores=(spec.store,))
+    return JobManager(folder / "jobs", partial(StubPrefiller, log=str(bench.log)), policy)
+
+
 @pytest.fixture
 def stub(bench: Bench, tmp_path: Path) -> Iterator[Any]:
-    running = Running(JobManager(tmp_path / "jobs", partial(StubPrefiller, log=str(bench.log))))
+    running = Running(make_manager(bench, tmp_path))
     with grpc.insecure_channel(running.address) as channel:
         yield precompute_pb2_grpc.PrecomputeStub(channel)
     running.stop()
@@ -114,10 +130,78 @@ def test_bad_requests_get_their_status(bench: Bench, stub: Any) -> None:
             call()
         assert caught.value.code() == code
         assert words in caught.value.details()
-    job = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec(source="/nowhere").to_json()))
+    nowhere = str(bench.folder / "nowhere")
+    job = stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec(source=nowhere).to_json()))
     *_, failed = stub.Watch(pb.WatchJobRequest(job_id=job.job_id))
     assert failed.state == pb.JOB_STATE_FAILED
     assert failed.error.startswith("NotFound")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"source": "/etc/passwd"}, "--allow-source"),
+        ({"model": "org/other"}, "--model"),
+        ({"store": "grpc://127.0.0.1:1"}, "--store"),
+        ({"workers": 99}, "--workers"),
+        ({"engine": {"trust_remote_code": True}}, "--engine"),
+    ],
+)
+def test_what_the_server_does_not_offer_is_refused(
+    bench: Bench, stub: Any, asked: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Submit(pb.SubmitJobRequest(spec_json=bench.spec(**asked).to_json()))
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert words in caught.value.details()
+    assert not stub.List(pb.ListJobsRequest()).jobs
+
+
+def test_tokens_say_who_sees_and_changes_which_job(bench: Bench, tmp_path: Path) -> None:
+    grants = {"owner": ["acme"], "other": ["globex"], "reader": ["acme"]}
+    entries: list[dict[str, Any]] = [
+        {"name": name, "sha256": token_digest(name), "namespaces": spaces} for name, spaces in grants.items()
+    ]
+    entries[2]["verbs"] = ["list"]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    (tmp_path / "tokens.json").chmod(0o600)
+    running = Running(make_manager(bench, tmp_path), TokenFile(tmp_path / "tokens.json"))
+    write_corpus(bench.source, TEXTS)
+    try:
+        with grpc.insecure_channel(running.address) as channel:
+            stub = precompute_pb2_grpc.PrecomputeStub(channel)
+
+            def call(who: str, method: str, **fields: Any) -> Any:
+                request_name = {"List": "ListJobsRequest", "Submit": "SubmitJobRequest"}
+                request = getattr(pb, request_name.get(method, f"{method}JobRequest"))(**fields)
+                return getattr(stub, method)(request, metadata=(("authorization", f"Bearer {who}"),))
+
+            def refused(who: str, method: str, **fields: Any) -> Any:
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(who, method, **fields)
+                return caught.value.code()
+
+            spec_json, denied = bench.spec().to_json(), grpc.StatusCode.PERMISSION_DENIED
+            job_id = call("owner", "Submit", spec_json=spec_json, dry_run=True).job_id
+            assert refused("nobody", "List") == grpc.StatusCode.UNAUTHENTICATED
+            assert refused("other", "Submit", spec_json=spec_json) == denied
+            assert refused("reader", "Submit", spec_json=spec_json) == denied
+            # The corpus is another tenant's, whatever the namespace.
+            taken = bench.spec(namespace="globex").to_json()
+            call("owner", "Submit", spec_json=spec_json)
+            assert refused("other", "Submit", spec_json=taken) == denied
+            for method in ("Get", "Cancel", "Pause", "Resume"):
+                assert refused("other", method, job_id=job_id) == grpc.StatusCode.NOT_FOUND
+            assert refused("reader", "Cancel", job_id=job_id) == denied
+            assert call("reader", "Get", job_id=job_id).job_id == job_id
+            assert [len(call(who, "List").jobs) for who in grants] == [2, 0, 2]
+            health = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
+            with pytest.raises(grpc.RpcError) as caught:
+                next(iter(health.Watch(HealthCheckRequest(), timeout=10)))
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        running.stop()
 
 
 def test_beyond_loopback_is_refused(tmp_path: Path) -> None:

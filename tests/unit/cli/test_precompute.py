@@ -101,7 +101,9 @@ def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
 def test_a_server_says_where_it_listens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: tuple[str, ...], said: str
 ) -> None:
-    async def served(manager: Any, listen: str, ready: Callable[[str], None], until: Any) -> None:
+    async def served(
+        manager: Any, listen: str, ready: Callable[[str], None], until: Any, access: Any
+    ) -> None:
         ready(listen)
 
     monkeypatch.setattr(command, "serve_jobs", served)

@@ -18,9 +18,13 @@ from kintsugi.core.errors import NotFound, ResourceExhausted, Unavailable
 from kintsugi.precompute import manager as manager_module
 from kintsugi.precompute.journal import Journal
 from kintsugi.precompute.manager import JobEntry, JobManager
+from kintsugi.precompute.policy import JobPolicy
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.readers import Failure
+from kintsugi.precompute.sources.roots import EVERYWHERE
 from kintsugi.precompute.spec import JobSpec
+
+POLICY = JobPolicy(EVERYWHERE, models=("model",), stores=("grpc://127.0.0.1:1",))
 
 
 class StubJob:
@@ -70,7 +74,7 @@ def opened(tmp_path: Path, ran: list[str]) -> Iterator[Callable[[], JobManager]]
     managers: list[JobManager] = []
 
     def open_one() -> JobManager:
-        managers.append(JobManager(tmp_path))
+        managers.append(JobManager(tmp_path, policy=POLICY))
         return managers[-1]
 
     yield open_one

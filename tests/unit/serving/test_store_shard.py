@@ -10,9 +10,9 @@ import pytest
 
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
-from kintsugi.gateway import access
 from kintsugi.serving.store_shard import ShardRules, claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.protocol import access
 
 MIB = 1 / 1024
 
@@ -133,6 +133,7 @@ def test_limits_reach_the_shard_from_the_service_and_from_the_tokens_file(
     def write(**limits: float) -> None:
         values = {name: {"ram_gib": gib} for name, gib in limits.items()}
         path.write_text(json.dumps({"tokens": [], "limits": values}))
+        path.chmod(0o600)
 
     try:
         write(acme=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -18,12 +19,41 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
 from kintsugi.precompute.documents import check_document_id
 from kintsugi.precompute.sources.files import FileRange, Format
+from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 
 DOCUMENT_BYTES_MAX = 16 << 20
 """Longer documents fail, because every reading task holds a whole document in memory."""
 METADATA_BYTES_MAX = 64 << 10
 PARQUET_ROWS = 64
+PARQUET_BUFFER_BYTES = 8 << 20
+"""Columns are read in buffers of this size: a row group need not fit into memory."""
+PARQUET_EXPANSION_MAX = 1_000
+"""Texts may have this many characters per byte of their file, and one document more: a kilobyte of Parquet
+can stand for a billion rows."""
+ROW_CHARS = 100
+"""What a row counts for besides its text."""
 _CHARSET = re.compile(rb"""charset=["']?([A-Za-z0-9_.:-]+)""")
+_WEB_CHARSETS = frozenset(
+    {
+        *(
+            "utf-8",
+            "utf-16",
+            "utf-16-le",
+            "utf-16-be",
+            "ascii",
+            "koi8-r",
+            "koi8-u",
+            "mac-roman",
+            "mac-cyrillic",
+        ),
+        *(f"iso8859-{part}" for part in range(1, 17)),
+        *(f"cp{page}" for page in (437, 850, 866, 874, 932, 949, 950, *range(1250, 1259))),
+        *("gb2312", "gbk", "gb18030", "big5", "big5hkscs", "shift_jis", "euc_jp", "iso2022_jp", "euc_kr"),
+        "tis-620",
+    }
+)
+"""Python's names of the charsets of web pages. It knows others, such as punycode, whose decoding takes time
+with the square of the length."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,8 @@ class Columns:
 @dataclass(frozen=True)
 class Document:
     """A text with its id, version and metadata."""
+
+    __pydantic_config__ = STRICT
 
     url: str
     place: int
@@ -67,10 +99,12 @@ class Failure:
     document_id: str = field(default="")
 
 
-def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
-    """Yield the piece's documents in order. Never raises because of a file's content."""
+def read(piece: FileRange, columns: Columns, roots: SourceRoots = EVERYWHERE) -> Iterator[Document | Failure]:
+    """Yield the piece's documents in order. A file outside ``roots`` is a failure. Parses in this process:
+    `sandbox.read_confined` is for files that others wrote."""
     try:
-        with fsspec.open(piece.url, "rb") as stream:
+        with fsspec.open(piece.url, "rb", **roots.open_options(piece.url)) as stream:
+            roots.check_opened(stream, piece.url)
             if piece.format is Format.JSONL:
                 # Streams of remote files do not limit the length of a line.
                 with io.BufferedReader(stream) as lines:
@@ -126,7 +160,8 @@ def check_document(document: Document) -> Document | Failure:
         elif len(text) > DOCUMENT_BYTES_MAX:
             problem = f"has {len(text)} characters; at most {DOCUMENT_BYTES_MAX} are read: split it"
         else:
-            text.encode()
+            for part in (text, document.document_id, document.version, document.metadata):
+                part.encode()
     except UnicodeEncodeError:
         problem = "is not UTF-8 text; convert it first"
     except InvalidField as error:
@@ -176,13 +211,17 @@ def _parse_line(line: bytes, piece: FileRange, place: int, columns: Columns) -> 
 
 
 def _read_parquet(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
-    table = pq.ParquetFile(stream)
+    chars_left = PARQUET_EXPANSION_MAX * stream.seek(0, io.SEEK_END) + DOCUMENT_BYTES_MAX
+    table = pq.ParquetFile(stream, buffer_size=PARQUET_BUFFER_BYTES)
     if columns.text not in table.schema_arrow.names:
         yield row_to_document(dict.fromkeys(table.schema_arrow.names), piece, 0, columns)
         return
     place = 0
-    for batch in table.iter_batches(PARQUET_ROWS):
+    for batch in table.iter_batches(PARQUET_ROWS, use_threads=False):
         for row in batch.to_pylist():
+            chars_left -= ROW_CHARS + len(str(row[columns.text] or ""))
+            if chars_left < 0:
+                raise ValueError(f"more than {PARQUET_EXPANSION_MAX} times its size; write it uncompressed")
             yield row_to_document(row, piece, place, columns)
             place += 1
 
@@ -201,7 +240,9 @@ def _read_whole(piece: FileRange, stream: Any) -> Document | Failure:
         return Failure(piece.url, 0, f"exceeds {DOCUMENT_BYTES_MAX} bytes; split it", piece.name)
     try:
         text = _decode_text(data, piece.format)
-    except (UnicodeDecodeError, LookupError):
+    except LookupError as error:
+        return Failure(piece.url, 0, f"declares a charset that is not read ({error}); convert it", piece.name)
+    except UnicodeDecodeError:
         return Failure(piece.url, 0, "is not UTF-8 text; convert it first", piece.name)
     if piece.format is Format.HTML:
         from inscriptis import get_text
@@ -213,4 +254,9 @@ def _read_whole(piece: FileRange, stream: Any) -> Document | Failure:
 def _decode_text(data: bytes, kind: Format) -> str:
     """Decode as UTF-8, or as the charset that an HTML page declares."""
     declared = _CHARSET.search(data[:2048]) if kind is Format.HTML else None
-    return data.decode(declared[1].decode("ascii") if declared else "utf-8-sig")
+    if declared is None:
+        return data.decode("utf-8-sig")
+    charset = codecs.lookup(declared[1].decode("ascii"))
+    if charset.name not in _WEB_CHARSETS:
+        raise LookupError(f"{charset.name} is no charset of web pages")
+    return data.decode(charset.name)

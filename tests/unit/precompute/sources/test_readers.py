@@ -137,11 +137,13 @@ def test_wrong_encodings_broken_files_and_enormous_documents(
     (tmp_path / "b.parquet").write_bytes(b"not parquet")
     (tmp_path / "c.txt").write_text("x" * 101)
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "y" * 300}) + "\n" + json.dumps({"text": "z"}))
-    (tmp_path / "e.csv").write_bytes(b"text\ngood\n\xff\n")
+    (tmp_path / "e.csv").write_bytes(b"text,id\ngood,a\n\xff,b\nc,c,\xff\n")
     (tmp_path / "f.md").write_text("")
     reasons = failures(tmp_path)
     for words, reason in zip(
-        ("UTF-8", "cannot be read", "exceeds 100", "a line of", "UTF-8", "no text"), reasons, strict=True
+        ("UTF-8", "cannot be read", "exceeds 100", "a line of", "UTF-8", "UTF-8", "no text"),
+        reasons,
+        strict=True,
     ):
         assert words in reason
     assert {i.text for i in read_all(tmp_path) if isinstance(i, Document)} == {"z", "good"}
