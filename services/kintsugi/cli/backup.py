@@ -27,7 +27,7 @@ INDEX = "backup.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class BackupPart:
     """One file of a backup."""
 
     name: str
@@ -36,21 +36,21 @@ class Part:
     """Where it is in use."""
 
 
-def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[Part]:
+def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[BackupPart]:
     """Every file that may belong to these folders: a precompute state folder, a gateway's data folder, and
     shards' data folders. Raises `InvalidField` where none is given."""
     parts = []
     if state is not None:
-        parts += [Part(f"state/{name}", state / name) for name in ("ledger.sqlite", "jobs.sqlite")]
+        parts += [BackupPart(f"state/{name}", state / name) for name in ("ledger.sqlite", "jobs.sqlite")]
     if gateway_data is not None:
-        parts.append(Part("gateway/chunks.sqlite", gateway_data / "known_chunks/chunks.sqlite"))
-    parts += [Part(f"shard-{n}/data.mdb", data / "reports/data.mdb") for n, data in enumerate(shards)]
+        parts.append(BackupPart("gateway/chunks.sqlite", gateway_data / "known_chunks/chunks.sqlite"))
+    parts += [BackupPart(f"shard-{n}/data.mdb", data / "reports/data.mdb") for n, data in enumerate(shards)]
     if not parts:
         raise InvalidField("state", "name at least one of --state, --gateway-data and --shard-data")
     return parts
 
 
-def back_up(parts: Sequence[Part], target: Path) -> list[str]:
+def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
     """Copy the parts that exist into the new folder `target`, which appears whole or not at all; their names.
 
     Raises `InvalidField` for a target that exists, `NotFound` where no part does, `Corrupted` for a part that
@@ -83,7 +83,7 @@ def back_up(parts: Sequence[Part], target: Path) -> list[str]:
     return [part.name for part in present]
 
 
-def restore(parts: Sequence[Part], source: Path) -> list[str]:
+def restore(parts: Sequence[BackupPart], source: Path) -> list[str]:
     """Put a backup's files in their places, all of which must be free; the names of those that it has.
 
     The backup is verified first. Raises `NotFound` for a folder without a backup, `VersionMismatch` and

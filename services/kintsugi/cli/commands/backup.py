@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kintsugi.cli.backup import Part, back_up, parts_of
+from kintsugi.cli.backup import BackupPart, back_up, parts_of
 from kintsugi.cli.backup import restore as restore_parts
 from kintsugi.cli.screen import Screen
 
@@ -23,7 +23,7 @@ class BackedUpFolders:
         list[Path] | None, typer.Option(help="A shard's data folder: reports; repeat, in the same order.")
     ] = None
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[BackupPart]:
         """Raises `InvalidField` where no folder is given."""
         return parts_of(self.state, self.gateway_data, self.shard_data or [])
 

@@ -23,7 +23,7 @@ from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, status_of
 PUT = "put_chunk_kv"
 
 
-class Scope(Enum):
+class Reach(Enum):
     """What a call concerns."""
 
     NAMESPACE = "the namespace that its message names"
@@ -37,7 +37,7 @@ class Need:
 
     verb: Verb | None
     """None: any."""
-    scope: Scope = Scope.NAMESPACE
+    scope: Reach = Reach.NAMESPACE
     is_audited: bool = True
     """Calls that only tell whether something is there come too often. A refusal is always written."""
 
@@ -51,19 +51,19 @@ NEEDS: Mapping[str, Need] = {
     "prefetch": Need(Verb.GENERATE),
     "pin": Need(Verb.PUT),
     # A lease's id is random, and only who pinned knows it.
-    "unpin": Need(Verb.PUT, Scope.NOTHING),
+    "unpin": Need(Verb.PUT, Reach.NOTHING),
     "delete": Need(Verb.DELETE),
     "list": Need(Verb.LIST),
     "clear": Need(Verb.ADMIN),
-    "put_report": Need(Verb.REPORT, Scope.NOTHING),
-    "get_report": Need(None, Scope.NOTHING, is_audited=False),
-    "stats": Need(None, Scope.NOTHING, is_audited=False),
+    "put_report": Need(Verb.REPORT, Reach.NOTHING),
+    "get_report": Need(None, Reach.NOTHING, is_audited=False),
+    "stats": Need(None, Reach.NOTHING, is_audited=False),
     "verify": Need(Verb.GENERATE),
-    "drain": Need(Verb.ADMIN, Scope.EVERYTHING),
+    "drain": Need(Verb.ADMIN, Reach.EVERYTHING),
     # Engines, gateways and other shards ask again and again.
-    "list_erasures": Need(Verb.GENERATE, Scope.EVERYTHING, is_audited=False),
+    "list_erasures": Need(Verb.GENERATE, Reach.EVERYTHING, is_audited=False),
     # The arena holds the chunks of every namespace.
-    "open_arena": Need(Verb.GENERATE, Scope.EVERYTHING),
+    "open_arena": Need(Verb.GENERATE, Reach.EVERYTHING),
 }
 """By the handler's name."""
 
@@ -143,12 +143,12 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
     if isinstance(request, pb.VerifyRequest) and request.failed_salts:  # every copy of these chunks goes
         caller.require(Verb.DELETE)
     match need.scope:
-        case Scope.NAMESPACE:
+        case Reach.NAMESPACE:
             caller.authorize(request.namespace, need.verb)
-        case Scope.EVERYTHING:
+        case Reach.EVERYTHING:
             assert need.verb is not None, "what concerns everything needs a verb"
             caller.require_everywhere(need.verb)
-        case Scope.NOTHING if need.verb is not None:
+        case Reach.NOTHING if need.verb is not None:
             caller.require(need.verb)
 
 
