@@ -164,17 +164,18 @@ class Replicator:
                     yield
 
     def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
-        """Send a chunk, unless it left meanwhile. A failure is logged: the next round tries again."""
-        manifest = entry.manifest
+        """Send a chunk as it is now, unless it left meanwhile. A failure is logged: the next round tries
+        again."""
         opened = self._shard.table.open_copies(entry.address)
         if opened is None:
             return
         current, reading = opened
+        manifest = current.manifest
         try:
             if (held := next(iter(reading.chunks), None)) is None:
                 return  # its only copy is on its way to another tier
             ttl_s = max(0.001, current.expires_at_s - time.time()) if current.expires_at_s < math.inf else 0.0
-            frames = [_frame(held, layer) for layer in range(manifest.layout.num_layers)]
+            frames = [_frame(held, layer) for layer in manifest.layers]
             self.sent_chunks += self._peer(receiver).put_copy(manifest, frames, current.recompute_ms, ttl_s)
         except Corrupted as error:
             log.error("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
