@@ -125,23 +125,27 @@ class DiskTier(CopyTier):
             if not self._unlinked and not self._graveyard:
                 return 0  # and wait for no commit
         with self._catalog_lock:
+            return self._bury()
+
+    def _bury(self) -> int:
+        """As `bury`, for who holds the catalog's lock."""
+        with self._space_lock:
+            unlinked, self._unlinked = self._unlinked, []
+            dead, self._graveyard = self._graveyard, []
+            named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
+        try:
+            if named:
+                self.catalog.apply((), [catalog_key(address) for address in named])
+        except BaseException:
             with self._space_lock:
-                unlinked, self._unlinked = self._unlinked, []
-                dead, self._graveyard = self._graveyard, []
-                named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
-            try:
-                if named:
-                    self.catalog.apply((), [catalog_key(address) for address in named])
-            except BaseException:
-                with self._space_lock:
-                    self._unlinked += unlinked
-                    self._graveyard += dead
-                raise
-            with self._space_lock:
-                for address in named:
-                    del self._recorded[address]
-                for residence in dead:
-                    self.allocator.free(residence.extents)
+                self._unlinked += unlinked
+                self._graveyard += dead
+            raise
+        with self._space_lock:
+            for address in named:
+                del self._recorded[address]
+            for residence in dead:
+                self.allocator.free(residence.extents)
         return sum(residence.size_bytes for residence in dead)
 
     def wipe(self) -> None:
@@ -149,10 +153,11 @@ class DiskTier(CopyTier):
 
         Raises `OSError` and `lmdb.Error`; then some may still be there.
         """
-        self.bury()
-        since = self.slab.syncs_failed
-        with self._space_lock:
-            runs = self.allocator.take_leftovers()
+        with self._catalog_lock:  # another thread's `bury` may be about to free what is to be wiped
+            self._bury()
+            since = self.slab.syncs_failed
+            with self._space_lock:
+                runs = self.allocator.take_leftovers()
         wiped = 0
         try:
             for start, size in runs:
@@ -160,12 +165,15 @@ class DiskTier(CopyTier):
                 with self._space_lock:
                     self.allocator.return_wiped(start, size)
                 wiped += 1
-        finally:
+            self.slab.cut_tail()
+            self.slab.sync(since)
+        except BaseException:
             with self._space_lock:
+                for start, size in runs[:wiped]:
+                    self.allocator.note_unwiped(start, size)
                 for start, size in runs[wiped:]:
                     self.allocator.return_unwiped(start, size)
-        self.slab.cut_tail()
-        self.slab.sync(since)
+            raise
         with self._catalog_lock:
             self.catalog.rewrite()
 

@@ -204,8 +204,12 @@ class ExtentAllocator:
 
     def return_unwiped(self, start: int, size: int) -> None:
         """Free a run from `take_leftovers` that still holds what it held."""
-        self._leftovers.note(start, size)
+        self.note_unwiped(start, size)
         self._give(start, size)
+
+    def note_unwiped(self, start: int, size: int) -> None:
+        """A run from `return_wiped` may hold what it held after all, wherever it is free by now."""
+        self._leftovers.note(start, size)
 
     def _give(self, start: int, size: int) -> None:
         before = self._end_to_start.get(start)
