@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
+CLOCKS_DIFFER_S = 60.0
+"""So much may the clock of who asks for an erasure be ahead of the shard's."""
 
 
 class Shard:
@@ -179,7 +181,9 @@ class Shard:
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
-        asked_s = min(at_s, now_s) if at_s > 0 else now_s
+        # As it was given, where it may be true: shards that record one erasure with two times would tell each
+        # other of it, and erase what was put since.
+        asked_s = min(at_s, now_s + CLOCKS_DIFFER_S) if at_s > 0 else now_s
         removed = self.wipe(scope, timeout_s)
         keys = (None,) if scope.keys is None else sorted(scope.keys)
         self.erasures.record(Erasure(scope.namespace, key, asked_s) for key in keys)
