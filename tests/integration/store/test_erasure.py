@@ -219,7 +219,7 @@ def test_a_disk_that_fails_leaves_no_receipt(shard: Shard, monkeypatch: pytest.M
         before = shard.disks[0].allocator.free_bytes
         assert before == shard.disks[0].capacity_bytes, "the space came back unwiped"
         store.erase("acme", None, time.time())
-        assert not shard.disks[0].allocator.take_leftovers()
+        assert not shard.disks[0].allocator.take_leftovers(0, shard.disks[0].capacity_bytes)
 
 
 def test_zeros_that_may_not_have_reached_the_disk_are_written_again(
@@ -249,6 +249,39 @@ def test_zeros_that_may_not_have_reached_the_disk_are_written_again(
         assert first
         store.erase("acme", None, time.time())
         assert sum(size for _, size in wiped) >= sum(size for _, size in first)
+
+
+def test_chunks_are_stored_and_kept_while_free_space_is_wiped(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart all free space of a slab counts as written."""
+    disk = shard.disks[0]
+    (kept, kept_frames), (manifest, frames), (erased, erased_frames) = chunks(3)
+    began, go_on = threading.Event(), threading.Event()
+    wipe = disk.slab.wipe
+
+    def wait(offset: int, size: int) -> None:
+        began.set()
+        assert go_on.wait(10)
+        wipe(offset, size)
+
+    with serving(shard) as store:
+        put_all(store, [(kept, kept_frames), (erased, erased_frames)])
+        disk.allocator.note_unwiped(0, disk.capacity_bytes)
+        monkeypatch.setattr(disk.slab, "wipe", wait)
+        erasing = threading.Thread(target=store.erase, args=("acme", [erased.key], time.time()))
+        erasing.start()
+        try:
+            assert began.wait(10)
+            assert store.put(manifest, frames)
+        finally:
+            go_on.set()
+            erasing.join(10)
+        for one in (kept, manifest):
+            entry = shard.table.get(("acme", one.key))
+            assert entry is not None
+            assert entry.disk is not None
+        assert disk.evictions == 0
 
 
 def test_a_wipe_waits_for_space_that_another_thread_is_about_to_free(

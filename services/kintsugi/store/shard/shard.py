@@ -29,6 +29,7 @@ from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.uses import Uses
 from kintsugi.store.shard.workers.promotion import Promoter
@@ -220,9 +221,10 @@ class Shard:
 
     def _wipe_tiers(self) -> None:
         """Zero what is free. Raises `Unavailable`."""
-        for start, size in self.table.take_leftovers():
-            self.ram.arena.wipe(start, size)
-            self.table.return_wiped(start, size)
+        for window in windows_of(self.ram.capacity_bytes):
+            for start, size in self.table.take_leftovers(*window):
+                self.ram.arena.wipe(start, size)
+                self.table.return_wiped(start, size)
         for disk in self.disks:
             try:
                 disk.wipe()

@@ -185,7 +185,7 @@ def test_leftovers_are_free_runs_that_were_written() -> None:
     assert leftovers.within(0, size) == [(GRANULE_BYTES, 3 * GRANULE_BYTES)]
     assert leftovers.within(2 * GRANULE_BYTES + 7, 9) == [(2 * GRANULE_BYTES + 7, 9)]
     assert leftovers.within(4 * GRANULE_BYTES, GRANULE_BYTES) == []
-    leftovers.clear()
+    leftovers.clear(0, size)
     assert leftovers.within(0, size) == []
     assert Leftovers(size, 1).within(0, size) == [(0, GRANULE_BYTES)]
 

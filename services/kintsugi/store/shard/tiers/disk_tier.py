@@ -23,6 +23,7 @@ from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES, Extent, ExtentAllocator, Strides
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.slab import Slab
 from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
 
@@ -153,29 +154,38 @@ class DiskTier(CopyTier):
 
         Raises `OSError` and `lmdb.Error`; then some may still be there.
         """
-        with self._catalog_lock:  # another thread's `bury` may be about to free what is to be wiped
-            self._bury()
-            since = self.slab.syncs_failed
-            with self._space_lock:
-                runs = self.allocator.take_leftovers()
-        wiped = 0
+        since = self.slab.syncs_failed
+        wiped: list[tuple[int, int]] = []
         try:
-            for start, size in runs:
-                self.slab.wipe(start, size)
-                with self._space_lock:
-                    self.allocator.return_wiped(start, size)
-                wiped += 1
+            for start, stop in windows_of(self.capacity_bytes):
+                self._wipe_window(start, stop, wiped)
             self.slab.cut_tail()
             self.slab.sync(since)
         except BaseException:
             with self._space_lock:
-                for start, size in runs[:wiped]:
-                    self.allocator.note_unwiped(start, size)
-                for start, size in runs[wiped:]:
-                    self.allocator.return_unwiped(start, size)
+                for run in wiped:
+                    self.allocator.note_unwiped(*run)
             raise
         with self._catalog_lock:
             self.catalog.rewrite()
+
+    def _wipe_window(self, start: int, stop: int, wiped: list[tuple[int, int]]) -> None:
+        """Zero what is free in a window, and add it to `wiped`; not synced. Raises as `wipe` does."""
+        with self._catalog_lock:  # another thread's `bury` may be about to free what is to be wiped
+            self._bury()
+            with self._space_lock:
+                runs = self.allocator.take_leftovers(start, stop)
+        for index, run in enumerate(runs):
+            try:
+                self.slab.wipe(*run)
+            except BaseException:
+                with self._space_lock:
+                    for left in runs[index:]:
+                        self.allocator.return_unwiped(*left)
+                raise
+            wiped.append(run)
+            with self._space_lock:
+                self.allocator.return_wiped(*run)
 
     def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
         """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
