@@ -284,6 +284,49 @@ def test_chunks_are_stored_and_kept_while_free_space_is_wiped(
         assert disk.evictions == 0
 
 
+def test_a_shard_closes_its_files_after_the_wipe_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = open_shard(spec(tmp_path))
+    slab = shard.disks[0].slab
+    shard.disks[0].allocator.note_unwiped(0, slab.capacity_bytes)
+    began, go_on = threading.Event(), threading.Event()
+    wipe, close, order = slab.wipe, slab.close, []
+
+    def wait(offset: int, size: int) -> None:
+        began.set()
+        assert go_on.wait(10)
+        wipe(offset, size)
+        order.append("wiped")
+
+    def note() -> None:
+        order.append("closed")
+        close()
+
+    monkeypatch.setattr(slab, "wipe", wait)
+    monkeypatch.setattr(slab, "close", note)
+    wiping = threading.Thread(target=shard.wipe, args=(Scope("acme"),))
+    wiping.start()
+    assert began.wait(10)
+    closing_down = threading.Thread(target=shard.close)
+    closing_down.start()
+    closing_down.join(0.2)
+    go_on.set()
+    for thread in (wiping, closing_down):
+        thread.join(10)
+    assert set(order[:-1]) == {"wiped"}
+    assert order[-1] == "closed"
+
+
+def test_an_erasure_of_a_closed_shard_fails_at_once(tmp_path: Path) -> None:
+    shard = open_shard(spec(tmp_path))
+    shard.close()
+    began_s = time.monotonic()
+    with pytest.raises(Unavailable, match="restart"):
+        shard.wipe(Scope("acme"), timeout_s=5.0)
+    assert time.monotonic() - began_s < 4.0
+
+
 def test_a_wipe_waits_for_space_that_another_thread_is_about_to_free(
     shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

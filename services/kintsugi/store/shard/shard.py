@@ -305,6 +305,7 @@ class Shard:
         self._promoter.close()
         for writer in self._writers:
             writer.close()
+        self._wiper.close()  # or it would write to whatever has the descriptors of closed files then
         self.save_uses()
         for disk in self.disks:
             disk.close()
