@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -244,15 +245,11 @@ class StoreContract:
             store.put(manifest, frames[1:])
         assert store.lookup("acme", [manifest.key]) == [None]
 
-    def test_encrypted_frames_are_taken_and_given_as_they_are(self, store: ChunkStore) -> None:
-        """No store has the key: whoever decrypts verifies."""
+    def test_nobody_is_given_a_chunk_that_he_has_no_key_for(self, store: ChunkStore) -> None:
         manifest, frames = make_encrypted_chunk(range(40))
-        assert store.put(manifest, frames)
-        assert store.lookup("acme", [manifest.key]) == [manifest]
-        assert read_all(store, [manifest.key]) == [(0, layer, frames[layer]) for layer in range(3)]
-        start, stop = manifest.head_range_bytes(HeadRange(1, 3))
-        items = read_all(store, [manifest.key], HeadRange(1, 3), range(1, 2))
-        assert items == [(0, 1, frames[1][start:stop])]
+        with contextlib.suppress(InvalidField):  # a store that nobody reads with keys takes none
+            store.put(manifest, frames)
+        assert read_all(store, [manifest.key]) == [(0, 0, None)]
 
     def test_a_missing_chunk_does_not_disturb_the_others(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import FORMAT, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.store.client import key_file as key_file_module
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -68,20 +68,22 @@ class _PlainManifests(GrpcStore):
 
     def __init__(self, address: str, options: GrpcOptions) -> None:
         super().__init__(address, options)
-        self._put: dict[ChunkKey, ChunkManifest] = {}
+        self._as_handed: dict[ChunkKey, ChunkManifest] = {}
 
     def put(
         self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
     ) -> bool:
-        self._put.setdefault(manifest.key, manifest)
+        self._as_handed.setdefault(manifest.key, manifest)
         return super().put(manifest, frames, recompute_ms, tier)
 
     def _as_put(self, stored: ChunkManifest) -> ChunkManifest:
         if stored.namespace != "acme":
             return stored
-        put = self._put[stored.key]
+        put = self._as_handed[stored.key]
         assert stored.is_encrypted
-        assert stored == replace(put, key_id=stored.key_id, salt=stored.salt, digests=stored.digests)
+        assert stored == replace(
+            put, format=FORMAT, key_id=stored.key_id, salt=stored.salt, digests=stored.digests
+        )
         assert stored.digests != put.digests
         return put
 

@@ -86,6 +86,8 @@ class RamStore(ChunkStore):
     ) -> bool:
         if tier not in ("", "auto", "ram"):
             raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
+        if manifest.is_encrypted:
+            raise InvalidField("manifest.key_id", "is for shards: this store has no keys to verify it with")
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(
