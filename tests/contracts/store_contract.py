@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -243,6 +244,12 @@ class StoreContract:
         with pytest.raises(InvalidField, match="and a prior frame"):
             store.put(manifest, frames[1:])
         assert store.lookup("acme", [manifest.key]) == [None]
+
+    def test_nobody_is_given_a_chunk_that_he_has_no_key_for(self, store: ChunkStore) -> None:
+        manifest, frames = make_encrypted_chunk(range(40))
+        with contextlib.suppress(InvalidField):  # a store that nobody reads with keys takes none
+            store.put(manifest, frames)
+        assert read_all(store, [manifest.key]) == [(0, 0, None)]
 
     def test_a_missing_chunk_does_not_disturb_the_others(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))

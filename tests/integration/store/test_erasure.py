@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kintsugi.core.errors import DeadlineExceeded, VersionMismatch
+from kintsugi.core.errors import DeadlineExceeded, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -218,7 +219,141 @@ def test_a_disk_that_fails_leaves_no_receipt(shard: Shard, monkeypatch: pytest.M
         before = shard.disks[0].allocator.free_bytes
         assert before == shard.disks[0].capacity_bytes, "the space came back unwiped"
         store.erase("acme", None, time.time())
-        assert not shard.disks[0].allocator.take_leftovers()
+        assert not shard.disks[0].allocator.take_leftovers(0, shard.disks[0].capacity_bytes)
+
+
+def test_zeros_that_may_not_have_reached_the_disk_are_written_again(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes pages that it could not write for written: the next sync says nothing about them."""
+    manifest, frames = make_chunk(range(300))
+    slab = shard.disks[0].slab
+    wiped: list[tuple[int, int]] = []
+    wipe = slab.wipe
+
+    def note(offset: int, size: int) -> None:
+        wiped.append((offset, size))
+        wipe(offset, size)
+
+    def fail(since: int) -> None:
+        raise OSError(5, "made to fail")
+
+    with serving(shard) as store:
+        store.put(manifest, frames)
+        monkeypatch.setattr(slab, "wipe", note)
+        with monkeypatch.context() as broken:
+            broken.setattr(slab, "sync", fail)
+            with pytest.raises(Unavailable, match="erase again"):
+                store.erase("acme", None, time.time())
+        first, wiped[:] = list(wiped), []
+        assert first
+        store.erase("acme", None, time.time())
+        assert sum(size for _, size in wiped) >= sum(size for _, size in first)
+
+
+def test_chunks_are_stored_and_kept_while_free_space_is_wiped(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart all free space of a slab counts as written."""
+    disk = shard.disks[0]
+    (kept, kept_frames), (manifest, frames), (erased, erased_frames) = chunks(3)
+    began, go_on = threading.Event(), threading.Event()
+    wipe = disk.slab.wipe
+
+    def wait(offset: int, size: int) -> None:
+        began.set()
+        assert go_on.wait(10)
+        wipe(offset, size)
+
+    with serving(shard) as store:
+        put_all(store, [(kept, kept_frames), (erased, erased_frames)])
+        disk.allocator.note_unwiped(0, disk.capacity_bytes)
+        monkeypatch.setattr(disk.slab, "wipe", wait)
+        erasing = threading.Thread(target=store.erase, args=("acme", [erased.key], time.time()))
+        erasing.start()
+        try:
+            assert began.wait(10)
+            assert store.put(manifest, frames)
+        finally:
+            go_on.set()
+            erasing.join(10)
+        for one in (kept, manifest):
+            entry = shard.table.get(("acme", one.key))
+            assert entry is not None
+            assert entry.disk is not None
+        assert disk.evictions == 0
+
+
+def test_a_shard_closes_its_files_after_the_wipe_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = open_shard(spec(tmp_path))
+    slab = shard.disks[0].slab
+    shard.disks[0].allocator.note_unwiped(0, slab.capacity_bytes)
+    began, go_on = threading.Event(), threading.Event()
+    wipe, close, order = slab.wipe, slab.close, []
+
+    def wait(offset: int, size: int) -> None:
+        began.set()
+        assert go_on.wait(10)
+        wipe(offset, size)
+        order.append("wiped")
+
+    def note() -> None:
+        order.append("closed")
+        close()
+
+    monkeypatch.setattr(slab, "wipe", wait)
+    monkeypatch.setattr(slab, "close", note)
+    wiping = threading.Thread(target=shard.wipe, args=(Scope("acme"),))
+    wiping.start()
+    assert began.wait(10)
+    closing_down = threading.Thread(target=shard.close)
+    closing_down.start()
+    closing_down.join(0.2)
+    go_on.set()
+    for thread in (wiping, closing_down):
+        thread.join(10)
+    assert set(order[:-1]) == {"wiped"}
+    assert order[-1] == "closed"
+
+
+def test_an_erasure_of_a_closed_shard_fails_at_once(tmp_path: Path) -> None:
+    shard = open_shard(spec(tmp_path))
+    shard.close()
+    began_s = time.monotonic()
+    with pytest.raises(Unavailable, match="restart"):
+        shard.wipe(Scope("acme"), timeout_s=5.0)
+    assert time.monotonic() - began_s < 4.0
+
+
+def test_a_wipe_waits_for_space_that_another_thread_is_about_to_free(
+    shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, frames = make_chunk(range(300))
+    disk = shard.disks[0]
+    apply = disk.catalog.apply
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait(*changes: Any) -> None:
+        began.set()
+        assert go_on.wait(10)
+        apply(*changes)
+
+    with serving(shard) as store:
+        store.put(manifest, frames)
+        monkeypatch.setattr(disk.catalog, "apply", wait)
+        shard.table.remove(Scope("acme"))
+        burying = threading.Thread(target=disk.bury)
+        burying.start()
+        assert began.wait(10)
+        wiping = threading.Thread(target=disk.wipe)
+        wiping.start()
+        wiping.join(0.2)
+        go_on.set()
+        for thread in (burying, wiping):
+            thread.join(10)
+        assert str(disk.slab.path) not in find_residue(shard, tmp_path, [(manifest, frames)])
 
 
 def test_an_older_shard_gives_no_receipt() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.layout import PRIOR_LAYER, SALT_BYTES, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -26,7 +27,7 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from tests.contracts.store_contract import make_chunk, read_all
+from tests.contracts.store_contract import MIXED, make_chunk, make_encrypted_chunk, make_mixed_chunk, read_all
 
 CHUNKS = 12
 
@@ -92,6 +93,36 @@ def check_placed(fleet: Fleet, chunks: dict[ChunkKey, list[bytes]]) -> None:
             store = GrpcStore(owner.address)
             assert [data for _, _, data in read_all(store, [key])] == frames
             store.close()
+
+
+def test_a_chunk_is_copied_with_its_priors(fleet: Fleet) -> None:
+    first, second = fleet.start(), fleet.start()
+    manifest, frames = make_mixed_chunk(range(40))
+    assert fleet.show(first).put(manifest, frames)
+    fleet.show(first, second)
+    fleet.settle()
+    assert fleet.holders(manifest.key) == {"shard-0", "shard-1"}
+    layers, heads = range(PRIOR_LAYER, MIXED.num_layers), HeadRange(0, MIXED.num_kv_heads)
+    store = GrpcStore(second.address)
+    assert [data for _, _, data in read_all(store, [manifest.key], heads, layers)] == frames
+    store.close()
+
+
+def test_a_chunk_that_was_replaced_during_a_round_is_copied_as_it_is_now(fleet: Fleet) -> None:
+    """Nobody but its readers would notice tags that do not belong to the bytes of an encrypted chunk."""
+    first, second = fleet.start(), fleet.start()
+    before, frames = make_encrypted_chunk(range(40))
+    now = dataclasses.replace(before, salt=bytes(SALT_BYTES), digests=bytes(len(before.digests)))
+    store = fleet.show(first)
+    store.put(before, frames)
+    (entry,) = first.shard.table.entries()
+    store.delete("acme", [before.key])
+    store.put(now, frames)
+    shards = fleet.show(first, second).shard_map()
+    (receiver,) = [shard for shard in shards.shards if shard.shard_id == second.shard.shard_id]
+    fleet.replicators[0]._send(entry, receiver)
+    (copied,) = second.shard.table.entries()
+    assert copied.manifest == now
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -164,13 +164,14 @@ class Replicator:
                     yield
 
     def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
-        """Send a chunk, unless it left meanwhile. A failure is logged: the next round tries again."""
-        manifest = entry.manifest
+        """Send a chunk as it is now, unless it left meanwhile. A failure is logged: the next round tries
+        again."""
         seen = self._shard.erasures.seen_of(receiver.shard_id)  # before it is read
         opened = self._shard.table.open_copies(entry.address)
         if opened is None:
             return
         current, reading = opened
+        manifest = current.manifest
         try:
             if (held := next(iter(reading.chunks), None)) is None:
                 return  # its only copy is on its way to another tier

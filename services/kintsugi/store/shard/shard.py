@@ -30,6 +30,7 @@ from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.uses import Uses
 from kintsugi.store.shard.workers.promotion import Promoter
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
+CLOCKS_DIFFER_S = 60.0
+"""So much may the clock of who asks for an erasure be ahead of the shard's."""
 
 
 class Shard:
@@ -185,7 +188,9 @@ class Shard:
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
-        asked_s = min(at_s, now_s) if at_s > 0 else now_s
+        # As it was given, where it may be true: shards that record one erasure with two times would tell each
+        # other of it, and erase what was put since.
+        asked_s = min(at_s, now_s + CLOCKS_DIFFER_S) if at_s > 0 else now_s
         removed = self.wipe(scope, timeout_s)
         keys = (None,) if scope.keys is None else sorted(scope.keys)
         self.erasures.record(Erasure(scope.namespace, key, asked_s) for key in keys)
@@ -222,9 +227,10 @@ class Shard:
 
     def _wipe_tiers(self) -> None:
         """Zero what is free. Raises `Unavailable`."""
-        for start, size in self.table.take_leftovers():
-            self.ram.arena.wipe(start, size)
-            self.table.return_wiped(start, size)
+        for window in windows_of(self.ram.capacity_bytes):
+            for start, size in self.table.take_leftovers(*window):
+                self.ram.arena.wipe(start, size)
+                self.table.return_wiped(start, size)
         for disk in self.disks:
             try:
                 disk.wipe()
@@ -310,6 +316,7 @@ class Shard:
         self._promoter.close()
         for writer in self._writers:
             writer.close()
+        self._wiper.close()  # or it would write to whatever has the descriptors of closed files then
         self.save_uses()
         for disk in self.disks:
             disk.close()

@@ -297,10 +297,10 @@ class EntryTable:
                 self._changed.wait(FREE_POLL_S)  # not everybody who lets go of a chunk notifies
             return True
 
-    def take_leftovers(self) -> list[tuple[int, int]]:
+    def take_leftovers(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `ExtentAllocator.take_leftovers`, of RAM."""
         with self._lock:
-            return self._ram.allocator.take_leftovers()
+            return self._ram.allocator.take_leftovers(start, stop)
 
     def return_wiped(self, start: int, size: int) -> None:
         """A run of RAM from `take_leftovers` holds zeros."""

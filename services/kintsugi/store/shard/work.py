@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kintsugi.core.errors import ResourceExhausted
+from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 
@@ -79,9 +79,12 @@ class WriteQueue:
         self._waiting.append(job)
 
     def add_flush(self) -> Future[None]:
-        """Done once every job and deletion before it is on disk."""
+        """Done once every job and deletion before it is on disk. Fails where no writer is left."""
         flush = uncancellable_future()
-        self._flushes.append(flush)
+        if self.closed:
+            flush.set_exception(Unavailable(f"{self.tier.name} is not written any more; restart the shard"))
+        else:
+            self._flushes.append(flush)
         return flush
 
     def close(self) -> None:

@@ -66,6 +66,64 @@ def test_a_later_erasure_replaces_the_one_before_and_a_namespace_its_chunks() ->
     assert not erasures.is_known(one(2, 4.0, "other"))
 
 
+def test_two_shards_that_tell_each_other_of_erasures_come_to_an_end() -> None:
+    """Both were asked for the same two erasures, in another order."""
+    shards = [Erasures(None), Erasures(None)]
+    for shard, times in zip(shards, ((1.0, 1.0003), (1.0003, 1.0)), strict=True):
+        for at_s in times:
+            shard.record([one(1, at_s)])
+
+    def tell(teller: Erasures, hearer: Erasures) -> bool:
+        told = teller.after(hearer.seen_of("teller"), 10, learned=True)
+        missed = [erasure for erasure in told.erasures if not hearer.is_known(erasure)]
+        hearer.record(missed, peer="teller", seen=told.next)
+        return bool(missed)
+
+    news = [tell(shards[turn % 2], shards[1 - turn % 2]) for turn in range(6)]
+    assert not any(news[2:])
+
+
+def test_an_erasure_that_is_asked_for_again_is_no_other() -> None:
+    first, second = Erasures(None), Erasures(None)
+    for erasures in (first, first, second):
+        erasures.record([one(1, 5.0)])
+    (told,) = first.after(0, 10, learned=True).erasures
+    assert second.is_known(told)
+
+
+def test_an_erasure_after_its_namespaces_is_news_to_who_saw_the_first() -> None:
+    """The clock of who asked for the second is late."""
+    first, second = Erasures(None), Erasures(None)
+    for erasures in (first, second):
+        erasures.record([Erasure("acme", None, 9.0)])
+    first.record([one(1, 8.0)])
+    (_, told) = first.after(0, 10, learned=True).erasures
+    assert not second.is_known(told)
+
+
+def test_an_erased_namespace_makes_room_instead_of_taking_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 4)
+    erasures = Erasures(None)
+    erasures.record([one(1, 1.0, "other"), *(one(number, 2.0) for number in range(3))])
+    erasures.record([Erasure("acme", None, 3.0)])
+    assert erasures.forgotten == 0
+    assert erasures.is_known(one(1, 1.0, "other"))
+
+
+def test_shards_record_one_erasure_with_one_time() -> None:
+    """Or the one that recorded the earlier time would obey the other, and erase what was put since."""
+    chunk, told = make_chunk(range(8))[0].key, []
+    for now_s in (100.0, 100.5):
+        with closing(Shard(RamTier(1 << 20), wall_clock=lambda now_s=now_s: now_s)) as shard:  # type: ignore[misc]
+            shard.erase(Scope.of("acme", [chunk]), 101.0)
+            told += shard.erasures.after(0, 10, learned=False).erasures
+    assert told == [Erasure("acme", chunk, 101.0)] * 2
+    with closing(Shard(RamTier(1 << 20), wall_clock=lambda: 100.0)) as shard:
+        shard.erase(Scope("acme"), 1e9)
+        (erasure,) = shard.erasures.after(0, 10, learned=False).erasures
+    assert erasure.at_s <= 200.0, "a clock that is wrong by years hides no later erasure"
+
+
 def test_the_oldest_are_forgotten_and_that_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +185,7 @@ def test_leftovers_are_free_runs_that_were_written() -> None:
     assert leftovers.within(0, size) == [(GRANULE_BYTES, 3 * GRANULE_BYTES)]
     assert leftovers.within(2 * GRANULE_BYTES + 7, 9) == [(2 * GRANULE_BYTES + 7, 9)]
     assert leftovers.within(4 * GRANULE_BYTES, GRANULE_BYTES) == []
-    leftovers.clear()
+    leftovers.clear(0, size)
     assert leftovers.within(0, size) == []
     assert Leftovers(size, 1).within(0, size) == [(0, GRANULE_BYTES)]
 

@@ -8,6 +8,7 @@ replaces those of its chunks. They are in memory, and in the data directory if t
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from collections.abc import Iterable, Sequence
@@ -101,13 +102,18 @@ class Erasures:
             changes: dict[_Name, _Record | None] = {}
             for erasure in erasures:
                 self._last += 1
-                before = self._records.get((erasure.namespace, erasure.key))
-                at_s = erasure.at_s if before is None else max(erasure.at_s, before.at_s + AFTER_S)
-                if erasure.key is None:
-                    covered = [name for name in self._records if name[0] == erasure.namespace]
-                    changes.update(dict.fromkeys(covered))
-                changes[erasure.namespace, erasure.key] = _Record(at_s, self._last, bool(peer))
-            for number in list(self._order)[: max(0, len(self._order) + len(changes) - ERASURES_MAX)]:
+                namespace, key = erasure.namespace, erasure.key
+                if key is None:
+                    replaced = [name for name in self._records if name[0] == namespace]
+                    changes.update(dict.fromkeys(replaced))
+                else:
+                    replaced = [
+                        name for name in ((namespace, key), (namespace, None)) if name in self._records
+                    ]
+                before_s = max((self._records[name].at_s for name in replaced), default=-math.inf)
+                changes[namespace, key] = _Record(_asked_s(erasure, before_s, peer), self._last, bool(peer))
+            added = sum((record is not None) - (name in self._records) for name, record in changes.items())
+            for number in list(self._order)[: max(0, len(self._order) + added - ERASURES_MAX)]:
                 changes.setdefault(self._order[number])
                 self.forgotten = number
             self._write(changes, peer, seen)
@@ -172,6 +178,17 @@ class Erasures:
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
+
+
+def _asked_s(erasure: Erasure, before_s: float, peer: str) -> float:
+    """When an erasure counts as asked for, after others of the same chunk or namespace until `before_s`.
+
+    One that another shard told of keeps its time, or two shards would tell each other of ever later ones; so
+    does one that is asked for again because its answer was lost.
+    """
+    if peer or erasure.at_s >= before_s:
+        return max(erasure.at_s, before_s)
+    return before_s + AFTER_S
 
 
 def _encode_name(name: _Name) -> bytes:

@@ -21,6 +21,7 @@ from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import ExtentAllocator, Strides
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.records import extents_of_record, extents_to_record
 from kintsugi.store.shard.tiers.slab import Slab
 from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
@@ -124,23 +125,27 @@ class DiskTier(CopyTier):
             if not self._unlinked and not self._graveyard:
                 return 0  # and wait for no commit
         with self._catalog_lock:
+            return self._bury()
+
+    def _bury(self) -> int:
+        """As `bury`, for who holds the catalog's lock."""
+        with self._space_lock:
+            unlinked, self._unlinked = self._unlinked, []
+            dead, self._graveyard = self._graveyard, []
+            named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
+        try:
+            if named:
+                self.catalog.apply((), [catalog_key(address) for address in named])
+        except BaseException:
             with self._space_lock:
-                unlinked, self._unlinked = self._unlinked, []
-                dead, self._graveyard = self._graveyard, []
-                named = [r.address for r in unlinked if self._recorded.get(r.address) is r]
-            try:
-                if named:
-                    self.catalog.apply((), [catalog_key(address) for address in named])
-            except BaseException:
-                with self._space_lock:
-                    self._unlinked += unlinked
-                    self._graveyard += dead
-                raise
-            with self._space_lock:
-                for address in named:
-                    del self._recorded[address]
-                for residence in dead:
-                    self.allocator.free(residence.extents)
+                self._unlinked += unlinked
+                self._graveyard += dead
+            raise
+        with self._space_lock:
+            for address in named:
+                del self._recorded[address]
+            for residence in dead:
+                self.allocator.free(residence.extents)
         return sum(residence.size_bytes for residence in dead)
 
     def wipe(self) -> None:
@@ -148,25 +153,38 @@ class DiskTier(CopyTier):
 
         Raises `OSError` and `lmdb.Error`; then some may still be there.
         """
-        self.bury()
         since = self.slab.syncs_failed
-        with self._space_lock:
-            runs = self.allocator.take_leftovers()
-        wiped = 0
+        wiped: list[tuple[int, int]] = []
         try:
-            for start, size in runs:
-                self.slab.wipe(start, size)
-                with self._space_lock:
-                    self.allocator.return_wiped(start, size)
-                wiped += 1
-        finally:
+            for start, stop in windows_of(self.capacity_bytes):
+                self._wipe_window(start, stop, wiped)
+            self.slab.cut_tail()
+            self.slab.sync(since)
+        except BaseException:
             with self._space_lock:
-                for start, size in runs[wiped:]:
-                    self.allocator.return_unwiped(start, size)
-        self.slab.cut_tail()
-        self.slab.sync(since)
+                for run in wiped:
+                    self.allocator.note_unwiped(*run)
+            raise
         with self._catalog_lock:
             self.catalog.rewrite()
+
+    def _wipe_window(self, start: int, stop: int, wiped: list[tuple[int, int]]) -> None:
+        """Zero what is free in a window, and add it to `wiped`; not synced. Raises as `wipe` does."""
+        with self._catalog_lock:  # another thread's `bury` may be about to free what is to be wiped
+            self._bury()
+            with self._space_lock:
+                runs = self.allocator.take_leftovers(start, stop)
+        for index, run in enumerate(runs):
+            try:
+                self.slab.wipe(*run)
+            except BaseException:
+                with self._space_lock:
+                    for left in runs[index:]:
+                        self.allocator.return_unwiped(*left)
+                raise
+            wiped.append(run)
+            with self._space_lock:
+                self.allocator.return_wiped(*run)
 
     def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
         """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""

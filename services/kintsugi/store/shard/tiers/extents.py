@@ -180,22 +180,23 @@ class ExtentAllocator:
             self._leftovers.note(*extent)
             self._give(*extent)
 
-    def take_leftovers(self) -> list[tuple[int, int]]:
-        """Take every free `(start, size)` run that may hold bytes of earlier chunks. End each with
-        `return_wiped` or `return_unwiped`."""
+    def take_leftovers(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Take every free `(start, size)` run in a window of `windows_of` that may hold bytes of earlier
+        chunks. End each with `return_wiped` or `return_unwiped`."""
         taken: list[tuple[int, int]] = []
         for hole, hole_size in sorted(self._start_to_size.items()):
-            runs = self._leftovers.within(hole, hole_size)
+            first, last = max(hole, start), min(hole + hole_size, stop)
+            runs = self._leftovers.within(first, last - first) if first < last else []
             if not runs:
                 continue
             self._remove(hole)
             position = hole
-            for start, size in (*runs, (hole + hole_size, 0)):
-                if start > position:
-                    self._add(position, start - position)
-                position = start + size
+            for begin, size in (*runs, (hole + hole_size, 0)):
+                if begin > position:
+                    self._add(position, begin - position)
+                position = begin + size
             taken += runs
-        self._leftovers.clear()
+        self._leftovers.clear(start, stop)
         return taken
 
     def return_wiped(self, start: int, size: int) -> None:
@@ -204,8 +205,12 @@ class ExtentAllocator:
 
     def return_unwiped(self, start: int, size: int) -> None:
         """Free a run from `take_leftovers` that still holds what it held."""
-        self._leftovers.note(start, size)
+        self.note_unwiped(start, size)
         self._give(start, size)
+
+    def note_unwiped(self, start: int, size: int) -> None:
+        """A run from `return_wiped` may hold what it held after all, wherever it is free by now."""
+        self._leftovers.note(start, size)
 
     def _give(self, start: int, size: int) -> None:
         before = self._end_to_start.get(start)

@@ -7,6 +7,7 @@ bytes of earlier chunks, so that what was evicted long ago is gone as well. Cost
 from __future__ import annotations
 
 GRANULE_BYTES = 1 << 20
+WINDOWS = 16
 
 
 class Leftovers:
@@ -37,9 +38,20 @@ class Leftovers:
             first = self._marks.find(1, stop, last)
         return runs
 
-    def clear(self) -> None:
-        """Everything that is free now is being wiped; what is used is noted when it is freed."""
-        self._marks = bytearray(len(self._marks))
+    def clear(self, start: int, stop: int) -> None:
+        """Everything that is free now between two bounds of granules, or to the end, is being wiped; what is
+        used is noted when it is freed."""
+        assert not start % GRANULE_BYTES
+        first, last = start // GRANULE_BYTES, min(_granules(stop), len(self._marks))
+        self._marks[first:last] = bytes(last - first)
+
+
+def windows_of(capacity_bytes: int) -> list[tuple[int, int]]:
+    """`(start, stop)` windows to wipe one after the other, and then all at once for what came back meanwhile.
+    Space that is being wiped is missing to those who look for room."""
+    step = _granules(-(-capacity_bytes // WINDOWS)) * GRANULE_BYTES
+    starts = range(0, capacity_bytes, step)
+    return [*((start, min(start + step, capacity_bytes)) for start in starts), (0, capacity_bytes)]
 
 
 def _granules(size_bytes: int) -> int:
