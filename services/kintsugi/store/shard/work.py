@@ -128,8 +128,8 @@ def find_faster_queue(queues: Sequence[WriteQueue], entry: ChunkEntry, hides_s: 
     """The queue of the tier that a chunk moves to once it has been read; None where it stays.
 
     It stays where its tier is fast enough, it is not read often, or RAM does not hold all of it. While the
-    other tier's queue is full, it stays, too: the next read asks again. `hides_s`: how long a load of it hides
-    behind its blend.
+    other tier's queue is full, it stays, too: the next read asks again. `hides_s`: how long a load of it
+    hides behind its blend.
     """
     if entry.disk is None or entry.ram is None or entry.is_loading:
         return None
