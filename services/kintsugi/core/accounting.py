@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from kintsugi.core.errors import InvalidField, NotBlendable
+
 WEIGHTS_CHANGED = "weights_changed"
 """The reason why nothing is blended or saved once a worker has found other weights than it started with."""
 
@@ -107,3 +109,10 @@ class Accounting:
         if self.audit is not None:
             values["audit"] = dict(vars(self.audit))
         return {**values, "outcome": self.outcome.value, "cost": round(self.cost, 4)}
+
+
+def decline(error: Exception) -> Accounting:
+    """The accounting of a request that `error` keeps from being blended."""
+    reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
+    is_defect = not isinstance(error, InvalidField | NotBlendable)
+    return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -234,12 +235,18 @@ def _cache_groups(
             spec=spec,
             layer_names=names,
             block_size=spec.block_size,
-            kernel_block_size=select_common_block_size(spec.block_size, [backend], [spec]),
+            kernel_block_size=_kernel_block_size(backend, spec),
             builder=backend.get_builder_cls()(spec, list(names), _without_graphs(vllm_config), device),
             kernel_serves=all(kernel_serves(attentions[name], device) for name in names),
         )
         groups.update(dict.fromkeys(names, shared))
     return groups
+
+
+def _kernel_block_size(backend: Any, spec: AttentionSpec) -> int:
+    takes_specs = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters
+    specs = ([spec],) if takes_specs else ()  # vLLM 0.31 and before ask the backend alone
+    return int(select_common_block_size(spec.block_size, [backend], *specs))
 
 
 def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:

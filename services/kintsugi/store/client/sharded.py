@@ -19,18 +19,16 @@ from functools import partial
 from typing import TypeVar
 
 from kintsugi.core.errors import (
-    DeadlineExceeded,
     InvalidField,
     ResourceExhausted,
     Unavailable,
-    VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
@@ -49,8 +47,6 @@ RETRIES_MAX = 1
 RETRY_WAIT_S = 0.02
 """Mean of the jittered wait before a retry."""
 
-SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
-"""Errors that make a shard's chunks misses; any other is the caller's mistake and is raised."""
 READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
 """Errors that make a stream try the next owner: a shard with too many streams is healthy, but a replica may
 have the chunks as well."""

@@ -38,6 +38,8 @@ from kintsugi.store.shard.work import (
     WriteBatch,
     WriteJob,
     WriteQueue,
+    find_faster_queue,
+    speeds_of,
 )
 
 log = logging.getLogger(__name__)
@@ -179,14 +181,9 @@ class EntryTable:
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
         """Chunks of a space by the anchor that they begin with, longest first."""
-        found: dict[int, list[ChunkManifest]] = {}
         with self._lock:
-            for anchor in set(anchors):
-                entries = self._index.candidates(namespace, space_digest, anchor)
-                manifests = sorted((entry.manifest for entry in entries), key=lambda m: -m.num_tokens)
-                if manifests:
-                    found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
-        return found
+            found = {anchor: self._index.candidates(namespace, space_digest, anchor) for anchor in anchors}
+        return {anchor: longest[:ANCHOR_CANDIDATES_MAX] for anchor, longest in found.items() if longest}
 
     # Putting
 
@@ -197,6 +194,7 @@ class EntryTable:
         """
         self._config.check_size(manifest, self._ram.capacity_bytes)
         recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
+        hides_s = self._config.hides_s(recompute_ms)
         deadline_s = self._clock() + wait_s
         with self._lock:
             while True:
@@ -205,8 +203,8 @@ class EntryTable:
                     raise Unavailable("this shard is draining; put to another")
                 if self._find((manifest.namespace, manifest.key)) is not None:
                     return None
-                speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
-                tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                speeds = speeds_of(self.queues)
+                tier = choose_tier(options.tier, speeds, manifest.chunk_bytes, hides_s, options.durable)
                 residence = self._make_room_to_put(manifest, tier)
                 if residence is not None:
                     break
@@ -388,9 +386,9 @@ class EntryTable:
             entry = self._index.get(address)
             if not self.queues:
                 raise InvalidField("ack", NO_SSD_TIER)
-            if entry is None or entry.writing is not None or entry.disk is not None:
-                return None if entry is None else entry.writing
-            return self._begin_write(entry, self.queues[0])
+            if entry is None or entry.disk is not None:
+                return None
+            return entry.writing or self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back what only RAM holds; the bytes that were not written in time. Waits."""
@@ -558,8 +556,12 @@ class EntryTable:
     def advance_load(self, step: LoadStep, lost: str) -> None:
         """A step has ended. `lost`: why the bytes could not be read, or empty."""
         with self._lock:
+            entry = step.load.entry
+            hides_s = self._config.hides_s(entry.recompute_ms)
             if life.advance_load(step, lost):
-                self._quarantine(step.load.entry)
+                self._quarantine(entry)
+            elif (queue := find_faster_queue(self.queues, entry, hides_s)) is not None:
+                self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:
         """Whether a layer is in RAM or lost; otherwise `callback` is called once, under the lock, at the next
