@@ -1,7 +1,7 @@
 """Asks the kernel for the files that starting an engine reads, before they are read.
 
 An engine that starts long after the last one finds its libraries and weights on the disk alone. Imports read
-them page by page, in the order of the code; asked for as a whole, they come in long reads.
+them page by page, in the order of the code; asked for in order and beforehand, they come in long reads.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ PACKAGES = ("torch", "vllm", "transformers")
 """Most of what an engine imports, by bytes."""
 SUFFIXES = (".so", ".pyc", ".safetensors")
 FILES_MAX = 50_000
+BYTES_MAX = 4 << 30
+"""Of larger checkpoints, what comes last would push out of memory what was asked for first."""
+PIECE_BYTES = 128 << 10
+"""Linux reads no more at one request than the disk's largest transfer, which is seldom less."""
 
 
 def prefetch_engine(model: str | Path) -> int:
     """Ask for the files of `PACKAGES` and of the checkpoint in folder `model`; how many bytes that are.
 
-    Returns before they are read. Costs a few system calls per file; what is in memory already is not read.
+    Returns before they are read. Costs a few system calls per file and one per `PIECE_BYTES`; what is in
+    memory already is not read.
     """
     return prefetch([*_package_folders(), Path(model)])
 
 
 def prefetch(folders: Iterable[Path]) -> int:
-    """Ask for what lies in `folders` and ends in `SUFFIXES`; how many bytes that are. Never raises: a file
-    that cannot be opened is read later, or fails there."""
+    """Ask for what lies in `folders` and ends in `SUFFIXES`, up to `BYTES_MAX`; how many bytes that are.
+
+    Never raises: a file that cannot be opened is read later, or fails there.
+    """
     if not hasattr(os, "posix_fadvise"):
         return 0
     total = 0
@@ -37,8 +44,9 @@ def prefetch(folders: Iterable[Path]) -> int:
         except OSError:
             continue
         try:
-            size = os.fstat(file).st_size
-            os.posix_fadvise(file, 0, size, os.POSIX_FADV_WILLNEED)
+            size = min(os.fstat(file).st_size, BYTES_MAX - total)
+            for start in range(0, size, PIECE_BYTES):
+                os.posix_fadvise(file, start, min(PIECE_BYTES, size - start), os.POSIX_FADV_WILLNEED)
             total += size
         except OSError:
             continue

@@ -22,10 +22,12 @@ def whole(frames: list[bytes]) -> list[tuple[int, int, bytes | None]]:
     return [(0, layer, bytes(frame)) for layer, frame in enumerate(frames)]
 
 
+@pytest.mark.parametrize("drains", [False, True])
 def test_a_chunk_that_is_read_often_leaves_a_tier_that_has_become_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
 ) -> None:
-    """The slow tier is throttled once the chunks lie there; RAM holds six of them, so every round reads."""
+    """Unless the shard drains: that is to end with nothing left to write. The slow tier is throttled once the
+    chunks lie there; RAM holds six of them, so every round reads."""
     chunks = [make_chunk(range(start, start + 400)) for start in range(0, 10_000, 1000)]
     often, seldom = chunks[:9], chunks[9]
     keys = [manifest.key for manifest, _ in often]
@@ -52,19 +54,22 @@ def test_a_chunk_that_is_read_often_leaves_a_tier_that_has_become_slow(
             read(offset, frames)
 
         monkeypatch.setattr(slow.slab, "read", throttled)
+        if drains:
+            assert shard.drain(10.0) == 0
         for _ in range(8):
             store.lookup("acme", keys)  # a use of each
             for manifest, frames in often:
                 assert read_all(store, [manifest.key]) == whole(frames)
         for flush in shard.table.flush():
             flush.result(10.0)
-        assert (fast.chunks, slow.chunks) == (9, 1)
+        moved = 0 if drains else 9
+        assert (fast.chunks, slow.chunks) == (moved, 10 - moved)
         store.close()
     shard.close()
 
     # Each has one copy that outlives the shard.
     shard = open_shard(config)
-    assert [disk.chunks for disk in shard.disks] == [9, 1]
+    assert [disk.chunks for disk in shard.disks] == [moved, 10 - moved]
     with ShardServer(shard, "127.0.0.1:0") as server:
         store = GrpcStore(server.address, GrpcOptions(ack="durable"))
         for manifest, frames in (*often, seldom):

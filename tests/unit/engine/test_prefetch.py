@@ -17,8 +17,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     asked: dict[str, int] = {}
 
     def fadvise(file: int, start: int, size: int, advice: int) -> None:
-        assert (start, advice) == (0, os.POSIX_FADV_WILLNEED)
-        asked[Path(os.readlink(f"/proc/self/fd/{file}")).name] = size
+        name = Path(os.readlink(f"/proc/self/fd/{file}")).name
+        assert (start, advice) == (asked.get(name, 0), os.POSIX_FADV_WILLNEED)
+        assert 0 < size <= 128 << 10, "the kernel reads no more at one request"
+        asked[name] = asked.get(name, 0) + size
 
     monkeypatch.setattr(os, "posix_fadvise", fadvise)
     return asked
@@ -40,6 +42,17 @@ def test_libraries_bytecode_and_weights_are_asked_for(
     monkeypatch.setattr(prefetch, "PACKAGES", ("package", "no_such_package"))
     assert prefetch_engine(model) == 60
     assert asked == {"libone.so.2": 10, "code.pyc": 20, "model.safetensors": 30}
+
+
+def test_a_large_checkpoint_is_asked_for_in_pieces_and_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int]
+) -> None:
+    monkeypatch.setattr(prefetch, "PACKAGES", ())
+    monkeypatch.setattr(prefetch, "BYTES_MAX", 500_000)
+    for name in ("one.safetensors", "two.safetensors"):
+        (tmp_path / name).write_bytes(bytes(300_001))
+    assert prefetch_engine(tmp_path) == 500_000
+    assert sorted(asked.values()) == [199_999, 300_001]
 
 
 def test_a_model_that_is_no_folder_is_left_alone(

@@ -52,7 +52,7 @@ class Parking:
     """The parked blends, or the parked saves. Called from the scheduler's thread only."""
 
     places: int
-    """Maximum number of parked blends, at least 1."""
+    """Maximum number of parked requests, at least 1."""
     cache_tokens: int
     """Tokens that the engine's KV cache holds."""
     cache_share_max: float = CACHE_SHARE_MAX

@@ -39,7 +39,7 @@ def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
         small = dataclasses.replace(kv_cache_config, num_blocks=_blocks_for(kv_cache_config, num_tokens))
         cache = KVCacheManager(
             kv_cache_config=small,
-            max_model_len=vllm_config.model_config.max_model_len,
+            max_model_len=max(vllm_config.model_config.max_model_len, num_tokens),
             scheduler_block_size=block,
             hash_block_size=hash_block,
             enable_caching=True,

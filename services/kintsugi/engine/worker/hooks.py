@@ -39,13 +39,20 @@ class Hook:
 def _accepts(function: Any, names: tuple[str, ...]) -> bool:
     if not names:
         return True
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is no function, or one that does not tell
+        return False
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     return takes_any or set(names) <= {one.name for one in parameters}
 
 
 def _connector(purpose: str, *names: str) -> tuple[Hook, ...]:
     return tuple(Hook(_BASE, f"KVConnectorBase_V1.{name}", purpose) for name in names)
+
+
+def _imports(module: str, *names: str) -> tuple[Hook, ...]:
+    return tuple(Hook(module, name, "importing the plugin") for name in names)
 
 
 HOOKS = (
@@ -111,6 +118,29 @@ HOOKS = (
         "proving names at start",
         ("kv_cache_config", "max_model_len", "scheduler_block_size", "hash_block_size", "enable_caching"),
     ),
+    Hook(_UTILS, "init_none_hash", "proving names at start"),
+    Hook("vllm.utils.hashing", "get_hash_fn_by_name", "proving names at start"),
+    Hook("vllm.distributed.kv_events", "BlockStored", "keeping blended blocks out of events"),
+    *_imports("vllm", "SamplingParams", "__version__"),
+    *_imports("vllm.config", "CUDAGraphMode", "ModelConfig", "VllmConfig"),
+    *_imports(
+        "vllm.distributed",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_world_size",
+        "get_tp_group",
+        "tensor_model_parallel_all_gather",
+        "tensor_model_parallel_all_reduce",
+    ),
+    *_imports(_BASE, "KVConnectorMetadata", "KVConnectorRole", "KVConnectorWorkerMetadata"),
+    *_imports(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics", "KVConnectorStats"
+    ),
+    *_imports("vllm.logger", "init_logger"),
+    *_imports("vllm.model_executor.custom_op", "CustomOp"),
+    *_imports(
+        "vllm.v1.kv_cache_interface", "AttentionSpec", "FullAttentionSpec", "KVCacheConfig", "KVCacheSpec"
+    ),
+    *_imports("vllm.v1.request", "RequestStatus"),
 )
 
 

@@ -125,16 +125,16 @@ def find_model(
             raise NotBlendable("attention", f"{name} is a {type(attention).__name__}, not plain attention")
     owner = _owner_of(list(attentions.values()))
     names = {id(module): name for name, module in owner.named_modules()}
-    groups = _cache_groups(vllm_config, kv_cache_config, attentions, next(iter(kv_caches.values())).device)
+    device = next(iter(kv_caches.values())).device
+    groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
+    kernel = rotation_kernel(device)
     layers, trunks = [], set()
     for name, attention in attentions.items():
         index, layer_path, trunk_path = _layer_path(names[id(attention)])
         trunks.add(trunk_path)
         module = owner.get_submodule(layer_path)
         rotary_module = _rotary_of(module, layer_path)
-        rotary = Rotary.from_table(
-            rotary_module.cos_sin_cache, rotary_module.is_neox_style, rotation_kernel()
-        )
+        rotary = Rotary.from_table(rotary_module.cos_sin_cache, rotary_module.is_neox_style, kernel)
         layers.append(Layer(index, name, module, attention, rotary_module, rotary, groups[name]))
     if len(trunks) != 1:
         raise NotBlendable("architecture", f"decoder layers lie in several places: {sorted(trunks)}")

@@ -50,6 +50,11 @@ from kintsugi.store.protocol.tls import TlsFiles
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
 """Errors that say that a shard cannot be used now; any other is an answer."""
 
+
+class LeftAlone(Unavailable):
+    """The shard was not asked: it failed lately in transfers of this kind, which says nothing of others."""
+
+
 MANIFESTS_MAX = 4096
 """Manifests that a client remembers of one shard."""
 
@@ -186,18 +191,18 @@ class GrpcStore(ChunkStore):
 
     @contextmanager
     def _counted(self, breaker: CircuitBreaker) -> Iterator[None]:
-        """One transfer; its breaker learns whether the shard answered. Raises `Unavailable` while it is open.
+        """One transfer; its breaker learns whether the shard answered. Raises `LeftAlone` while it is open.
 
-        What the caller ends early says nothing.
+        A caller that ends a stream early, as one does that has every layer, has just got an answer.
         """
         if not breaker.allows():
-            raise Unavailable(f"{self.address} failed lately and is left alone for a moment")
+            raise LeftAlone(f"{self.address} failed lately and is left alone for a moment")
         try:
             yield
         except SHARD_FAILURES:
             breaker.record_failure()
             raise
-        except KintsugiError:
+        except (KintsugiError, GeneratorExit):
             breaker.record_success()
             raise
         breaker.record_success()

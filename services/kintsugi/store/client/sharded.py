@@ -28,7 +28,7 @@ from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
@@ -109,6 +109,9 @@ class ShardedStore(ChunkStore):
                 return None
             try:
                 answer = call(shard.store)
+            except LeftAlone:
+                shard.breaker.withdraw()
+                return None
             except SHARD_FAILURES as error:
                 shard.breaker.record_failure()
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
@@ -243,8 +246,14 @@ class ShardedStore(ChunkStore):
             raise Unavailable(f"{address.address} failed lately and is left alone")
         try:
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
+        except LeftAlone:
+            shard.breaker.withdraw()
+            raise
         except SHARD_FAILURES:
             shard.breaker.record_failure()
+            raise
+        except GeneratorExit:  # the caller has what it wants
+            shard.breaker.record_success()
             raise
         shard.breaker.record_success()
 

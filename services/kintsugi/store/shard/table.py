@@ -560,7 +560,7 @@ class EntryTable:
             hides_s = self._config.hides_s(entry.recompute_ms)
             if life.advance_load(step, lost):
                 self._quarantine(entry)
-            elif (queue := find_faster_queue(self.queues, entry, hides_s)) is not None:
+            elif not self.draining and (queue := find_faster_queue(self.queues, entry, hides_s)):
                 self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:

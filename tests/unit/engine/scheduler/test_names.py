@@ -40,6 +40,12 @@ def test_names_keep_blended_blocks_apart(specs: tuple[Any, ...]) -> None:
     check_names(VLLM_CONFIG, config_of(*specs))
 
 
+def test_a_short_model_is_proved_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up prompt has 65 tokens."""
+    monkeypatch.setattr(VLLM_CONFIG.model_config, "max_model_len", 32)
+    check_names(VLLM_CONFIG, config_of(FULL))
+
+
 def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "fork", lambda request, *_: hashing.set_salt(request, request.cache_salt))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections.abc import Iterator
 from importlib import reload
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,12 +21,36 @@ from kintsugi.core.request import PARAMS_KEY
 from kintsugi.engine import connector, plugin
 from kintsugi.engine.declining_connector import DecliningConnector
 from kintsugi.engine.versions import RUN
-from kintsugi.engine.worker.hooks import Hook, describe_missing, find_missing_hooks
+from kintsugi.engine.worker.hooks import HOOKS, Hook, describe_missing, find_missing_hooks
 
 
 def test_this_vllm_has_everything() -> None:
     assert find_missing_hooks() == []
     assert describe_missing() is None
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Names of vLLM that running `node` imports."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from imported(child)
+
+
+def test_every_name_that_blending_imports_is_a_hook() -> None:
+    folder = Path(connector.__file__).parent
+    sources = [folder / "blending_connector.py", *folder.glob("scheduler/*.py"), *folder.glob("worker/*.py")]
+    needed = {name for source in sources for name in imported(ast.parse(source.read_text()))}
+    assert len(needed) > 20
+    known = {hook.module for hook in HOOKS}
+    known |= {f"{hook.module}.{hook.attribute.split('.')[0]}" for hook in HOOKS}
+    assert needed - known == set()
+
+
+def test_a_signature_that_cannot_be_read_is_missed() -> None:
+    assert Hook("builtins", "dict", "nothing").is_there
+    assert not Hook("builtins", "dict", "nothing", ("name",)).is_there
 
 
 def test_a_name_that_is_gone_is_named_with_the_versions_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
