@@ -16,7 +16,7 @@ PACKAGES = ("torch", "vllm", "transformers")
 SUFFIXES = (".so", ".pyc", ".safetensors")
 FILES_MAX = 50_000
 BYTES_MAX = 4 << 30
-"""Of larger checkpoints, what comes last would push out of memory what was asked for first."""
+"""What comes last of a larger checkpoint would push out of memory what was asked for first."""
 PIECE_BYTES = 128 << 10
 """Linux reads no more at one request than the disk's largest transfer, which is seldom less."""
 
