@@ -44,7 +44,7 @@ from kintsugi.bench.profile import RagWorkload, corpus
 from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent
-OF_SERVERS = ("idle", "goodput", "reuse", "stuffing", "recovery")
+OF_SERVERS = ("idle", "goodput", "reuse", "stuffing", "recovery", "recovery_two")
 OF_SCRIPTS = ("loading", "gateway", "queueing")
 SCRIPT_S = 3600
 
@@ -61,6 +61,7 @@ FULL_WORKLOAD = RagWorkload(documents=200, zipf=0.9, chunks=6, chunk_tokens=512,
 QUICK_WORKLOAD = RagWorkload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8)
 
 GOODPUT_BAR, CPU_BAR, TTFT_BAR, STUFFING_BAR, REUSE_BAR, RECOVERY_BAR_S = 3.0, 3.2, 2.8, 0.95, 0.95, 60.0
+RECOVERY_TWO_BAR_S = 15.0
 
 
 def main() -> None:
@@ -108,6 +109,8 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
     with checkpoint((QUICK if quick else FULL).shape) as model:
         if set(chosen) & {"idle", "stuffing", "recovery"}:
             figures += _of_one_pair(model, quick, chosen)
+        if "recovery_two" in chosen:
+            figures += _recovery_two(model, quick)
         if "goodput" in chosen:
             figures += _goodput(model, quick)
         if "reuse" in chosen:
@@ -129,6 +132,16 @@ def _of_one_pair(model: Path, quick: bool, chosen: list[str]) -> list[Figure]:
             bar = None if quick else RECOVERY_BAR_S
             figures += phases.measure_recovery(servers[1], texts, workload, idle, budget, bar)
     return figures
+
+
+def _recovery_two(model: Path, quick: bool) -> list[Figure]:
+    setting, workload = (QUICK, QUICK_WORKLOAD) if quick else (FULL, FULL_WORKLOAD)
+    budget = phases.QUICK if quick else phases.FULL
+    texts = _corpus(model, workload)
+    with _pair(model, replace(setting, engines=2), texts) as servers:
+        idle = phases.measure_idle(servers, texts, workload, budget.idle)
+        bar = None if quick else RECOVERY_TWO_BAR_S
+        return phases.measure_recovery_of_one_in_two(servers[1], texts, workload, idle, budget, bar)
 
 
 def _goodput(model: Path, quick: bool) -> list[Figure]:

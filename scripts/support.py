@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kintsugi.engine.versions import LACKING, PROBED, REQUIREMENT, RUN
+
 ARCHITECTURES = {
     "tiny-llama": "Llama",
     "tiny-llama3-rope": "Llama, Llama-3 RoPE",
@@ -78,6 +80,24 @@ first tokens still see, so such models compute a prompt's prefix again.
 A real model to try is `--model smollm2-135m`, a Llama ([QUALITY.md](QUALITY.md#the-reference-model)).
 """
 
+VERSIONS = f"""
+## vLLM versions
+
+When it starts, an engine looks for every name and signature of vLLM that blending needs. Where one is
+missing, or the start-up self-test fails, it prefills every prompt in full and says why. Importing Kintsugi
+never fails.
+
+| vLLM | what is known |
+|---|---|
+| {", ".join(RUN)} | the engine's tests pass on a CPU; on {RUN[0]} those without the mark `full` |
+| {", ".join(PROBED)} | the sources have every one (`scripts/probe_vllm.py`); no test was run |
+| {", ".join(LACKING)} | the sources lack some: nothing is blended |
+
+The extra `gpu` asks for `vllm{REQUIREMENT}`; the extra `cpu` pins one version. Within vLLM's `MultiConnector`
+nothing is blended: its other connectors would keep blended KV as if it were exact. vLLM's KV events announce
+no blended block.
+"""
+
 DISTANCES = """\
 
 ## How far apart
@@ -120,7 +140,7 @@ def render_page(evidence: Evidence) -> str:
     """Render docs/SUPPORT.md."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(evidence.versions.items()))
     head = HEAD.format(date=max(evidence.dates), versions=versions)
-    return "\n".join([head, *_support(evidence), DISTANCES, *_distances(evidence)]) + "\n"
+    return "\n".join([head, *_support(evidence), VERSIONS, DISTANCES.lstrip(), *_distances(evidence)]) + "\n"
 
 
 def _support(evidence: Evidence) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _parked_share(running: LocalEngine) -> float:
         for group in scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for block in group
     }
-    return len(held) / scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    return len(held) / int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
 
 
 @contextmanager
@@ -124,4 +124,4 @@ def _outcomes(running: LocalEngine) -> Iterator[Counter[str]]:
     try:
         yield outcomes
     finally:
-        del side.request_finished  # type: ignore[method-assign]
+        del side.request_finished

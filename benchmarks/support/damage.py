@@ -224,7 +224,7 @@ def _worst_error(running: LocalEngine, chunk: StoredCopy) -> float:
     (answer,) = running.generate([chunk.prompt])
     accounting = answer.accounting or {}
     assert accounting.get("outcome") == "audited", accounting
-    return max(*accounting["audit"]["key_errors"], *accounting["audit"]["value_errors"])
+    return float(max(*accounting["audit"]["key_errors"], *accounting["audit"]["value_errors"]))
 
 
 def _kinds(

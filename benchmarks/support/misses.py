@@ -43,7 +43,7 @@ def measure(quick: bool) -> list[Figure]:
     percentile."""
     figures = _of_shape(JUDGED, 60 if quick else 400, "", BAR)
     figures += _of_shape(TINY, 100 if quick else 400, "tiny_")
-    return figures + _of_hanging(100 if quick else 400)
+    return figures + _of_hanging(200 if quick else 400)
 
 
 def _of_shape(shape: str, requests: int, prefix: str, bar: float | None = None) -> list[Figure]:

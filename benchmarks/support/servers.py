@@ -44,6 +44,8 @@ class Setting:
     shape: str
     max_model_len: int
     kv_cache_bytes: int
+    engines: int = 1
+    """Replicas of ours."""
     ratio: float = 0.15
     loading_controller: bool = True
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
@@ -171,6 +173,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
             **setting.model,
         },
         "engines": {
+            "replicas": {"min": setting.engines, "max": setting.engines},
             "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
             "allow_uncalibrated": True,
             "connector": connector,

@@ -42,7 +42,7 @@ def build_tokenizer(context_tokens_max: int) -> PreTrainedTokenizerFast:
         pair=f"{BOS} $A $B",
         special_tokens=[(BOS, vocabulary[BOS])],
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,

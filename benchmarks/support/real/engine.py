@@ -129,14 +129,14 @@ class RealBench:
                 return False
             self._add_full(list(some))
         blends = [item for item in left if item.configuration is not None]
-        blends.sort(key=lambda item: (item.configuration.name, str(item.question), item.part, item.number))
+        blends.sort(key=lambda item: (item.name, str(item.question), item.part, item.number))
         for _, same in groupby(blends, key=lambda item: (item.configuration, item.question == OPEN)):
             ones = list(same)
             for start in range(0, len(ones), BATCH):
                 if clock.is_over:
                     return False
                 self._add_blends(ones[start : start + BATCH])
-            say(f"{ones[0].configuration.name}: {len(ones)} more answers")
+            say(f"{ones[0].name}: {len(ones)} more answers")
         return True
 
     def check_prefix_cache(self, items: Iterable[Item], clock: Clock) -> bool:

@@ -83,7 +83,7 @@ def task_figures(
     holds = share.mean >= TASK_BAR and share.low >= TASK_LOW_BAR
     bar = f"≥ {TASK_BAR}, lower bound ≥ {TASK_LOW_BAR}"
     name = f"real_task_share{suffix}"
-    return [Figure(name, share.mean, "", *((bar, holds) if bars else ()), detail=detail)]
+    return [Figure(name, share.mean, "", bar if bars else None, holds if bars else None, detail)]
 
 
 def loss_figures(

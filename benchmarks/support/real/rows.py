@@ -62,6 +62,11 @@ class Item:
     configuration: Configuration | None = None
 
     @property
+    def name(self) -> str:
+        """The configuration's; empty for full prefill's."""
+        return "" if self.configuration is None else self.configuration.name
+
+    @property
     def context(self) -> str:
         """The context of the engine that answers."""
         return NONE if self.configuration is None else self.configuration.context

@@ -111,8 +111,8 @@ class Accounting:
         return {**values, "outcome": self.outcome.value, "cost": round(self.cost, 4)}
 
 
-def declined_by(error: Exception) -> Accounting:
+def decline(error: Exception) -> Accounting:
     """The accounting of a request that `error` keeps from being blended."""
     reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
-    defect = "" if isinstance(error, InvalidField | NotBlendable) else "defect: "
-    return Accounting(Outcome.DECLINED, reason=defect + reason)
+    is_defect = not isinstance(error, InvalidField | NotBlendable)
+    return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)

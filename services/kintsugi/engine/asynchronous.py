@@ -45,6 +45,7 @@ from kintsugi.engine.local import (
     save_prompt,
     transfer_config,
 )
+from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.watching import WatchedClient, Watcher, audit_chunk, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
@@ -170,6 +171,8 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     start.
     """
     config = spec.config
+    # The kernel reads ahead what importing and loading read in small pieces.
+    asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
     # A fingerprint reads all weights: from the disk while vLLM is imported.
     digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
     try:

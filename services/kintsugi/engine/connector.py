@@ -1,226 +1,24 @@
-"""The vLLM connector: a thin shell around `SchedulerSide` and `WorkerSide`.
+"""`KintsugiConnector`, the class that vLLM loads by name.
 
-vLLM makes one object per role; each method below belongs to one role and says which.
-Requests are claimed asynchronously (`get_num_new_matched_tokens` returns `(n, True)`): vLLM parks them,
-leaves their blocks unnamed, and calls `start_load_kv` in every step, where the worker runs a slice.
+It blends where vLLM has every name that blending needs, and declines every blend elsewhere. Importing this
+module never fails on a vLLM that has connectors at all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.kv_cache_interface import KVCacheConfig
-
-from kintsugi.core.errors import InvalidField
-from kintsugi.core.schema import load
-from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.orphan import end_with_parent
-from kintsugi.engine.protocol import StepMetadata, WorkerReport
-from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
-from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
-from kintsugi.engine.scheduler.parking import Parking
-from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
-from kintsugi.engine.worker.support import find_unsupported, has_windows
-from kintsugi.fusor.control.controller import LoadingController
-from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.fusor.control.planner import Planner
-from kintsugi.store.client.registry import is_process_local, open_store
-
-if TYPE_CHECKING:
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+from kintsugi.engine.worker.hooks import find_missing_hooks
 
 
-class KintsugiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer = self._kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            raise InvalidField(
-                "kv_load_failure_policy",
-                f"{transfer.kv_load_failure_policy!r} fails a request whose chunks cannot be loaded; "
-                "set 'recompute'",
-            )
-        config = load(EngineConfig, transfer.kv_connector_extra_config, "kv_connector_extra_config")
-        if (
-            is_process_local(config.store)
-            and vllm_config.parallel_config.distributed_executor_backend != "uni"
-        ):
-            raise InvalidField(
-                "store",
-                f"{config.store!r} lives in one process, and this engine's worker runs in another; run a "
-                "shard (kintsugi store serve) and name it: grpc://host:port",
-            )
-        store = open_store(config.store)
-        max_batched = vllm_config.scheduler_config.max_num_batched_tokens
-        slice_tokens = config.slice_tokens or max(1, max_batched // 2)
-        self._side: SchedulerSide | WorkerSide
-        if role is KVConnectorRole.SCHEDULER:
-            end_with_parent()
-            binding = binding_of(vllm_config, config)
-            self._side = SchedulerSide(
-                config=config,
-                store=store,
-                planner=_planner_of(config),
-                gate=open_gate(config, store, binding),
-                salts=Salts(store).start(),
-                fingerprint=binding.model,
-                prefix_token_ids=prefix_of(config, vllm_config),
-                hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
-                declined_because=find_unsupported(vllm_config),
-                engine=_engine_of(vllm_config, config),
-                parking=_parking_of(vllm_config, kv_cache_config),
-                num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                has_windows=has_windows(kv_cache_config),
-                caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
-            )
-        else:
-            self._side = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
+def _connector_class() -> Any:
+    if find_missing_hooks():
+        from kintsugi.engine.declining_connector import DecliningConnector
 
-    @property
-    def _scheduler(self) -> SchedulerSide:
-        assert isinstance(self._side, SchedulerSide)
-        return self._side
+        return DecliningConnector
+    from kintsugi.engine.blending_connector import BlendingConnector
 
-    @property
-    def _worker(self) -> WorkerSide:
-        assert isinstance(self._side, WorkerSide)
-        return self._side
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """False: a blend that is dropped costs a prefill, so preempted requests may run on."""
-        return False
-
-    # Scheduler role
-
-    def on_new_request(self, request: Request) -> None:
-        self._scheduler.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.begin_step(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._scheduler.update(report)
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.request_finished(request)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.request_finished(request)
-
-    def reset_cache(self) -> bool:
-        """Nothing to forget: chunks stay valid as long as the weights do, which the worker watches itself.
-        vLLM calls it for mere resets, too, and not for every weight update."""
-        return True
-
-    # Worker role
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        self._worker.step(metadata)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests whose KV is not there yet are not in the batch."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Nothing: chunks are captured before RoPE, in the save pass."""
-
-    def wait_for_save(self) -> None:
-        """Nothing: a save is reported finished once its chunk is committed."""
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done, failed = self._worker.take_finished()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_report()
-
-    # Both roles
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks at the end of every step, which the scheduler's side takes as that."""
-        return self._side.end_step() if isinstance(self._side, SchedulerSide) else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return BlendStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        self._side.close()
+    return BlendingConnector
 
 
-PROJECTION_SHARE_FIRST = 0.25
-"""Until a blend has told the model's."""
-
-
-def _planner_of(config: EngineConfig) -> Planner:
-    if config.loading_controller:
-        return LoadingController(config.selection, config.ratio_max)
-    return Planner(config.selection)
-
-
-def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
-    return EngineShape(
-        num_layers=vllm_config.model_config.get_total_num_hidden_layers(),
-        projection_share=PROJECTION_SHARE_FIRST,
-        step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
-        prefetch_layers=config.prefetch_layers,
-    )
-
-
-def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parking:
-    """A place for every blend that the worker works on, but no more than the engine has seats."""
-    blocks_per_token = sum(1 / group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
-    return Parking(
-        places=min(PASSES_MAX, vllm_config.scheduler_config.max_num_seqs),
-        cache_tokens=int(kv_cache_config.num_blocks / blocks_per_token),
-    )
+KintsugiConnector = _connector_class()

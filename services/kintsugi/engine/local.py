@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, NotFound, Unavailable
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    KintsugiError,
+    NotBlendable,
+    NotFound,
+    Unavailable,
+)
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.plugin import CONNECTOR
+from kintsugi.engine.versions import WORKING
 from kintsugi.models.reference import resolve_model
 
 if TYPE_CHECKING:
@@ -282,6 +290,8 @@ class LocalEngine:
     @property
     def _scheduler(self) -> SchedulerSide:
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        if not hasattr(connector, "_scheduler"):
+            raise NotBlendable("connector", f"this engine's is a {type(connector).__name__}. {WORKING}")
         side: SchedulerSide = connector._scheduler
         return side
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
+from kintsugi.engine.versions import WORKING
+
+logger = logging.getLogger(__name__)
+
 CONNECTOR = "KintsugiConnector"
 
 
 def register() -> None:
-    """Called by vLLM when it loads plugins, once per process and possibly more often."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    """Called by vLLM when it loads plugins, once per process and possibly more often. Never raises: a vLLM
+    without connectors serves on."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "kintsugi.engine.connector", CONNECTOR)
+        if CONNECTOR not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(CONNECTOR, "kintsugi.engine.connector", CONNECTOR)
+    except (ImportError, AttributeError) as error:
+        logger.warning("This vLLM has no KV connectors, so Kintsugi is not in it (%s). %s", error, WORKING)

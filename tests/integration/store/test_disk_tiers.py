@@ -247,13 +247,15 @@ def test_a_chunk_put_to_ram_is_written_when_it_has_to_leave(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("said_ms", "configured_ms", "tier"),
-    [(0.0, 0.0, 0), (1.0, 0.0, 1), (0.1, 1.0, 0), (0.0, 1.0, 1), (0.0, 0.1, 0)],
-    ids=["unknown", "writer: slow to compute", "writer first", "config: slow", "config: fast"],
+    [(0.0, 0.0, 0), (2.0, 0.0, 1), (0.1, 2.0, 0), (0.0, 2.0, 1), (0.0, 0.1, 0), (0.0, 0.5, 0)],
+    ids=["unknown", "writer: slow to compute", "writer first", "config: slow", "config: fast", "ratio"],
 )
-def test_auto_takes_the_cheapest_tier_that_hides_behind_recompute(
+def test_auto_takes_the_cheapest_tier_that_hides_behind_a_blend(
     tmp_path: Path, said_ms: float, configured_ms: float, tier: int
 ) -> None:
-    manifest, frames = make_chunk(range(400))  # 0.3 MB: 0.3 ms from the fast disk, 100 ms from the slow one
+    # 0.3 MB: 0.3 ms from the fast disk, 100 ms from the slow one. "ratio": its prefill takes 200 ms, of which
+    # a blend computes 30.
+    manifest, frames = make_chunk(range(400))
     config = ShardConfig(recompute_ms_per_token=configured_ms)
     shard = open_shard(replace(spec(tmp_path, ssd_mib=(8, 8)), config=config))
     shard.disks[0].read_bytes_per_s, shard.disks[1].read_bytes_per_s = 1e9, 3e6

@@ -12,6 +12,7 @@ from kintsugi.core.errors import UnknownField
 from kintsugi.core.schema import load
 from kintsugi.engine import config
 from kintsugi.engine.config import EngineConfig
+from kintsugi.store.shard.admission import RATIO
 
 
 def test_every_option_is_read_by_the_engine() -> None:
@@ -25,3 +26,7 @@ def test_every_option_is_read_by_the_engine() -> None:
 def test_an_option_that_is_none_is_an_error() -> None:
     with pytest.raises(UnknownField, match="match_content"):
         load(EngineConfig, {"match_content": False}, "kv_connector_extra_config")
+
+
+def test_shards_place_chunks_for_the_ratio_of_engines() -> None:
+    assert EngineConfig.ratio == RATIO

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -103,6 +106,44 @@ def test_attention_adds_up_as_in_torch(
     assert torch.equal(
         attention_mass(query, positions[context:], key[order], positions[order], by_rule), found
     )
+
+
+MEMORY_PROBE = """
+import resource, sys
+from pathlib import Path
+import torch
+from kintsugi.fusor.kernels import native
+from kintsugi.fusor.kernels.mass import MassKernel
+
+queries, keys, room = map(int, sys.argv[2:])
+assert native.has_amx()
+kernel = MassKernel(native.load(Path(sys.argv[1])))
+query, key = (torch.zeros(n, 1, 32, dtype=torch.bfloat16) for n in (queries, keys))
+arguments = (query, torch.full((queries,), keys), key, torch.arange(keys), 1.0, None)
+kernel.attention_mass(query[:1], arguments[1][:1], key[:1], torch.arange(1), 1.0, None)  # its threads run
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+try:
+    total = kernel.attention_mass(*arguments)
+except MemoryError as error:
+    print(error)
+else:
+    print(round(float(total.sum())))
+"""
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "answer"), [(28, "6400"), (8, "no memory to sum the attention to 40000 keys")]
+)
+def test_a_sum_takes_little_memory_or_says_that_there_is_none(
+    library: ctypes.CDLL, room_mib: int, answer: str
+) -> None:
+    """200 tiles of 40,000 keys: a sum for each tile would take 32 MB; keys, logits and 64 sums take 18 MB."""
+    folder = Path(library._name).parent
+    command = [sys.executable, "-c", MEMORY_PROBE, folder, "6400", "40000", str(room_mib << 20)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(map(str, command), env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, answer), done.stderr
 
 
 def test_what_the_kernel_cannot_sum_is_left_to_torch(library: ctypes.CDLL) -> None:

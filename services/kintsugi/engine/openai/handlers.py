@@ -28,7 +28,6 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.renderers import TokenizeParams
-from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
@@ -40,6 +39,11 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, Open
 from kintsugi.core.request import PARAMS_KEY, trim_spans
 from kintsugi.core.spaces import Span
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
+
+try:
+    from vllm.renderers.chat_utils import load_chat_template
+except ImportError:  # vLLM 0.31 and before
+    from vllm.entrypoints.chat_utils import load_chat_template
 
 logger = logging.getLogger(__name__)
 

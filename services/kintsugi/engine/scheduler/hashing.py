@@ -46,7 +46,7 @@ def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: 
     request.cache_salt = salt
     ordinary = request._block_hasher
     if ordinary is not None:
-        request._block_hasher = _fork_hasher(ordinary, first_block, tag, block_size)
+        request._block_hasher = _ForkedHasher(ordinary, first_block, tag, block_size)
         _rename(request, kept)
 
 
@@ -61,20 +61,33 @@ def _rename(request: Request, first_block: int) -> None:
     request.update_block_hashes()
 
 
-def _fork_hasher(ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> BlockHasher:
-    def hasher(request: Request) -> list[BlockHash]:
-        known = request.block_hashes
-        if len(known) > first_block:
+def exact_tokens(request: Request) -> int | None:
+    """Tokens before the fork, a multiple of the block size; None for a request that is not forked."""
+    hasher = request._block_hasher
+    return hasher.exact_tokens if isinstance(hasher, _ForkedHasher) else None
+
+
+class _ForkedHasher:
+    """Names a request's blocks as ``ordinary`` does, and forks the chain at block ``first_block``."""
+
+    def __init__(self, ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> None:
+        self._ordinary = ordinary
+        self._first_block = first_block
+        self._tag = tag
+        self._block_size = block_size
+        self.exact_tokens = first_block * block_size
+
+    def __call__(self, request: Request) -> list[BlockHash]:
+        known, ordinary = request.block_hashes, self._ordinary
+        if len(known) > self._first_block:
             return ordinary(request)
-        until_fork = min(request.num_tokens, (first_block + 1) * block_size)
+        until_fork = min(request.num_tokens, self.exact_tokens + self._block_size)
         head = ordinary(cast("Request", _Beginning(request, until_fork)))
-        if len(known) + len(head) <= first_block:
+        if len(known) + len(head) <= self._first_block:
             return head
-        head[-1] = type(head[-1])(blake3.blake3(tag + head[-1]).digest())
+        head[-1] = type(head[-1])(blake3.blake3(self._tag + head[-1]).digest())
         # The ordinary hasher chains on from the last known name: show it the renamed block.
         known.extend(head)
         tail = ordinary(request)
         del known[len(known) - len(head) :]
         return head + tail
-
-    return hasher

@@ -1,4 +1,4 @@
-"""Decides which blends hold cache blocks, and which of them other requests wait for. Pure.
+"""Decides which blends and saves hold cache blocks, and which blends other requests wait for. Pure.
 
 vLLM allocates all blocks of a request when the connector claims its tokens, and parks the request until the
 worker has blended it. A parked request takes none of vLLM's seats (`max_num_seqs`), so vLLM itself parks
@@ -17,7 +17,9 @@ without bound. The rules here:
   (`engine.scheduler.hashing`), so nobody waits for blocks that it could not use. A request waits for one
   blend only. If that one fails, is aborted or misses, the request goes on by itself.
 
-Requests that are not blended never need a place: plain ones, those with nothing to load, and saves.
+Saves have places and a share of the cache of their own (`parking_of_saves`). They leave them once their chunk
+is stored, so a store that takes puts slowly holds up saves alone. Other requests never need a place: plain
+ones, and those with nothing to load.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CACHE_SHARE_MAX = 0.5
-"""Share of the KV cache that parked prompts may fill. The rest is for requests that run."""
+"""Share of the KV cache that parked blends may fill. Most of the rest is for requests that run."""
+SAVES_SHARE_MAX = 0.25
+"""Share of the KV cache that parked saves may fill."""
+SAVES_MAX = 64
+"""Saves that may be parked: several of the worker's batches, so that it computes one while others are put."""
 
 
 @dataclass
@@ -43,12 +49,13 @@ class _Parked:
 
 @dataclass
 class Parking:
-    """The parked blends. Called from the scheduler's thread only."""
+    """The parked blends, or the parked saves. Called from the scheduler's thread only."""
 
     places: int
-    """Maximum number of parked blends, at least 1."""
+    """Maximum number of parked requests, at least 1."""
     cache_tokens: int
     """Tokens that the engine's KV cache holds."""
+    cache_share_max: float = CACHE_SHARE_MAX
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _has_refused: bool = False
     """Whether a request was refused in this step."""
@@ -67,7 +74,7 @@ class Parking:
     def admits(self, request_id: str, num_tokens: int) -> bool:
         """Whether a prompt of `num_tokens` may be parked now. A request that is parked keeps its place."""
         others = [parked.num_tokens for name, parked in self._parked.items() if name != request_id]
-        fits = not others or sum(others) + num_tokens <= CACHE_SHARE_MAX * self.cache_tokens
+        fits = not others or sum(others) + num_tokens <= self.cache_share_max * self.cache_tokens
         if len(others) >= self.places or not fits:
             self._has_refused = True
         return not self._has_refused
@@ -95,6 +102,11 @@ class Parking:
     def leave(self, request_id: str) -> None:
         """The request runs, or has ended."""
         self._parked.pop(request_id, None)
+
+
+def parking_of_saves(cache_tokens: int) -> Parking:
+    """For the saves of an engine whose KV cache holds `cache_tokens`."""
+    return Parking(SAVES_MAX, cache_tokens, SAVES_SHARE_MAX)
 
 
 def is_parked(request: Request) -> bool:

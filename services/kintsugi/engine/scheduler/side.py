@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.accounting import Accounting, Outcome, declined_by
+from kintsugi.core.accounting import Accounting, Outcome, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import OUTSIDE_CALIBRATION, GateState
 from kintsugi.core.layout import Codec, codec_named
@@ -37,7 +37,7 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
 from kintsugi.engine.scheduler.metrics import BlendStats
-from kintsugi.engine.scheduler.parking import Parking, is_parked
+from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.spans import add_span_keys, check_save, saved_copy
 from kintsugi.engine.scheduler.timing import Timing
@@ -131,8 +131,10 @@ class SchedulerSide:
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
     _lookups: Lookups = field(init=False)
+    _saves: Parking = field(init=False)
 
     def __post_init__(self) -> None:
+        self._saves = parking_of_saves(self.parking.cache_tokens)
         self._lookups = Lookups(self.store, self.config.lookup_deadline_ms, self._codecs)
 
     def on_new_request(self, request: Request) -> None:
@@ -146,11 +148,11 @@ class SchedulerSide:
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
-            self._refused[request.request_id] = declined_by(error)
+            self._refused[request.request_id] = decline(error)
         except Exception as defect:
             logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
             self._states.pop(request.request_id, None)
-            self._refused[request.request_id] = declined_by(defect)
+            self._refused[request.request_id] = decline(defect)
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
@@ -255,7 +257,7 @@ class SchedulerSide:
             return self._claim(request, state, num_computed)
         except Exception as defect:
             logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
-            state.accounting = state.accounting or declined_by(defect)
+            state.accounting = state.accounting or decline(defect)
             return 0, False
 
     def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
@@ -311,7 +313,7 @@ class SchedulerSide:
         """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
         cached.
 
-        While another save computes the same context, wait: it is found cached as soon as that save has ended.
+        Wait for a place, and while another save computes the same context: it is found cached once that ends.
         """
         assert state.params.spans is not None
         (span,) = state.params.spans
@@ -321,6 +323,8 @@ class SchedulerSide:
             request_id = state.request.request_id
             if self._context_savers.setdefault(state.space.digest, request_id) != request_id:
                 return None, False
+        if not self._saves.admits(state.request.request_id, state.request.num_tokens):
+            return None, False
         return span.end - num_computed, True
 
     def _take_match(self, request: Request, state: _State) -> Match | None:
@@ -332,7 +336,7 @@ class SchedulerSide:
                 return None
             match = self._lookups.result(state.lookup, lambda: self._timing.is_alone(request.request_id))
         except NotBlendable as given_up:
-            state.accounting = declined_by(given_up)
+            state.accounting = decline(given_up)
             self._lookups.release(state.lookup)
             return None
         if match is None or state.lookup.is_taken:
@@ -451,6 +455,7 @@ class SchedulerSide:
         block_ids = tuple(blocks.get_block_ids())
         state.in_flight = True
         if state.params.op.prefills_chunk:
+            self._saves.park(request.request_id, request.num_tokens, None)
             self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
         elif state.job is not None:
             self._lookups.release(state.lookup)
@@ -515,6 +520,7 @@ class SchedulerSide:
         """Called once per engine step, when its tokens have been scheduled."""
         self._lookups.step_began()
         self.parking.step_began()
+        self._saves.step_began()
         self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
@@ -531,6 +537,7 @@ class SchedulerSide:
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
         self.parking.settle(state.request.request_id)
+        self._saves.leave(state.request.request_id)
         state.accounting = self._with_match(state, accounting)
         if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
@@ -564,6 +571,7 @@ class SchedulerSide:
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         self.parking.leave(request.request_id)
+        self._saves.leave(request.request_id)
         if state is not None:
             if self._context_savers.get(state.space.digest) == request.request_id:
                 del self._context_savers[state.space.digest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -124,16 +125,16 @@ def find_model(
             raise NotBlendable("attention", f"{name} is a {type(attention).__name__}, not plain attention")
     owner = _owner_of(list(attentions.values()))
     names = {id(module): name for name, module in owner.named_modules()}
-    groups = _cache_groups(vllm_config, kv_cache_config, attentions, next(iter(kv_caches.values())).device)
+    device = next(iter(kv_caches.values())).device
+    groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
+    kernel = rotation_kernel(device)
     layers, trunks = [], set()
     for name, attention in attentions.items():
         index, layer_path, trunk_path = _layer_path(names[id(attention)])
         trunks.add(trunk_path)
         module = owner.get_submodule(layer_path)
         rotary_module = _rotary_of(module, layer_path)
-        rotary = Rotary.from_table(
-            rotary_module.cos_sin_cache, rotary_module.is_neox_style, rotation_kernel()
-        )
+        rotary = Rotary.from_table(rotary_module.cos_sin_cache, rotary_module.is_neox_style, kernel)
         layers.append(Layer(index, name, module, attention, rotary_module, rotary, groups[name]))
     if len(trunks) != 1:
         raise NotBlendable("architecture", f"decoder layers lie in several places: {sorted(trunks)}")
@@ -234,12 +235,18 @@ def _cache_groups(
             spec=spec,
             layer_names=names,
             block_size=spec.block_size,
-            kernel_block_size=select_common_block_size(spec.block_size, [backend], [spec]),
+            kernel_block_size=_kernel_block_size(backend, spec),
             builder=backend.get_builder_cls()(spec, list(names), _without_graphs(vllm_config), device),
             kernel_serves=all(kernel_serves(attentions[name], device) for name in names),
         )
         groups.update(dict.fromkeys(names, shared))
     return groups
+
+
+def _kernel_block_size(backend: Any, spec: AttentionSpec) -> int:
+    takes_specs = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters
+    specs = ([spec],) if takes_specs else ()  # vLLM 0.31 and before ask the backend alone
+    return int(select_common_block_size(spec.block_size, [backend], *specs))
 
 
 def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:

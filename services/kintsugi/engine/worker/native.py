@@ -11,6 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import torch
 from vllm.logger import init_logger
 
 from kintsugi.fusor.kernels import native
@@ -36,17 +37,15 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
-def rotation_kernel() -> RotationKernel | None:
-    """The kernel that rotates loaded keys."""
-    found = library()
+def rotation_kernel(device: torch.device) -> RotationKernel | None:
+    """The kernel that rotates loaded keys; None for an engine on another device, which builds nothing."""
+    found = library() if device.type == "cpu" else None
     return None if found is None else RotationKernel(found)
 
 
-@functools.cache
-def mass_kernel() -> MassKernel | None:
-    """The kernel that sums the question's attention."""
-    found = library()
+def mass_kernel(device: torch.device) -> MassKernel | None:
+    """The kernel that sums the question's attention; None for an engine on another device."""
+    found = library() if device.type == "cpu" else None
     return None if found is None else MassKernel(found)
 
 

@@ -252,7 +252,7 @@ class VllmStack:
             attention.impl.scale,
             attention.sliding_window,
             getattr(attention.impl, "logits_soft_cap", None) or None,
-            mass_kernel(),
+            mass_kernel(self._model.device),
         )
 
     def synchronize(self) -> None:

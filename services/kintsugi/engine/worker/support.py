@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
-from kintsugi.engine.worker.hooks import find_missing_hooks
+from kintsugi.engine.worker.hooks import describe_missing
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
     """`reason: detail` for the first thing that rules blending out, None where nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    missing = find_missing_hooks()
+    missing = describe_missing()
     checks = (
-        (bool(missing), f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}"),
+        (missing is not None, str(missing)),
         (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; give a mapping"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
         (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),
@@ -30,6 +33,25 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
     )
     return next((reason for holds, reason in checks if holds), None)
+
+
+def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
+    """`reason: detail` where another connector makes this one, as `MultiConnector` does; None otherwise.
+
+    Call it while `connector` is made: what it is made by is then still running. Nothing else tells: a wrapper
+    hands its children a configuration as if each were alone.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, KVConnectorBase_V1) and maker is not connector:
+            return (
+                f"multi_connector: {type(maker).__name__} also shows blocks to its other connectors, and one "
+                "that keeps them by their tokens would keep blended KV as exact; name KintsugiConnector "
+                "itself as kv_connector"
+            )
+        frame = frame.f_back
+    return None
 
 
 def has_windows(kv_cache_config: KVCacheConfig) -> bool:

@@ -1,18 +1,23 @@
 // The CPU kernel of `kintsugi.fusor.kernels.mass`: how much attention each key gets, summed over queries and heads.
 //
 // Keys are first packed for AMX. A tile then holds up to 32 rows: a few queries × the query heads that share a
-// KV head. Its logits to all keys come from AMX; the softmax is in fp32 and to base 2. Tiles add up into sums
-// of their own, which are joined in one order, so that the result does not depend on the threads.
+// KV head. Its logits to all keys come from AMX; the softmax is in fp32 and to base 2. Tiles add up into a
+// bounded number of sums, each of which takes the same tiles in the same order every time. They are joined in
+// one order, too, so that the result does not depend on the threads.
 
 #include "amx.h"
+
+#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 
 namespace {
 
 constexpr int LANES = 16;
+constexpr int64_t SUMS_MAX = 64; // as many threads can add up at a time; memory for so many floats per key
 
 struct Problem {
   const uint16_t *query; // [queries][kv heads × group][head_dim]
@@ -92,7 +97,9 @@ void add_weights(const Problem &problem, const int32_t *positions, int32_t posit
 } // namespace
 
 // `total`: fp32 [keys]. `key_positions` has room for keys up to a multiple of STEP, which lie behind every query.
-extern "C" void attention_mass(const uint16_t *query, const uint16_t *key, const int32_t *query_positions,
+// Returns whether there was memory for it. Nothing may be thrown here: the caller is not C++, and OpenMP's
+// threads have no caller.
+extern "C" bool attention_mass(const uint16_t *query, const uint16_t *key, const int32_t *query_positions,
                                const int32_t *key_positions, float *total, int64_t num_queries,
                                int64_t num_keys, int64_t num_kv_heads, int64_t group, int64_t head_dim,
                                int64_t window, float scale) {
@@ -100,36 +107,44 @@ extern "C" void attention_mass(const uint16_t *query, const uint16_t *key, const
                         num_kv_heads, group, static_cast<int>(head_dim), scale,
                         static_cast<int32_t>(window)};
   const int64_t padded = problem.padded(), tiles = problem.tiles(), per_tile = problem.queries_per_tile();
-  const int64_t blocks = padded / LANES, items = num_kv_heads * tiles;
-  const std::unique_ptr<uint16_t[]> packed(new uint16_t[num_kv_heads * padded * head_dim]);
-  const std::unique_ptr<float[]> totals(new float[items * padded]());
-#pragma omp parallel
+  const int64_t blocks = padded / LANES, items = num_kv_heads * tiles, sums = std::min(items, SUMS_MAX);
+  const int threads = omp_get_max_threads();
+  const std::unique_ptr<uint16_t[]> packed(new (std::nothrow) uint16_t[num_kv_heads * padded * head_dim]);
+  const std::unique_ptr<float[]> totals(new (std::nothrow) float[sums * padded]);
+  const std::unique_ptr<float[]> rows_of_logits(new (std::nothrow) float[threads * ROWS * padded]);
+  if (!packed || !totals || !rows_of_logits)
+    return false;
+#pragma omp parallel num_threads(threads)
   {
     Query operand;
-    const std::unique_ptr<float[]> logits(new float[ROWS * padded]);
+    float *logits = rows_of_logits.get() + omp_get_thread_num() * ROWS * padded;
     configure_tiles();
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < num_kv_heads * blocks; ++item)
       pack_keys(problem, item / blocks, item % blocks * LANES, packed.get() + item * LANES * head_dim);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; ++item) {
-      const int64_t head = item / tiles, first = item % tiles * per_tile;
-      const int rows = static_cast<int>(std::min(per_tile, num_queries - first) * group);
-      load_queries(problem, operand, head, first, rows);
-      for (int64_t step = 0; step < padded; step += STEP)
-        multiply_keys(operand.operand, packed.get() + (head * padded + step) * head_dim, logits.get() + step,
-                      padded, problem.head_dim);
-      for (int row = 0; row < rows; ++row)
-        add_weights(problem, key_positions, query_positions[first + row / group], logits.get() + row * padded,
-                    totals.get() + item * padded);
+    for (int64_t sum = 0; sum < sums; ++sum) {
+      float *mine = totals.get() + sum * padded;
+      std::memset(mine, 0, sizeof(float) * padded);
+      for (int64_t item = sum; item < items; item += sums) {
+        const int64_t head = item / tiles, first = item % tiles * per_tile;
+        const int rows = static_cast<int>(std::min(per_tile, num_queries - first) * group);
+        load_queries(problem, operand, head, first, rows);
+        for (int64_t step = 0; step < padded; step += STEP)
+          multiply_keys(operand.operand, packed.get() + (head * padded + step) * head_dim, logits + step, padded,
+                        problem.head_dim);
+        for (int row = 0; row < rows; ++row)
+          add_weights(problem, key_positions, query_positions[first + row / group], logits + row * padded, mine);
+      }
     }
 #pragma omp for schedule(static)
     for (int64_t place = 0; place < num_keys; ++place) {
       float sum = 0.0f;
-      for (int64_t item = 0; item < items; ++item)
-        sum += totals[item * padded + place];
+      for (int64_t other = 0; other < sums; ++other)
+        sum += totals[other * padded + place];
       total[place] = sum;
     }
     _tile_release();
   }
+  return true;
 }

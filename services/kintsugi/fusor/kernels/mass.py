@@ -25,7 +25,7 @@ class MassKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._sum = library.attention_mass
         self._sum.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 6 + [ctypes.c_float]
-        self._sum.restype = None
+        self._sum.restype = ctypes.c_bool
 
     @staticmethod
     def serves(query: Tensor, key: Tensor, softcap: float | None) -> bool:
@@ -49,7 +49,10 @@ class MassKernel:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """As `fusor.question.attention_mass`."""
+        """As `fusor.question.attention_mass`. Raises `MemoryError`.
+
+        Memory: a copy of the keys, 64 floats per key and 32 more per thread, however many queries there are.
+        """
         assert self.serves(query, key, None)
         (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _) = query.shape, key.shape
         assert num_keys
@@ -61,5 +64,6 @@ class MassKernel:
         total = torch.empty(num_keys)
         tensors = (query, key, query_positions.to(torch.int32), padded, total)
         sizes = (num_queries, num_keys, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        self._sum(*(one.data_ptr() for one in tensors), *sizes, window or EVERYWHERE, scale)
+        if not self._sum(*(one.data_ptr() for one in tensors), *sizes, window or EVERYWHERE, scale):
+            raise MemoryError(f"no memory to sum the attention to {num_keys} keys")
         return total

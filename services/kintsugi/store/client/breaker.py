@@ -29,7 +29,7 @@ class CircuitBreaker:
             return self._failures < FAILURES_MAX
 
     def allows(self) -> bool:
-        """Whether a call may be made now. The caller then records its success or failure."""
+        """Whether a call may be made now. The caller then records its success or failure, or withdraws it."""
         with self._lock:
             if self._failures < FAILURES_MAX:
                 return True
@@ -40,6 +40,11 @@ class CircuitBreaker:
                 return False  # another caller probes; a probe that never reports is forgotten
             self._probe_s = now
             return True
+
+    def withdraw(self) -> None:
+        """The call that was allowed was not made: another may probe."""
+        with self._lock:
+            self._probe_s = None
 
     def record_success(self) -> None:
         with self._lock:

@@ -10,13 +10,14 @@ import builtins
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from kintsugi.core.errors import (
+    DeadlineExceeded,
     InvalidField,
     KintsugiError,
     NotFound,
@@ -30,6 +31,7 @@ from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
+from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.calls import ShardCalls
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.erasing import (
@@ -59,6 +61,14 @@ from kintsugi.store.protocol.interface import (
 )
 from kintsugi.store.protocol.keys import KeySource, NamespaceKeys
 from kintsugi.store.protocol.tls import TlsFiles
+
+SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
+"""Errors that say that a shard cannot be used now; any other is an answer."""
+
+
+class LeftAlone(Unavailable):
+    """The shard was not asked: it failed lately in transfers of this kind, which says nothing of others."""
+
 
 MANIFESTS_MAX = 4096
 """Manifests that a client remembers of one shard."""
@@ -152,6 +162,10 @@ class GrpcStore(ChunkStore):
         self._manifests = _Manifests()
         self._same_host = SameHost()
         self._formats = StoredFormats(self._stats)
+        self._reads = CircuitBreaker()
+        """Counts streams alone: a shard may answer lookups, and hang in what it sends."""
+        self._writes = CircuitBreaker()
+        """Counts puts alone."""
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """Make one unary call of the service and return its response. `response` is the message's class."""
@@ -285,7 +299,26 @@ class GrpcStore(ChunkStore):
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
         messages = _put_messages(header, manifest, views)
-        return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
+        with self._counted(self._writes):
+            return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
+
+    @contextmanager
+    def _counted(self, breaker: CircuitBreaker) -> Iterator[None]:
+        """One transfer; its breaker learns whether the shard answered. Raises `LeftAlone` while it is open.
+
+        A caller that ends a stream early, as one does that has every layer, has just got an answer.
+        """
+        if not breaker.allows():
+            raise LeftAlone(f"{self.address} failed lately and is left alone for a moment")
+        try:
+            yield
+        except SHARD_FAILURES:
+            breaker.record_failure()
+            raise
+        except (KintsugiError, GeneratorExit):
+            breaker.record_success()
+            raise
+        breaker.record_success()
 
     def stream(
         self,
@@ -311,7 +344,8 @@ class GrpcStore(ChunkStore):
         received = Received(
             self.address, manifests, heads, self._options.find_keys(namespace), self._look_up_again
         )
-        with closing(self._frames(received, request, deadline_s)) as items:
+        frames = self._frames(received, request, deadline_s)
+        with self._counted(self._reads), closing(frames) as items:
             for item in items:
                 while received.damaged:
                     self._report_damage(received.damaged.pop())

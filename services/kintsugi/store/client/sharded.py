@@ -19,7 +19,6 @@ from functools import partial
 from typing import TypeVar
 
 from kintsugi.core.errors import (
-    DeadlineExceeded,
     InvalidField,
     PermissionDenied,
     ResourceExhausted,
@@ -34,7 +33,7 @@ from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.erasing import ShardErasures, read_cursor, write_cursor
 from kintsugi.store.client.formats import FormatNotStored
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
@@ -55,8 +54,6 @@ RETRIES_MAX = 1
 RETRY_WAIT_S = 0.02
 """Mean of the jittered wait before a retry."""
 
-SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
-"""Errors that make a shard's chunks misses; any other is the caller's mistake and is raised."""
 READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
 """Errors that make a stream try the next owner: a shard with too many streams is healthy, but a replica may
 have the chunks as well."""
@@ -119,6 +116,9 @@ class ShardedStore(ChunkStore):
                 return None
             try:
                 answer = call(shard.store)
+            except LeftAlone:
+                shard.breaker.withdraw()
+                return None
             except SHARD_FAILURES as error:
                 shard.breaker.record_failure()
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
@@ -277,8 +277,14 @@ class ShardedStore(ChunkStore):
             raise Unavailable(f"{address.address} failed lately and is left alone")
         try:
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
+        except LeftAlone:
+            shard.breaker.withdraw()
+            raise
         except SHARD_FAILURES:
             shard.breaker.record_failure()
+            raise
+        except GeneratorExit:  # the caller has what it wants
+            shard.breaker.record_success()
             raise
         shard.breaker.record_success()
 

@@ -18,6 +18,9 @@ DELETION_S = 600.0
 """How long a deletion keeps copies away: longer than a shard takes to send one that it read before."""
 DELETIONS_MAX = 100_000
 
+RATIO = 0.15
+"""The ratio that engines blend with unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class ShardConfig:
@@ -30,13 +33,23 @@ class ShardConfig:
     """Prefill cost of a token, for puts that do not state a chunk's: decides where `auto` puts it. 0:
     unknown."""
 
+    ratio: float = RATIO
+    """Share of a chunk's prefill that a blend computes, in (0, 1]. A tier is fast enough for a chunk if
+    loading it hides behind that share."""
+
     def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise InvalidField("ratio", f"{self.ratio} is outside (0, 1]")
         if not (self.recompute_ms_per_token >= 0 and math.isfinite(self.recompute_ms_per_token)):
             raise InvalidField("recompute_ms_per_token", f"{self.recompute_ms_per_token} is not a duration")
 
     def recompute_ms(self, manifest: ChunkManifest, stated_ms: float) -> float:
         """The cost of computing a chunk again: what its writer stated, or else what is configured."""
         return stated_ms or self.recompute_ms_per_token * manifest.num_tokens
+
+    def hides_s(self, recompute_ms: float) -> float:
+        """How long a load of a chunk that costs `recompute_ms` hides behind its blend; 0 if unknown."""
+        return self.ratio * recompute_ms / 1e3
 
     def quota_of(self, namespace: str) -> float:
         return self.quota_bytes.get(namespace, self.quota_bytes.get("*", math.inf))

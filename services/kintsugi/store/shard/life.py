@@ -12,6 +12,7 @@ of its copies and of its write-back:
                  whole -> leaving -> none  begin_write(leaving), end_write: evicted, and on no disk yet
                  leaving -> whole          fail_write
     disk copy    none -> whole             end_write, recovery
+                 whole -> whole elsewhere  begin_write, end_write: another tier is to hold it
                  whole -> none             drop_copy: damaged
                  whole -> evicting         its tier's policy gave it up; an `Eviction` names it
                  evicting -> none, or whole in the next tier, or whole where it was: end_demotion
@@ -154,9 +155,11 @@ def order_again(entry: ChunkEntry, residence: Residence) -> None:
 
 
 def begin_write(entry: ChunkEntry, leaving: bool = False) -> WriteJob:
-    """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards."""
+    """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards. A disk copy that
+    there is already gives way to the new one."""
     assert entry.ram is not None
-    assert entry.disk is None
+    assert not entry.is_loading
+    assert not leaving or entry.disk is None
     assert entry.writing is None
     assert not entry.gone
     acquire(entry.ram)
@@ -172,6 +175,8 @@ def end_write(job: WriteJob, target: Residence | None) -> None:
     assert target is not None or entry.gone
     leaving = _end_job(job)
     if not entry.gone and target is not None:
+        if entry.disk is not None:
+            drop_copy(entry, entry.disk)
         add_copy(entry, target)
         if leaving:
             drop_copy(entry, job.source)

@@ -39,6 +39,8 @@ from kintsugi.store.shard.work import (
     WriteBatch,
     WriteJob,
     WriteQueue,
+    find_faster_queue,
+    speeds_of,
 )
 
 log = logging.getLogger(__name__)
@@ -199,6 +201,7 @@ class EntryTable:
         self._config.check_size(manifest, self._ram.capacity_bytes)
         self.shares.check_size(manifest)
         recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
+        hides_s = self._config.hides_s(recompute_ms)
         deadline_s = self._clock() + wait_s
         with self._lock:
             while True:
@@ -212,8 +215,8 @@ class EntryTable:
                     or not self._room.is_there(manifest)
                 ):
                     return None
-                speeds = [(disk.name, disk.read_bytes_per_s) for disk in self._disks]
-                best = choose_tier(options.tier, speeds, manifest.chunk_bytes, recompute_ms, options.durable)
+                speeds = speeds_of(self.queues)
+                best = choose_tier(options.tier, speeds, manifest.chunk_bytes, hides_s, options.durable)
                 tier = self.shares.tier_for(manifest, best, options)
                 residence = self._room.make_to_put(manifest, self._queue_of(tier))
                 if residence is not None:
@@ -357,11 +360,11 @@ class EntryTable:
             entry = self._index.get(address)
             if not self.queues:
                 raise InvalidField("ack", NO_SSD_TIER)
-            if entry is None or entry.writing is not None or entry.disk is not None:
-                return None if entry is None else entry.writing
-            if not self.shares.may_be_on_ssd(entry.manifest):
+            if entry is None or entry.disk is not None:
+                return None
+            if entry.writing is None and not self.shares.may_be_on_ssd(entry.manifest):
                 raise self.shares.refuse_ssd(entry.manifest)
-            return self._begin_write(entry, self.queues[0])
+            return entry.writing or self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back what only RAM holds; the bytes that still only RAM holds, because time
@@ -538,8 +541,12 @@ class EntryTable:
     def advance_load(self, step: LoadStep, lost: str) -> None:
         """A step has ended. `lost`: why the bytes could not be read, or empty."""
         with self._lock:
+            entry = step.load.entry
+            hides_s = self._config.hides_s(entry.recompute_ms)
             if life.advance_load(step, lost):
-                self._quarantine(step.load.entry)
+                self._quarantine(entry)
+            elif not self.draining and (queue := find_faster_queue(self.queues, entry, hides_s)):
+                self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:
         """Whether a layer is in RAM or lost; otherwise `callback` is called once, under the lock, at the next

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.eviction.placement import READS_OFTEN, faster_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 
 WRITE_BATCH_BYTES_MAX = 128 << 20
@@ -119,6 +120,30 @@ class WriteQueue:
         self._flushes = []
         self.closed = True
         return batch
+
+
+def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
+    """Names of the queues' tiers and their measured bytes per second, in the same order."""
+    return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
+
+
+def find_faster_queue(queues: Sequence[WriteQueue], entry: ChunkEntry, hides_s: float) -> WriteQueue | None:
+    """The queue of the tier that a chunk moves to once it has been read; None where it stays.
+
+    It stays where its tier is fast enough, it is not read often, or RAM does not hold all of it. While the
+    other tier's queue is full, it stays, too: the next read asks again. `hides_s`: how long a load of it
+    hides behind its blend.
+    """
+    if entry.disk is None or entry.ram is None or entry.is_loading:
+        return None
+    if entry.writing is not None or entry.uses < READS_OFTEN:
+        return None
+    size = entry.manifest.chunk_bytes
+    target = faster_tier(entry.disk.tier.name, speeds_of(queues), size, hides_s)
+    queue = next((queue for queue in queues if queue.tier.name == target), None)
+    if queue is None or queue.tier.failure or size > queue.tier.capacity_bytes or queue.is_full_for(size):
+        return None
+    return queue
 
 
 @dataclass(frozen=True)

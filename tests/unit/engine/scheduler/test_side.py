@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
@@ -30,7 +31,7 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.parking import Parking
+from kintsugi.engine.scheduler.parking import Parking, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.scheduler.spans import add_span_keys
@@ -255,6 +256,32 @@ def test_one_save_computes_the_context_and_the_others_wait_for_it(side: Schedule
     assert side.get_num_new_matched_tokens(third, 0) == (60, True), "they are gone again: it computes them"
     side.request_finished(third)
     assert side._context_savers == {}
+
+
+def test_saves_are_parked_up_to_their_share_of_the_cache(side: SchedulerSide) -> None:
+    """Each is 21 tokens long, and a quarter of 200 tokens of cache holds two."""
+    side._saves = parking_of_saves(200)
+    requests = [save_of(side, str(index), []) for index in range(4)]
+
+    def claimed() -> list[str]:
+        side.begin_step(SchedulerOutput.make_empty())
+        names = []
+        for request in requests:
+            if request.request_id in side._saves.request_ids:
+                continue
+            if side.get_num_new_matched_tokens(request, 0)[0] is not None:
+                side.update_state_after_alloc(request, Blocks(), 20)
+                names.append(request.request_id)
+        return names
+
+    assert claimed() == ["0", "1"]
+    assert claimed() == []
+    side.update(WorkerReport({"0": Accounting(Outcome.SAVED)}))  # its chunk is stored
+    requests.remove(requests[0])
+    assert claimed() == ["2"]
+    side.request_finished(requests[0])  # aborted
+    del requests[0]
+    assert claimed() == ["3"]
 
 
 def test_without_a_prefix_cache_no_save_waits(side: SchedulerSide) -> None:

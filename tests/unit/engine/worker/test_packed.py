@@ -148,3 +148,15 @@ def test_it_attends_in_the_place_of_the_backend() -> None:
         layer.impl.forward(layer, query, None, None, pack(keys, values), None, output)
     expected = reference_attention(query, keys, values, table, positions, scale=layer.impl.scale)
     torch.testing.assert_close(output.view(query.shape), expected, atol=0.02, rtol=0.02)
+
+
+def test_an_engine_on_a_gpu_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.native, "has_amx", lambda: pytest.fail("asked for the kernels"))
+    for kernel in (native.rotation_kernel, native.mass_kernel):
+        assert kernel(torch.device("cuda")) is None
+
+
+@needs_amx
+def test_an_engine_on_a_cpu_gets_every_kernel() -> None:
+    for kernel in (native.rotation_kernel, native.mass_kernel):
+        assert kernel(torch.device("cpu")) is not None

@@ -196,21 +196,33 @@ SPEEDS = [("ssd0", 1e9), ("ssd1", 1e8)]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "recompute_ms", "durable", "tier"),
+    ("wanted", "hides_s", "durable", "tier"),
     [
         ("auto", 0.0, False, "ssd0"),
-        ("auto", 100.0, False, "ssd1"),
-        ("auto", 10.0, False, "ssd0"),
-        ("auto", 0.5, False, "ram"),
-        ("auto", 0.5, True, "ssd0"),
-        ("ssd1", 0.5, False, "ssd1"),
-        ("ram", 100.0, False, "ram"),
+        ("auto", 0.1, False, "ssd1"),
+        ("auto", 0.01, False, "ssd0"),
+        ("auto", 0.0005, False, "ram"),
+        ("auto", 0.0005, True, "ssd0"),
+        ("ssd1", 0.0005, False, "ssd1"),
+        ("ram", 0.1, False, "ram"),
     ],
 )
 def test_a_put_goes_to_the_cheapest_tier_that_hides(
-    wanted: str, recompute_ms: float, durable: bool, tier: str
+    wanted: str, hides_s: float, durable: bool, tier: str
 ) -> None:
-    assert choose_tier(wanted, SPEEDS, 2_000_000, recompute_ms, durable) == tier
+    assert choose_tier(wanted, SPEEDS, 2_000_000, hides_s, durable) == tier
+
+
+def test_a_load_hides_behind_the_ratio_of_a_prefill_not_behind_all_of_it() -> None:
+    """2 MB come from the slow tier in 20 ms."""
+    prefill_ms, tiers = 100.0, {}
+    for ratio in (0.15, 0.25, 1.0):
+        hides_s = ShardConfig(ratio=ratio).hides_s(prefill_ms)
+        tiers[ratio] = choose_tier("auto", SPEEDS, 2_000_000, hides_s, durable=False)
+    assert tiers == {0.15: "ssd0", 0.25: "ssd1", 1.0: "ssd1"}
+    for ratio in (0.0, 1.1, float("nan")):
+        with pytest.raises(InvalidField, match="ratio"):
+            ShardConfig(ratio=ratio)
 
 
 def test_a_recompute_cost_that_is_none_is_refused() -> None:

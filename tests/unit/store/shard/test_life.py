@@ -87,6 +87,49 @@ def test_a_chunk_is_written_beside_its_ram_copy(tiers: Tiers) -> None:
     assert (job.source.readers, entry.writing) == (0, None)
 
 
+def test_a_chunk_that_moves_to_another_disk_keeps_its_copy_until_the_new_one_is_there(tiers: Tiers) -> None:
+    entry = tiers.in_ram()
+    life.end_write(life.begin_write(entry), tiers.place(tiers.slow, entry))
+    job = life.begin_write(entry)
+    life.check_present(entry)
+    assert entry.disk is not None
+    assert entry.disk.tier is tiers.slow
+    target = tiers.place(tiers.fast, entry)
+    life.end_write(job, target)
+    life.check_present(entry)
+    assert entry.copies == (job.source, target)
+    assert tiers.used_bytes()[2] == 0
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_chunk_that_cannot_move_stays_where_it_is(tiers: Tiers, goes: bool) -> None:
+    entry = tiers.in_ram()
+    life.end_write(life.begin_write(entry), tiers.place(tiers.slow, entry))
+    held = entry.copies
+    job = life.begin_write(entry)
+    if goes:
+        life.forget(entry)
+        life.end_write(job, tiers.place(tiers.fast, entry))
+        assert tiers.used_bytes() == [0, 0, 0]
+    else:
+        life.fail_write(job)
+        life.check_present(entry)
+        assert entry.copies == held
+
+
+def test_a_chunk_that_is_demoted_while_it_moves_has_one_copy(tiers: Tiers) -> None:
+    entry = tiers.in_ram()
+    life.end_write(life.begin_write(entry), tiers.place(tiers.fast, entry))
+    eviction = tiers.evicted(entry)
+    job = life.begin_write(entry)
+    target = tiers.place(tiers.slow, entry)
+    life.end_write(job, target)
+    assert not life.end_demotion(eviction, None)
+    life.check_present(entry)
+    assert entry.copies == (job.source, target)
+    assert tiers.used_bytes()[1] == 0
+
+
 def test_a_chunk_that_leaves_ram_is_never_without_a_copy(tiers: Tiers) -> None:
     entry = tiers.in_ram()
     assert tiers.ram.policy.evict(lambda _: True) is entry

@@ -1,4 +1,8 @@
-"""Chooses the tier of a put. Pure."""
+"""Chooses the tier of a chunk: when it is put, and again when it is read often. Pure.
+
+A tier is fast enough for a chunk if loading it hides behind what a blend computes meanwhile: the ratio of the
+chunk's prefill, not all of it.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,23 @@ from kintsugi.core.errors import InvalidField
 
 AUTO = "auto"
 RAM = "ram"
+READS_OFTEN = 4
+"""Uses from which on a chunk is placed again when it has been read from an SSD tier."""
+SPEED_GAIN_MIN = 1.5
+"""How much faster another tier must be to move a chunk there: measured speeds waver."""
 NO_SSD_TIER = "durable needs an SSD tier; ask for ram, or start the shard with --ssd"
 
 
 def choose_tier(
-    wanted: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, recompute_ms: float, durable: bool
+    wanted: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float, durable: bool
 ) -> str:
     """The tier that a chunk is written to: `ram`, or the name of one of `tiers`.
 
     `tiers` are the SSD tiers, fastest first: names and the bytes per second measured on recent loads.
+    `hides_s` is what a load of the chunk may take, 0 if unknown.
 
-    `auto` takes the cheapest, that is the last, whose load still hides behind computing the chunk again;
-    the fastest where that cost is unknown or a disk is asked for; RAM where no disk is fast enough.
+    `auto` takes the cheapest, that is the last, that is fast enough; the fastest where `hides_s` is unknown
+    or a disk is asked for; RAM where no disk is fast enough.
     Raises `InvalidField` for a tier that this shard lacks.
     """
     wanted = wanted or AUTO
@@ -32,9 +41,24 @@ def choose_tier(
         return wanted
     if not tiers:
         return RAM
-    if not recompute_ms:
+    if not hides_s:
         return names[0]
-    return cheapest_tier(tiers, chunk_bytes, recompute_ms / 1e3) or (names[0] if durable else RAM)
+    return cheapest_tier(tiers, chunk_bytes, hides_s) or (names[0] if durable else RAM)
+
+
+def faster_tier(
+    held: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float
+) -> str | None:
+    """The tier that a chunk read often moves to from tier `held`; None where it stays.
+
+    It stays where it is held fast enough, or where nobody knows what is. Otherwise it moves to the cheapest
+    tier that is, or to the fastest, if that gains enough.
+    """
+    speeds = dict(tiers)
+    if not hides_s or chunk_bytes <= speeds[held] * hides_s:
+        return None
+    target = cheapest_tier(tiers, chunk_bytes, hides_s) or max(speeds, key=speeds.__getitem__)
+    return target if speeds[target] >= SPEED_GAIN_MIN * speeds[held] else None
 
 
 def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:

@@ -1,0 +1,92 @@
+"""Proves at start that blended blocks are found by nobody who did not ask for that blend.
+
+It asks vLLM's own prefix cache, a small one of its own that holds no KV: requests of the same tokens leave
+their blocks in it, one plain and one forked, and look for each other's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from kintsugi.core.errors import SelfTestFailed
+from kintsugi.engine.scheduler import hashing
+
+BLOCKS = 4
+"""Full blocks of the made-up prompt; the fork is behind the first of them."""
+SALT = "self-test"
+
+
+def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises `SelfTestFailed` naming who found what."""
+    block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    caching_hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    kv_cache_utils.init_none_hash(caching_hash)
+    hasher = kv_cache_utils.get_request_block_hasher(hash_block, caching_hash)
+    num_tokens = BLOCKS * block + 1
+
+    def found(writer: bytes | None, reader: bytes | None, grown: bool = False) -> int:
+        """Tokens that a request forked with tag ``reader`` finds of one forked with ``writer``; None: not
+        forked. ``grown``: the blocks behind the fork fill while the request runs."""
+        small = dataclasses.replace(kv_cache_config, num_blocks=_blocks_for(kv_cache_config, num_tokens))
+        cache = KVCacheManager(
+            kv_cache_config=small,
+            max_model_len=max(vllm_config.model_config.max_model_len, num_tokens),
+            scheduler_block_size=block,
+            hash_block_size=hash_block,
+            enable_caching=True,
+        )
+        first = block + 1 if grown else num_tokens
+        request = _request(list(range(first)), hasher, writer, block // hash_block, hash_block)
+        if cache.allocate_slots(request, first) is None:
+            raise SelfTestFailed("check 'names': a small prefix cache has no room for its only request")
+        for token_id in range(first, num_tokens):
+            request.num_computed_tokens = request.num_tokens
+            request.append_output_token_ids(token_id)
+            cache.allocate_slots(request, 1)
+        asks = _request(list(range(num_tokens)), hasher, reader, block // hash_block, hash_block)
+        return int(cache.get_computed_blocks(asks)[1])
+
+    whole, plan, other = BLOCKS * block, b"one plan", b"another plan"
+    if found(None, None) != whole or found(plan, plan) != whole:
+        raise SelfTestFailed("check 'names': a request does not find what the same request left behind")
+    for writer, reader, who in (
+        (plan, None, "a plain request finds blended blocks"),
+        (None, plan, "a blend finds plain blocks behind its fork"),
+        (plan, other, "a blend finds another plan's blocks"),
+    ):
+        for grown in (False, True):
+            if found(writer, reader, grown) > block:
+                raise SelfTestFailed(
+                    f"check 'names': {who}; this vLLM names blocks as the plugin does not expect"
+                )
+
+
+def _request(
+    token_ids: list[int], hasher: Any, tag: bytes | None, first_block: int, block_size: int
+) -> Request:
+    request = Request(
+        request_id=f"{SALT}-{tag!r}",
+        prompt_token_ids=token_ids,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=SALT,
+        block_hasher=hasher,
+    )
+    if tag is not None:
+        hashing.fork(request, first_block, tag, block_size, SALT)
+    return request
+
+
+def _blocks_for(kv_cache_config: KVCacheConfig, num_tokens: int) -> int:
+    """Blocks that hold one prompt, vLLM's null block among them."""
+    groups = kv_cache_config.kv_cache_groups
+    return 2 + int(sum(-(-num_tokens // group.kv_cache_spec.block_size) for group in groups))
