@@ -83,6 +83,11 @@ class Prompts:
         self._segments_max = segments_max
         self._allow_negative_priority = allow_negative_priority
 
+    @property
+    def tokens_max(self) -> int | None:
+        """The most tokens that the model reads and writes; None before an engine has answered."""
+        return self._spaces.tokens_max
+
     async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
         """The prompt, and the request for an engine without request id and trace.
 
@@ -167,7 +172,9 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
             self._prompt, self._request = await self._prompts.resolve(self._call)
         prompt_tokens = self.tokens_asked = len(self._prompt.token_ids)
         max_tokens = self._request.sampling.get("max_tokens")
-        self.tokens = prompt_tokens + (max_tokens if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT)
+        self.tokens = prompt_tokens + (
+            max(0, max_tokens) if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT
+        )
         trace.set("kintsugi.prompt_tokens", prompt_tokens)
         self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
         return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)
