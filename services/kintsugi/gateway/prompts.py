@@ -137,7 +137,16 @@ class Prompts:
         space = await self._spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
         await self._resolver.learn(space, segments, pieces)
-        return [(piece.key, piece.token_ids) for piece in pieces]
+        return [(piece.key, piece.token_ids) for piece in pieces if piece.is_chunk]
+
+
+def refuse_keys(namespace: str, segments: Sequence[Segment]) -> None:
+    """Raises `PermissionDenied` for segments that are named by key: the answer tells whether it is known."""
+    if any(segment.key is not None for segment in segments):
+        raise PermissionDenied(
+            f"namespace {namespace!r} does not tell which chunks are known, so segments cannot be "
+            "named by key; send their texts or tokens"
+        )
 
 
 class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
@@ -160,11 +169,8 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._caller.authorize(self.namespace, Verb.GENERATE)
         if self._call.explain:
             self._caller.require(Verb.LIST)
-        if self.hides_chunks and any(segment.key is not None for segment in self._call.segments):
-            raise PermissionDenied(
-                f"namespace {self.namespace!r} does not tell which chunks are known, so segments cannot be "
-                "named by key; send their texts or tokens"
-            )
+        if self.hides_chunks:
+            refuse_keys(self.namespace, self._call.segments)
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         began_s = time.perf_counter()

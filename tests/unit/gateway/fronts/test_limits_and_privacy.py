@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -314,6 +315,34 @@ def test_a_request_that_got_nothing_is_charged_nothing() -> None:
                 backend.script = lambda call, script=script: script
                 assert (await caller.post(CHAT_PATH, json=most)).status_code in (400, 503, 200)
             assert len(backend.calls) == 1 + 2 + 1
+
+    run(body)
+
+
+def test_prefetch_does_not_tell_what_is_hidden() -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(), access=Tokens(HIDDEN))
+        tenant, operator = Caller("tenant", ("acme",)), Caller("operator", ("*",))
+        key = ChunkKey(bytes(32))
+        with pytest.raises(errors.PermissionDenied, match="named by key"):
+            await gateway.prefetch(tenant, "acme", [Segment(key=key)])
+        with pytest.raises(errors.NotFound):
+            await gateway.prefetch(operator, "acme", [Segment(key=key)])
+        gateway._store.run = AsyncMock(return_value=1)  # type: ignore[method-assign]
+        assert (await gateway.prefetch(tenant, "acme", [Segment(text="guess")]))[1] == 0
+        assert (await gateway.prefetch(operator, "acme", [Segment(text="guess")]))[1] == 1
+        await gateway.close()
+
+    run(body)
+
+
+def test_what_is_shorter_than_a_chunk_is_never_saved_as_one() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(chunk_tokens_multiple=16)})
+        gateway = gateway_over(ScriptedBackend(), rules=rules)
+        found = await gateway.prompts.learn_texts("acme", ["short", "long enough for one chunk"])
+        assert [len(tokens) for _, tokens in found] == [16]
+        await gateway.close()
 
     run(body)
 
