@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
@@ -308,8 +308,13 @@ class Gateway:
                         f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                     )
             missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
-            self.shares.charge(namespace, sum(len(tokens) for _, tokens in missing))
-            futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            num_tokens = sum(len(tokens) for _, tokens in missing)
+            self.shares.charge(namespace, num_tokens)
+            try:
+                futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            except ResourceExhausted:  # then none is saved
+                self.shares.settle(namespace, num_tokens)
+                raise
             await self._resolver.learn(space, chunks, pieces)
             states: dict[ChunkKey, tuple[PutState, str]] = {}
             for (key, _), future in zip(missing, futures, strict=True):

@@ -22,6 +22,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED, estimate_tokens
 from kintsugi.gateway.prompts import GenerateCall
+from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.callers import Caller
@@ -361,6 +362,18 @@ def test_an_answer_of_fewer_than_no_tokens_does_not_fill_a_rate() -> None:
         (account,) = gateway.shares.accounts
         assert account.tokens_charged > 0
         assert account.tokens_unused == account.tokens_charged
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_put_that_found_no_room_is_charged_nothing() -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(), rules=limited(tokens_per_s=100))
+        gateway._saver = Saver(gateway.backend, waiting_tokens_max=0)
+        for _ in range(3):
+            with pytest.raises(errors.ResourceExhausted, match="wait to be prefilled"):
+                await gateway.put_chunks(Caller("tenant", ("acme",)), "acme", [Segment(text="x" * 150)])
         await gateway.close()
 
     run(body)
