@@ -165,6 +165,7 @@ class AnswerPipeline:
                     for attempt in range(1, ATTEMPTS + 1):
                         try:
                             ask.sent_s = time.perf_counter() - began_s
+                            ask.tokens_unused = 0
                             async with aclosing(ask.send(self._backend, timeline, engine.headers())) as items:
                                 async for item in items:
                                     for event in ask.read(item):
@@ -178,11 +179,14 @@ class AnswerPipeline:
                                         is_accepted = True
                                         await ask.learn()
                             break
-                        except Unavailable as error:
-                            if first_s or attempt == ATTEMPTS:
+                        except KintsugiError as error:
+                            if not first_s:
+                                ask.tokens_unused = ask.tokens
+                            if first_s or attempt == ATTEMPTS or not isinstance(error, Unavailable):
                                 raise
                             log.info("request %s is sent again: %s", ask.request_id, error)
                         await asyncio.sleep(RETRY_WAIT_S)
+                    place.release()  # the last events may wait for a caller that does not read
                     if not first_s:
                         first_s = time.perf_counter() - began_s
                         ask.delay(first_s)
@@ -205,9 +209,12 @@ class AnswerPipeline:
         with self._shares.admit(ask.namespace):
             before = await ask.prepare(trace)
             self._shares.charge(ask.namespace, ask.tokens)
-            async with self._shares.place(ask.namespace, ask.tokens, ask.may_overtake) as place:
-                yield before, place
-            self._shares.settle(ask.namespace, ask.tokens_unused)
+            ask.tokens_unused = ask.tokens  # until an engine has the request
+            try:
+                async with self._shares.place(ask.namespace, ask.tokens, ask.may_overtake) as place:
+                    yield before, place
+            finally:
+                self._shares.settle(ask.namespace, ask.tokens_unused)
 
     @contextmanager
     def _track_answer(self) -> Iterator[None]:

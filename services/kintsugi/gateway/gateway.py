@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
-from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
+from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
@@ -27,7 +27,7 @@ from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
-from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved
+from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
 from kintsugi.gateway.recent_info import RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
@@ -263,9 +263,13 @@ class Gateway:
     def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
         """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
         ask.privacy = self._privacy_of(ask.namespace)
-        ask.hides_chunks = not (ask.privacy.accounting or may_see_hidden(caller))
+        ask.hides_chunks = self._hides_chunks(caller, ask.namespace)
         ask.shows_accounting = caller.may(Verb.LIST) and not ask.hides_chunks
         return self.answers.stream(ask)
+
+    def _hides_chunks(self, caller: Caller, namespace: str) -> bool:
+        """Whether the namespace's privacy hides from the caller which chunks are known."""
+        return not (self._privacy_of(namespace).accounting or may_see_hidden(caller))
 
     @contextmanager
     def _serve(self, caller: Caller, namespace: str, verb: Verb | None = None) -> Iterator[None]:
@@ -304,8 +308,13 @@ class Gateway:
                         f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                     )
             missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
-            self.shares.charge(namespace, sum(len(tokens) for _, tokens in missing))
-            futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            num_tokens = sum(len(tokens) for _, tokens in missing)
+            self.shares.charge(namespace, num_tokens)
+            try:
+                futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+            except ResourceExhausted:  # then none is saved
+                self.shares.settle(namespace, num_tokens)
+                raise
             await self._resolver.learn(space, chunks, pieces)
             states: dict[ChunkKey, tuple[PutState, str]] = {}
             for (key, _), future in zip(missing, futures, strict=True):
@@ -373,6 +382,8 @@ class Gateway:
         """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
         a caller who may not know what the store holds."""
         with self._serve(caller, namespace, Verb.GENERATE):
+            if hides_chunks := self._hides_chunks(caller, namespace):
+                refuse_keys(namespace, segments)
             self._check_count("segments", len(segments), self.limits.segments_max)
             space = await self.spaces.find(namespace)
             pieces = await self._resolver.pieces(space, segments)
@@ -381,7 +392,7 @@ class Gateway:
             wanted = list(dict.fromkeys(key for key in keys if key is not None))
             accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
             await self._resolver.learn(space, segments, pieces)
-            return keys, accepted if caller.may(Verb.LIST) else 0
+            return keys, accepted if caller.may(Verb.LIST) and not hides_chunks else 0
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 PENDING_MAX = 65_536
@@ -41,6 +41,10 @@ async def pad_events(
             async with aclosing(events) as source:
                 async for event in source:
                     await ready.put((clock(), event))
+        except asyncio.CancelledError as error:  # by the source itself, or below: then nobody waits
+            with suppress(asyncio.QueueFull):
+                ready.put_nowait(error)
+            raise
         except Exception as error:  # noqa: BLE001  # raised to the reader below
             await ready.put(error)
         else:

@@ -83,6 +83,11 @@ class Prompts:
         self._segments_max = segments_max
         self._allow_negative_priority = allow_negative_priority
 
+    @property
+    def tokens_max(self) -> int | None:
+        """The most tokens that the model reads and writes; None before an engine has answered."""
+        return self._spaces.tokens_max
+
     async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
         """The prompt, and the request for an engine without request id and trace.
 
@@ -132,7 +137,16 @@ class Prompts:
         space = await self._spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
         await self._resolver.learn(space, segments, pieces)
-        return [(piece.key, piece.token_ids) for piece in pieces]
+        return [(piece.key, piece.token_ids) for piece in pieces if piece.is_chunk]
+
+
+def refuse_keys(namespace: str, segments: Sequence[Segment]) -> None:
+    """Raises `PermissionDenied` for segments that are named by key: the answer tells whether it is known."""
+    if any(segment.key is not None for segment in segments):
+        raise PermissionDenied(
+            f"namespace {namespace!r} does not tell which chunks are known, so segments cannot be "
+            "named by key; send their texts or tokens"
+        )
 
 
 class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
@@ -155,11 +169,8 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._caller.authorize(self.namespace, Verb.GENERATE)
         if self._call.explain:
             self._caller.require(Verb.LIST)
-        if self.hides_chunks and any(segment.key is not None for segment in self._call.segments):
-            raise PermissionDenied(
-                f"namespace {self.namespace!r} does not tell which chunks are known, so segments cannot be "
-                "named by key; send their texts or tokens"
-            )
+        if self.hides_chunks:
+            refuse_keys(self.namespace, self._call.segments)
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         began_s = time.perf_counter()
@@ -167,7 +178,9 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
             self._prompt, self._request = await self._prompts.resolve(self._call)
         prompt_tokens = self.tokens_asked = len(self._prompt.token_ids)
         max_tokens = self._request.sampling.get("max_tokens")
-        self.tokens = prompt_tokens + (max_tokens if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT)
+        self.tokens = prompt_tokens + (
+            max(0, max_tokens) if isinstance(max_tokens, int) else MAX_TOKENS_DEFAULT
+        )
         trace.set("kintsugi.prompt_tokens", prompt_tokens)
         self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
         return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)

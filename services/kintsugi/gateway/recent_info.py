@@ -33,6 +33,11 @@ class RecentInfo:
         self._asking: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 
+    @property
+    def known(self) -> EngineInfo | None:
+        """The newest description, however old; None before the first."""
+        return self._known
+
     async def get(self, age_s_max: float | None = None) -> EngineInfo:
         """A description at most ``age_s_max`` old; None: `RECENT_S`. Raises what the engine raised, for that
         time but no longer than `RECENT_S`, and `Unavailable` if it did not answer within `ANSWER_S`."""
@@ -101,6 +106,12 @@ class Spaces:
         self._recent_info = recent_info
         self._tokenizer = tokenizer
         self._own_info: EngineInfo | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """The most tokens that the model reads and writes; None before an engine has answered."""
+        known = self._recent_info.known
+        return None if known is None else known.max_model_len
 
     async def info(self) -> EngineInfo:
         """The newest description of an engine with our tokenizer: while one model replaces another, engines

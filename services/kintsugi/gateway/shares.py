@@ -282,6 +282,8 @@ class FairShares:
         if largest is account or not largest.waiting:
             raise self._shed(account, "queue")
         newest = largest.waiting[-1]
+        if newest.place.done():  # its caller has left, and it leaves the queue with it
+            return
         newest.place.set_exception(self._shed(largest, "queue"))
         self._give_up(newest)
         if len(self._queue) > 2 * QUEUED_MAX:  # mostly of requests that gave up

@@ -305,3 +305,15 @@ def test_rules_beside_the_tokens_are_read_again_and_kept_when_a_token_is_added(t
     path.write_text(json.dumps({"tokens": [], "limits": {"search": {"requests_per_s": -3}}}))
     assert access_by_file.rules().limits["search"].requests_per_s == 3  # the file is invalid
     assert Access().rules() == NamespaceRules()
+
+
+def test_a_file_that_is_made_private_again_is_read(tmp_path: Path) -> None:
+    """Or a token that was revoked while others could read the file would be accepted for good."""
+    path, tokens = file_with(tmp_path, first=("a",))
+    tokens_now = TokenFile(path)
+    revoke_grant(path, "first")
+    path.chmod(0o644)
+    assert tokens_now.caller(tokens["first"]).name == "first"
+    path.chmod(0o600)
+    with pytest.raises(Unauthenticated, match="revoked"):
+        tokens_now.caller(tokens["first"])

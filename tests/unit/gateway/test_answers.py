@@ -16,6 +16,7 @@ from kintsugi.gateway import answers
 from kintsugi.gateway.answers import AnswerPipeline, Ask, may_have_missed
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.tracing import TraceSpan
 
 CHUNK = (ChunkKey(bytes(32)), b"tokens")
@@ -150,3 +151,13 @@ def test_misses_are_handed_on_behind_the_last_event(monkeypatch: pytest.MonkeyPa
 )
 def test_which_answers_may_have_missed_a_chunk(accounting: Mapping[str, Any], expected: bool) -> None:
     assert may_have_missed(accounting) is expected
+
+
+def test_a_caller_that_does_not_read_the_end_has_no_place_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        answering = AnswerPipeline(MagicMock(), shares=FairShares(places=1))
+        async with aclosing(answering.stream(ScriptedAsk(["a"]))) as events:
+            assert [await anext(events) for _ in range(3)] == ["first", "a", "last"]
+            assert await collected(ScriptedAsk(["b"]), answering) == ["first", "b", "last"]
+
+    run(body, monkeypatch)

@@ -76,3 +76,18 @@ def test_closing_ends_the_source() -> None:
 
     asyncio.run(main())
     assert closed.is_set()
+
+
+def test_a_source_that_is_cancelled_does_not_leave_its_reader_waiting() -> None:
+    async def main() -> None:
+        async def events() -> AsyncGenerator[str, None]:
+            yield "more"
+            raise asyncio.CancelledError
+
+        padded = pad_events(events(), lambda: 0.0)
+        assert await anext(padded) == "more"
+        reading = asyncio.ensure_future(anext(padded))
+        assert await asyncio.wait((reading,), timeout=5) == ({reading}, set())
+        assert reading.cancelled()
+
+    asyncio.run(main())

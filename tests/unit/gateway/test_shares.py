@@ -278,3 +278,19 @@ def test_a_caller_that_reads_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
             pass
 
     asyncio.run(main())
+
+
+def test_a_full_queue_whose_newest_caller_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares_module, "QUEUED_MAX", 2)
+
+    async def test(engine: Engine) -> None:
+        flood = [await engine.ask("flood") for _ in range(3)]
+        calm = asyncio.create_task(engine._hold("calm", 100, False))
+        engine.tasks.append(calm)
+        flood[2].cancel()  # it notices only after the other has asked
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not calm.done()
+        assert (flood[2].cancelled(), engine.shares.queued) == (True, 2)
+
+    run(test, places=1)

@@ -65,7 +65,7 @@ class KintsugiService:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._budget = ByteBudget(gateway.limits.messages_bytes_max)
+        self._budget = ByteBudget(gateway.limits.messages_bytes_max, shared=gateway.access.has_tokens)
         self._places = Places(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
 
     def generic_handler(self) -> Any:
@@ -117,7 +117,7 @@ class KintsugiService:
         caller = self._authenticate(served, context)
         with self._places.hold(caller):
             data = await _read_message(context)
-            with self._budget.reserve(len(data)):
+            with self._budget.reserve(len(data), caller.name):
                 request = _parse_message(message, data)
                 served.namespace = request.namespace
                 yield caller, request

@@ -24,7 +24,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.http_connection import admit_connection
-from kintsugi.gateway.fronts.limits import Places, RequestLimits
+from kintsugi.gateway.fronts.limits import Places, RequestLimits, name_caller
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.openai_server import identities_of_scope
@@ -56,7 +56,7 @@ class HttpFront:
                 Route("/readyz", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
             ],
-            middleware=[Middleware(RequestLimits, gateway.limits)],
+            middleware=[Middleware(RequestLimits, gateway.limits, shared=gateway.access.has_tokens)],
             exception_handlers={
                 404: _answer_unknown_path,
                 405: _answer_unknown_path,
@@ -138,6 +138,7 @@ class _Completions:
         # First: a stranger's body is not even read.
         caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
         admit_connection(request.scope)
+        name_caller(request.scope, caller)
         with self._places.hold(caller):
             try:
                 raw = await request.body()

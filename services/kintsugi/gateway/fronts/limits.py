@@ -25,6 +25,7 @@ LINGER_BYTES_MAX = 256 << 20
 LINGER_S = 10.0
 """The rest of a refused body is read and dropped for this long: a caller that is still writing would not see
 the answer otherwise."""
+_CALLER = "kintsugi.caller"
 
 
 class BodyTooLarge(InvalidField):
@@ -37,29 +38,40 @@ class BodyTooSlow(DeadlineExceeded):
 
 class ByteBudget:
     """Memory that requests share. For one event loop: bytes that are taken are given back, however the
-    request ends."""
+    request ends. Where callers can be told apart, one takes no more once it holds `SHARE_MAX` times as much
+    as is free, as with `Places`."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, *, shared: bool = False) -> None:
+        """``shared``: callers can be told apart; otherwise whoever comes first has the memory."""
         self._bytes_max = bytes_max
-        self._held_bytes = 0
+        self._shared = shared
+        self._held_bytes: Counter[str] = Counter()
 
-    def take(self, num_bytes: int) -> None:
-        """Raises `ResourceExhausted`; then nothing is taken."""
-        if self._held_bytes + num_bytes > self._bytes_max:
+    def take(self, num_bytes: int, caller: str = "") -> None:
+        """``caller``: its name. Raises `ResourceExhausted`; then nothing is taken."""
+        free = self._bytes_max - self._held_bytes.total()
+        if num_bytes > free:
             raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
-        self._held_bytes += num_bytes
+        if self._shared and (held := self._held_bytes[caller]) > SHARE_MAX * free:
+            raise ResourceExhausted(
+                f"requests of {caller!r} hold {held} bytes, and what is left is for others; end some, or try "
+                "again later"
+            )
+        self._held_bytes[caller] += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
+    def give_back(self, num_bytes: int, caller: str = "") -> None:
+        self._held_bytes[caller] -= num_bytes
+        if not self._held_bytes[caller]:
+            del self._held_bytes[caller]
 
     @contextmanager
-    def reserve(self, num_bytes: int) -> Iterator[None]:
+    def reserve(self, num_bytes: int, caller: str) -> Iterator[None]:
         """Takes bytes for as long as the block runs. Raises `ResourceExhausted`."""
-        self.take(num_bytes)
+        self.take(num_bytes, caller)
         try:
             yield
         finally:
-            self.give_back(num_bytes)
+            self.give_back(num_bytes, caller)
 
 
 class Places:
@@ -101,10 +113,11 @@ class RequestLimits:
     application that authenticates first never reads a stranger's body. GET requests have no body and pass
     unbounded."""
 
-    def __init__(self, app: ASGIApp, limits: GatewayLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: GatewayLimits, *, shared: bool = False) -> None:
+        """``shared``: callers can be told apart; the application names them with `name_caller`."""
         self._app = app
         self._limits = limits
-        self._budget = ByteBudget(limits.messages_bytes_max)
+        self._budget = ByteBudget(limits.messages_bytes_max, shared=shared)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "GET":
@@ -123,10 +136,13 @@ class _Body:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits, budget: ByteBudget
     ) -> None:
+        self._scope = scope
         self._receive = receive
         self._send = send
         self._limits = limits
         self._budget = budget
+        self._caller = ""
+        """Whose memory the body is."""
         self._declared = dict(scope["headers"]).get(b"content-length", b"0").decode("latin-1")
         self._held_bytes = 0
         self._deadline_s: float | None = None
@@ -156,7 +172,8 @@ class _Body:
         self._is_over = _ends_body(message)
         size = len(message.get("body", b""))
         self._check_size(self._held_bytes + size)
-        self._budget.take(size)
+        self._caller = self._scope.get(_CALLER, "")
+        self._budget.take(size, self._caller)
         self._held_bytes += size
         return message
 
@@ -169,7 +186,7 @@ class _Body:
 
     def give_back(self) -> None:
         """Idempotent."""
-        self._budget.give_back(self._held_bytes)
+        self._budget.give_back(self._held_bytes, self._caller)
         self._held_bytes = 0
 
     async def send(self, message: Message) -> None:
@@ -191,6 +208,11 @@ class _Body:
                     self._is_over = _ends_body(message)
         except TimeoutError:
             self._is_over = True
+
+
+def name_caller(scope: Scope, caller: Caller) -> None:
+    """Tells `RequestLimits` whose body is about to be read."""
+    scope[_CALLER] = caller.name
 
 
 def _ends_body(message: Message) -> bool:

@@ -25,6 +25,8 @@ CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
 """Length of an answer whose request does not bound it."""
+REFUSED_STATUS_MIN = 400
+"""HTTP statuses from here on say that nothing was generated."""
 STREAM_TYPE = "text/event-stream"
 _NAMED = f'"{PARAMS_KEY}"'.encode()
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
@@ -42,13 +44,16 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._caller = caller
         priority = call.body.get("priority")
         self.may_overtake = isinstance(priority, int) and priority < 0
-        self.tokens_asked, answer_tokens = estimate_tokens(call.body)
+        # Before an engine has told what its model can write, a caller's number is not believed.
+        answer_tokens_max = prompts.tokens_max or ANSWER_TOKENS_ASSUMED
+        self.tokens_asked, answer_tokens = estimate_tokens(call.body, answer_tokens_max)
         self.tokens = self.tokens_asked + answer_tokens
         self._prompts = prompts
         self._call = call
         self._head: OpenAIHead | None = None
         """Until it has gone out."""
         self._is_stream = False
+        self._is_refused = False
         self._pieces = 0
 
     def send(
@@ -66,6 +71,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         if isinstance(item, OpenAIHead):
             self._head = item
             self._is_stream = item.content_type.startswith(STREAM_TYPE)
+            self._is_refused = item.status >= REFUSED_STATUS_MIN
             return ()
         self._pieces += 1
         found = accounting_in(item)
@@ -87,7 +93,9 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         return min(first_s, self.sent_s + ttft_ms / 1e3)
 
     def finish(self, first_s: float) -> Sequence[OpenAIHead]:
-        if self._is_stream:  # an event is a token, nearly always
+        if self._is_refused:
+            self.tokens_unused = self.tokens
+        elif self._is_stream:  # an event is a token, nearly always
             self.tokens_unused = self.tokens - self.tokens_asked - self._pieces
         return () if self._head is None else (self._head,)
 
@@ -131,8 +139,9 @@ def without_accounting_in(piece: bytes) -> bytes:
     return _encode_like(piece, document)
 
 
-def estimate_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
-    """About how many tokens the prompts and the answers of a request have."""
+def estimate_tokens(body: Mapping[str, Any], answer_tokens_max: float = float("inf")) -> tuple[int, int]:
+    """About how many tokens the prompts and the answers of a request have. ``answer_tokens_max``: the most
+    that one answer can have, whatever the request asks for."""
     prompt = body.get("prompt")
     prompts = (
         prompt if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else [prompt]
@@ -143,6 +152,7 @@ def estimate_tokens(body: Mapping[str, Any]) -> tuple[int, int]:
         ANSWER_TOKENS_ASSUMED,
     )
     n = body.get("n") if isinstance(body.get("n"), int) else 1
+    most = most if most <= answer_tokens_max else int(answer_tokens_max)
     return asked, max(0, most) * max(1, n or 1) * max(1, len(prompts))
 
 

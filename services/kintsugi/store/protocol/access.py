@@ -142,12 +142,12 @@ def token_digest(token: str) -> str:
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file does; zeros if there is none."""
+    """Changes whenever the file or its mode does; zeros if there is none."""
     try:
         stat = path.stat()
     except OSError:
         return 0, 0, 0
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+    return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
 def read_document(path: Path) -> AccessDocument:

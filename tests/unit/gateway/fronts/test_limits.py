@@ -136,3 +136,26 @@ def test_a_caller_leaves_places_to_others() -> None:
 def test_callers_who_cannot_be_told_apart_share_all_places() -> None:
     with ExitStack() as stack:
         assert fill(Places(5, shared=False), "anyone", stack) == 5
+
+
+def test_one_callers_bodies_leave_memory_for_others() -> None:
+    async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
+        limits.name_caller(scope, callers.Caller(scope["path"], ("*",)))
+        await app(scope, receive, send)
+
+    async def body() -> None:
+        limited = RequestLimits(read_all, GatewayLimits(messages_bytes_max=100), shared=True)
+        held = []
+        for _ in range(12):
+            slow = Caller([b"x" * 10, b""])
+            slow.messages.pop()  # and nothing follows
+            held.append(asyncio.create_task(slow.ask(limited, "/greedy")))
+            await asyncio.sleep(0)
+        assert await Caller([b"x" * 10]).ask(limited, "/greedy") == 429
+        assert await Caller([b"x" * 10]).ask(limited, "/other") == 200
+        for one in held:
+            one.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert await Caller([b"x" * 70]).ask(limited, "/greedy") == 200
+
+    asyncio.run(body())

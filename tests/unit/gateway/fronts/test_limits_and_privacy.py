@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from kintsugi.core import errors
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineDelta, EngineRequest, OpenAIHead
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
@@ -20,6 +21,9 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED, estimate_tokens
+from kintsugi.gateway.prompts import GenerateCall
+from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.callers import Caller
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
@@ -273,3 +277,103 @@ def test_retry_after_crosses_grpc() -> None:
     read = error_of_call(context, "here")
     assert isinstance(read, errors.ResourceExhausted)
     assert read.retry_after_s == 4
+
+
+def _refused_by_engine(call: Any) -> list[Item]:
+    return [OpenAIHead(400, "application/json"), b'{"error": {}}']
+
+
+@pytest.mark.parametrize(
+    "script", [lambda call: answered("fine"), _refused_by_engine, lambda call: [errors.Unavailable("gone")]]
+)
+def test_a_number_that_no_answer_reaches_does_not_use_up_a_rate(script: Any) -> None:
+    """Or one request would keep all callers of a namespace out for as long as it likes."""
+
+    async def body() -> None:
+        backend = ScriptedBackend(script)
+        async with client(backend, limited(tokens_per_s=10_000)) as caller:
+            assert (await caller.get("/readyz")).status_code == 200
+            for huge in (10**400, 10**15):
+                asked = await caller.post(CHAT_PATH, json={**CHAT, "max_tokens": huge})
+                assert asked.status_code in (200, 400, 503)
+            backend.script = lambda call: answered("fine")
+            assert (await caller.post(CHAT_PATH, json={**CHAT, "max_tokens": 1})).status_code == 200
+
+    run(body)
+
+
+def test_a_request_that_got_nothing_is_charged_nothing() -> None:
+    """An engine that refused it, none that answered, or no room in the queue."""
+
+    async def body() -> None:
+        scripts: list[list[Item]] = [_refused_by_engine(None), [errors.Unavailable("gone")], [JSON, b"{}"]]
+        backend = ScriptedBackend()
+        rules = limited(tokens_per_s=100, queued=0)
+        async with client(backend, rules, engine_places=1) as caller:
+            await caller.get("/readyz")
+            most = {**CHAT, "max_tokens": 190}
+            for script in scripts:
+                backend.script = lambda call, script=script: script
+                assert (await caller.post(CHAT_PATH, json=most)).status_code in (400, 503, 200)
+            assert len(backend.calls) == 1 + 2 + 1
+
+    run(body)
+
+
+def test_prefetch_does_not_tell_what_is_hidden() -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(), access=Tokens(HIDDEN))
+        tenant, operator = Caller("tenant", ("acme",)), Caller("operator", ("*",))
+        key = ChunkKey(bytes(32))
+        with pytest.raises(errors.PermissionDenied, match="named by key"):
+            await gateway.prefetch(tenant, "acme", [Segment(key=key)])
+        with pytest.raises(errors.NotFound):
+            await gateway.prefetch(operator, "acme", [Segment(key=key)])
+        gateway._store.run = AsyncMock(return_value=1)  # type: ignore[method-assign]
+        assert (await gateway.prefetch(tenant, "acme", [Segment(text="guess")]))[1] == 0
+        assert (await gateway.prefetch(operator, "acme", [Segment(text="guess")]))[1] == 1
+        await gateway.close()
+
+    run(body)
+
+
+def test_what_is_shorter_than_a_chunk_is_never_saved_as_one() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(chunk_tokens_multiple=16)})
+        gateway = gateway_over(ScriptedBackend(), rules=rules)
+        found = await gateway.prompts.learn_texts("acme", ["short", "long enough for one chunk"])
+        assert [len(tokens) for _, tokens in found] == [16]
+        await gateway.close()
+
+    run(body)
+
+
+class Refusing(ScriptedBackend):
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        raise errors.InvalidField("max_tokens", "must be positive")
+
+
+def test_an_answer_of_fewer_than_no_tokens_does_not_fill_a_rate() -> None:
+    async def body() -> None:
+        gateway = gateway_over(Refusing(), rules=limited(tokens_per_s=100))
+        call = GenerateCall("acme", (), Segment(text="hello"), {"max_tokens": -(10**6)})
+        with pytest.raises(errors.InvalidField, match="positive"):
+            _ = [event async for event in gateway.generate(Caller("tenant", ("acme",)), call)]
+        (account,) = gateway.shares.accounts
+        assert account.tokens_charged > 0
+        assert account.tokens_unused == account.tokens_charged
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_put_that_found_no_room_is_charged_nothing() -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(), rules=limited(tokens_per_s=100))
+        gateway._saver = Saver(gateway.backend, waiting_tokens_max=0)
+        for _ in range(3):
+            with pytest.raises(errors.ResourceExhausted, match="wait to be prefilled"):
+                await gateway.put_chunks(Caller("tenant", ("acme",)), "acme", [Segment(text="x" * 150)])
+        await gateway.close()
+
+    run(body)
