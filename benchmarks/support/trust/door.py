@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -53,7 +54,7 @@ class Target:
     seed: int
 
 
-Attack = Callable[[Target], Awaitable[None]]
+Attack = Callable[[Target], Coroutine[Any, Any, None]]
 
 
 async def send_heads(target: Target) -> None:

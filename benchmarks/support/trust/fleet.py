@@ -43,7 +43,7 @@ def read_line(process: subprocess.Popen[str], timeout_s: float = START_S) -> str
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     line = process.stdout.readline() if ready else ""
-    assert line, f"{process.args} said nothing within {timeout_s:.0f} s"
+    assert line, f"{process.args!r} said nothing within {timeout_s:.0f} s"
     return line
 
 

@@ -584,10 +584,7 @@ class SchedulerSide:
         ttft = self._timing.forget(request.request_id)
         if accounting is None:
             return None
-        if ttft is not None:
-            predicted_ms = None if ttft.predicted_s is None else round(ttft.predicted_s * 1e3, 3)
-            ttft_ms = round(ttft.measured_s * 1e3, 3)
-            accounting = dataclasses.replace(accounting, ttft_ms=ttft_ms, predicted_ttft_ms=predicted_ms)
+        accounting = accounting if ttft is None else ttft.added_to(accounting)
         self._stats.count(accounting)
         return {PARAMS_KEY: accounting.to_mapping()}
 

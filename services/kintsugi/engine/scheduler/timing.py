@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kintsugi.core.accounting import Accounting
 from kintsugi.engine.protocol import PassSample
 from kintsugi.fusor.control.estimates import Estimates, Measured
 from kintsugi.fusor.control.forecast import count_attention_pairs
@@ -63,6 +64,12 @@ class Ttft:
 
     measured_s: float
     predicted_s: float | None
+
+    def added_to(self, accounting: Accounting) -> Accounting:
+        """The accounting with both, in milliseconds."""
+        predicted_ms = None if self.predicted_s is None else round(self.predicted_s * 1e3, 3)
+        ttft_ms = round(self.measured_s * 1e3, 3)
+        return replace(accounting, ttft_ms=ttft_ms, predicted_ttft_ms=predicted_ms)
 
 
 class Timing:

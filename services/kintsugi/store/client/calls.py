@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.watchdog import Watchdog
 from kintsugi.store.protocol import wire
@@ -112,3 +113,36 @@ class ShardCalls:
         """Idempotent. Calls under way fail."""
         self._watchdog.close()
         self._line.close()
+
+
+def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
+    """Where messages of at most `MESSAGE_BYTES_TARGET` end, or of one frame that is larger."""
+    size = 0
+    for index, frame in enumerate(frames):
+        if size and size + len(frame) > wire.MESSAGE_BYTES_TARGET:
+            yield index
+            size = 0
+        size += len(frame)
+    yield len(frames)
+
+
+def frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
+    """The frames of one message of a stream."""
+    response, payload = wire.parse_payload(message, pb.StreamLayersResponse)
+    position = 0
+    for header in response.frames:
+        yield header, payload[position : position + header.size_bytes]
+        position += header.size_bytes
+
+
+def put_messages(
+    header: pb.PutHeader, manifest: ChunkManifest, views: Sequence[memoryview]
+) -> Iterator[bytes]:
+    """The messages of one put, in order."""
+    yield pb.PutChunkKVRequest(header=header).SerializeToString()
+    first = 0
+    for stop in _message_ends(views):
+        layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
+        request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
+        yield wire.with_payload(request.SerializeToString(), views[first:stop])
+        first = stop

@@ -32,7 +32,7 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.breaker import CircuitBreaker
-from kintsugi.store.client.calls import ShardCalls
+from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.erasing import (
     ERASE_TIMEOUT_S,
@@ -298,7 +298,7 @@ class GrpcStore(ChunkStore):
             raise InvalidField(
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
-        messages = _put_messages(header, manifest, views)
+        messages = put_messages(header, manifest, views)
         with self._counted(self._writes):
             return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
 
@@ -374,7 +374,7 @@ class GrpcStore(ChunkStore):
                     return
         with closing(self._calls.stream("StreamLayers", request, wait_s)) as messages:
             for message in messages:
-                for header, data in _frames_of(message):
+                for header, data in frames_of(message):
                     yield received.verify_frame(header, data)
 
     def _lease(self, messages: Iterator[Any]) -> pb.LeaseLayersResponse | None:
@@ -579,34 +579,3 @@ def _tls_of(values: _Query) -> TlsFiles | None:
     if not (values.tls_ca and values.tls_cert and values.tls_key):
         raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
     return TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)
-
-
-def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
-    """Where messages of at most `MESSAGE_BYTES_TARGET` end, or of one frame that is larger."""
-    size = 0
-    for index, frame in enumerate(frames):
-        if size and size + len(frame) > wire.MESSAGE_BYTES_TARGET:
-            yield index
-            size = 0
-        size += len(frame)
-    yield len(frames)
-
-
-def _frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
-    response, payload = wire.parse_payload(message, pb.StreamLayersResponse)
-    position = 0
-    for header in response.frames:
-        yield header, payload[position : position + header.size_bytes]
-        position += header.size_bytes
-
-
-def _put_messages(
-    header: pb.PutHeader, manifest: ChunkManifest, views: Sequence[memoryview]
-) -> Iterator[bytes]:
-    yield pb.PutChunkKVRequest(header=header).SerializeToString()
-    first = 0
-    for stop in _message_ends(views):
-        layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
-        request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
-        yield wire.with_payload(request.SerializeToString(), views[first:stop])
-        first = stop
