@@ -578,9 +578,8 @@ class SchedulerSide:
             self._lookups.release(state.lookup)
             if state.in_flight:
                 self._metadata.cancelled.append(request.request_id)
-            accounting = state.accounting or Accounting(
-                Outcome.DECLINED, reason="aborted: the request ended before it was blended"
-            )
+            aborted = NotBlendable("aborted", "the request ended before it was blended")
+            accounting = state.accounting or decline(aborted)
         ttft = self._timing.forget(request.request_id)
         if accounting is None:
             return None
@@ -589,9 +588,8 @@ class SchedulerSide:
         return {PARAMS_KEY: accounting.to_mapping()}
 
     def close(self) -> None:
-        self.gate.close()
-        self.salts.close()
-        self._lookups.close()
+        for part in (self.gate, self.salts, self._lookups):
+            part.close()
 
 
 def _check_calibrated(state: _State, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
