@@ -36,6 +36,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "precompute": (*_BLEND, *_STORE, "precompute"),
     "quality": (*_BLEND, "quality", "checkpoints"),
     "paper": (*_BLEND, "quality"),
+    "trust": (*_SERVICE, "precompute"),
     "kubernetes_operator": ("kintsugi_operator",),
     "scattered_attention": ("fusor",),
 }
