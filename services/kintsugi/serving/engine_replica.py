@@ -24,6 +24,9 @@ from kintsugi.serving.shadowing import Shadowing, make_shadowing
 
 log = logging.getLogger(__name__)
 
+STORE_PATIENCE_S = 30.0
+"""How long an engine that has a calibration report waits at start for a store that does not answer."""
+
 
 def end_with_core() -> None:
     """A replica whose vLLM core was killed ends at once: with nothing to do it would be every router's first
@@ -50,7 +53,7 @@ class EngineReplica(AsyncEngine):
 
         def prepare(binding: Binding) -> None:
             try:
-                publish_shipped(served, url, binding)
+                publish_shipped(served, url, binding, STORE_PATIENCE_S)
             except KintsugiError:
                 log.exception("the calibration report beside %s was not published", served.path)
 

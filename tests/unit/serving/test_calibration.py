@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.deploy import EngineSpec, ModelSpec
-from kintsugi.core.errors import Corrupted
+from kintsugi.core.errors import Corrupted, Unavailable
+from kintsugi.core.report import CalibrationReport
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
 from kintsugi.quality import reports
+from kintsugi.serving import calibration
 from kintsugi.serving.calibration import publish_shipped, questions_file
 from kintsugi.store.client.registry import open_store
+from kintsugi.store.protocol.interface import ChunkStore
 
 
 @pytest.fixture
@@ -31,6 +34,22 @@ def test_the_report_beside_the_checkpoint_is_published_once(store_url: str) -> N
     published = reports.fetch_report(open_store(store_url), BINDING)
     assert published == reports.read(BUNDLED_REPORT)
     assert not publish_shipped(model, store_url, BINDING)
+
+
+def test_a_store_that_is_starting_is_asked_again(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, refusals = reports.publish_shipped, iter([Unavailable("no shard answers")] * 2)
+
+    def starting(store: ChunkStore, report: CalibrationReport) -> bool:
+        for refusal in refusals:
+            raise refusal
+        return publish(store, report)
+
+    monkeypatch.setattr(reports, "publish_shipped", starting)
+    monkeypatch.setattr(calibration, "PUBLISH_RETRY_S", 0.0)
+    model = ModelSpec(str(BUNDLED_CHECKPOINT))
+    with pytest.raises(Unavailable):
+        publish_shipped(model, store_url, BINDING)
+    assert publish_shipped(model, store_url, BINDING, patience_s=60.0)
 
 
 def test_what_the_store_says_stays(store_url: str) -> None:
