@@ -250,11 +250,11 @@ def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
             raise EngineDeadError
         async for output in generate(*args, **more):
             yield output
-            if tried == 3:
+            if tried == 3 and output.outputs[0].text:  # a token without text begins no answer
                 raise EngineDeadError
 
     monkeypatch.setattr(served.engine.client, "generate", dying)
-    body = {"model": served.model, "prompt": "Where?", "max_tokens": 2, "ignore_eos": True, "stream": True}
+    body = {"model": served.model, "prompt": "Where?", "max_tokens": 8, "ignore_eos": True, "stream": True}
     again = served.post("/v1/completions", body)
     assert (again.status_code, tried) == (200, 2)
     assert "error" not in again.text
