@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 constexpr int ROWS = 32; // two AMX tiles
 constexpr int STEP = 32; // keys of one product
@@ -66,4 +67,20 @@ inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *lo
   _tile_stored(5, logits + 16, stride * 4);
   _tile_stored(6, logits + 16 * stride, stride * 4);
   _tile_stored(7, logits + 16 * stride + 16, stride * 4);
+}
+
+// Fills the query operand of a tile: `rows` rows of consecutive queries × the `group` query heads of a KV head,
+// zeros behind them. `query` is the first head of the first query; strides are in elements.
+inline void load_query_rows(uint16_t *operand, const uint16_t *query, int64_t token_stride, int64_t head_stride,
+                            int64_t group, int rows, int head_dim) {
+  for (int row = 0; row < ROWS; ++row) {
+    const uint16_t *source = query + row / group * token_stride + row % group * head_stride;
+    for (int step = 0; step < head_dim / 32; ++step) {
+      uint16_t *target = operand + (step * ROWS + row) * 32;
+      if (row < rows)
+        std::memcpy(target, source + step * 32, 64);
+      else
+        std::memset(target, 0, 64);
+    }
+  }
 }

@@ -48,19 +48,9 @@ void pack_keys(const Problem &problem, int64_t head, int64_t first, uint16_t *pa
 }
 
 void load_queries(const Problem &problem, Query &query, int64_t head, int64_t first, int rows) {
-  const int64_t group = problem.group, num_heads = problem.num_kv_heads * group;
-  for (int row = 0; row < ROWS; ++row)
-    for (int step = 0; step < problem.head_dim / 32; ++step) {
-      uint16_t *target = query.operand + (step * ROWS + row) * 32;
-      if (row < rows)
-        std::memcpy(target,
-                    problem.query +
-                        ((first + row / group) * num_heads + head * group + row % group) * problem.head_dim +
-                        step * 32,
-                    64);
-      else
-        std::memset(target, 0, 64);
-    }
+  const int64_t head_stride = problem.head_dim, token_stride = problem.num_kv_heads * problem.group * head_stride;
+  const uint16_t *source = problem.query + first * token_stride + head * problem.group * head_stride;
+  load_query_rows(query.operand, source, token_stride, head_stride, problem.group, rows, problem.head_dim);
 }
 
 // The keys that a query at `position` sees. A position behind every query's marks what is no key.

@@ -126,20 +126,12 @@ Values copy_known(Scratch &scratch, Values values, int known, int head_dim) {
 }
 
 void load_queries(const Problem &problem, Scratch &scratch, int64_t head, int64_t first, int rows) {
-  const int group = static_cast<int>(problem.group);
-  for (int row = 0; row < ROWS; ++row) {
-    const uint16_t *source = problem.query + (first + row / group) * problem.query_token_stride +
-                             (head * group + row % group) * problem.query_head_stride;
-    for (int step = 0; step < problem.head_dim / 32; ++step) {
-      uint16_t *target = scratch.query + (step * ROWS + row) * 32;
-      if (row < rows)
-        std::memcpy(target, source + step * 32, 64);
-      else
-        std::memset(target, 0, 64);
-    }
-    scratch.maximum[row] = LOWEST;
-    scratch.sum[row] = 0.0f;
-  }
+  const uint16_t *source =
+      problem.query + first * problem.query_token_stride + head * problem.group * problem.query_head_stride;
+  load_query_rows(scratch.query, source, problem.query_token_stride, problem.query_head_stride, problem.group, rows,
+                  problem.head_dim);
+  std::fill_n(scratch.maximum, ROWS, LOWEST);
+  std::fill_n(scratch.sum, ROWS, 0.0f);
   std::memset(scratch.output, 0, sizeof(float) * ROWS * problem.head_dim);
 }
 
