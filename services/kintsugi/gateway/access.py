@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -15,6 +14,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.store.protocol.access import parse_document, read_values, token_digest
 from kintsugi.store.protocol.callers import Grant, Verb
+from kintsugi.store.protocol.durable_files import lock_folder
 from kintsugi.store.protocol.tls import is_loopback
 
 TOKEN_PREFIX = "kg_"
@@ -65,9 +65,7 @@ def _change_tokens(path: Path, change: Callable[[list[Any]], None]) -> None:
     """Rewrites the file with changed tokens, one process at a time: a change that is lost could be a
     revocation. What else the file holds stays as it is."""
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        with lock_folder(path.parent):
             values = read_values(path) if path.exists() else {"tokens": []}
             parse_document(values, path)
             change(values["tokens"])
@@ -75,8 +73,6 @@ def _change_tokens(path: Path, change: Callable[[list[Any]], None]) -> None:
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
                 file.write(json.dumps(values, indent=2) + "\n")
             os.replace(file.name, path)
-        finally:
-            os.close(folder)
     except OSError as error:
         raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from error
 

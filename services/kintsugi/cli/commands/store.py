@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,6 @@ from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, pol
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
-from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.migration import migrate_to_plain
 from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
 
@@ -189,11 +188,16 @@ def _serve_shard(
     with screen.step("Opening the shard"):
         shard = open_shard(spec)
     try:
-        with (
-            _catch_up(shard, peers),
-            ShardServer(shard, listen, options) as server,
-            _replicate(shard, peers),
-        ):
+        with ExitStack() as stack:
+            if peers:  # what they erased is obeyed before anybody is served
+                catching_up = CatchingUp(shard, *open_directory(peers))
+                stack.callback(catching_up.close)
+                catching_up.start()
+            server = stack.enter_context(ShardServer(shard, listen, options))
+            if peers:
+                replicator = Replicator(shard, *open_directory(peers))
+                replicator.start()
+                stack.callback(replicator.stop)
             banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
             document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
             screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
@@ -210,34 +214,6 @@ def _serve_shard(
         screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
         return 1
     return 0
-
-
-@contextmanager
-def _catch_up(shard: Shard, peers: str) -> Iterator[None]:
-    """Obey what the other shards of the store at `peers` erased: before the `with` block, and during it."""
-    if not peers:
-        yield
-        return
-    catching_up = CatchingUp(shard, *open_directory(peers))
-    catching_up.start()
-    try:
-        yield
-    finally:
-        catching_up.close()
-
-
-@contextmanager
-def _replicate(shard: Shard, peers: str) -> Iterator[None]:
-    """Send the other shards of the store at `peers` what they lack, during the `with` block."""
-    if not peers:
-        yield
-        return
-    replicator = Replicator(shard, *open_directory(peers))
-    replicator.start()
-    try:
-        yield
-    finally:
-        replicator.stop()
 
 
 @command(app)

@@ -27,6 +27,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
+from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def _write(path: Path, entries: Entries) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(file.name, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             if old is not None:
                 os.pwrite(old, bytes(os.fstat(old).st_size), 0)
                 os.fsync(old)
@@ -207,14 +208,6 @@ def _write(path: Path, entries: Entries) -> None:
                 os.close(old)
     except OSError as error:
         raise InvalidField("file", f"{path} cannot be written ({error.strerror})") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _to_json(entry: KeyEntry) -> dict[str, Any]:

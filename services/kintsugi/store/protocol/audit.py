@@ -8,7 +8,6 @@ them longer.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.callers import Verb
+from kintsugi.store.protocol.durable_files import lock_folder
 
 log = logging.getLogger(__name__)
 
@@ -143,17 +143,13 @@ class AuditLog:
     def _rotate(self, full: int) -> None:
         """Renames the files and begins a new one, unless another process has done so. ``full``: the inode of
         the file that is full."""
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        with lock_folder(self.path.parent):
             if self._inode() == full:
                 names = [self.path, *(Path(f"{self.path}.{age}") for age in range(1, self._files_max))]
                 for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
                     if newer.exists():
                         newer.replace(older)
             self._reopen()
-        finally:
-            os.close(folder)
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,8 +1,12 @@
-"""Files and folders that survive a power loss. A new file is safe only once its folder was synced, too."""
+"""Files and folders that survive a power loss, and are changed by one process at a time. A new file is safe
+only once its folder was synced, too."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -32,3 +36,14 @@ def write_durably(file: Path, data: bytes) -> None:
         os.fsync(handle.fileno())
     os.replace(fresh, file)
     sync_folder(file.parent)
+
+
+@contextmanager
+def lock_folder(path: Path) -> Iterator[None]:
+    """Keep other processes that lock the same folder waiting. Raises `OSError`."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
