@@ -37,7 +37,7 @@ def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three chunks the first is with an engine; the others wait for their turn."""
+    """The first of three chunks is with an engine; the others wait for their turn."""
     monkeypatch.setattr(saves, "RUNNING_MAX", 1)
     monkeypatch.setattr(saves, "BATCH_TOKENS", 1)
 
