@@ -367,8 +367,8 @@ class EntryTable:
             return entry.writing or self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that still only RAM holds, because time
-        ran out or a disk refused them. Waits."""
+        """Refuse puts and write back what only RAM holds, and what only RAM holds once SSD tiers have made
+        room; the bytes that still only RAM holds, because time ran out or a disk refused them. Waits."""
         with self._lock:
             self.draining = True
             if self.queues:
@@ -461,6 +461,19 @@ class EntryTable:
             for eviction in evictions:
                 if life.end_demotion(eviction, placed.get(eviction)):
                     self._room.forget(eviction.entry)
+                elif self.draining:
+                    self._move_from_ram(eviction)
+
+    def _move_from_ram(self, eviction: Eviction) -> None:
+        """A chunk whose copy left an SSD tier because RAM holds it: RAM is about to go. The last tier takes
+        it, or has just given it up."""
+        entry, last = eviction.entry, self.queues[-1]
+        if entry.gone or entry.disk is not None or entry.writing is not None:
+            return
+        if eviction.source.tier is last.tier:
+            self._room.forget(entry)
+        else:
+            self._begin_write(entry, last)
 
     # Reading and promotion
 
