@@ -81,11 +81,12 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(batch, tokens, self.heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
-        q = rotate(q, cos, sin).reshape(batch * self.kv_heads, group * tokens, self.head_dim)
+        # Queries are scaled instead of scores, which are many times as many numbers.
+        q = rotate(q, cos, sin) * (1.0 / math.sqrt(self.head_dim))
+        q = q.reshape(batch * self.kv_heads, group * tokens, self.head_dim)
         k = rotate(k, cos, sin).reshape(batch * self.kv_heads, tokens, self.head_dim)
         v = v.reshape(batch * self.kv_heads, tokens, self.head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)) * (1.0 / math.sqrt(self.head_dim))
-        scores = scores.view(batch * self.kv_heads, group, tokens, tokens) + mask
+        scores = torch.bmm(q, k.transpose(1, 2)).view(batch * self.kv_heads, group, tokens, tokens) + mask
         weights = torch.softmax(scores, dim=-1).view(batch * self.kv_heads, group * tokens, tokens)
         mixed = torch.bmm(weights, v).view(batch, self.heads, tokens, self.head_dim)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, self.heads * self.head_dim))
