@@ -55,7 +55,9 @@ def _train(recipe: Recipe, folder: Path) -> None:
     say(f"training a {recipe.shape.model_type} of the recipe {recipe.digest}")
     with redirect_stdout(sys.stderr):
         train(folder, recipe)
-    export(folder / "state.pt", folder)
+    state = folder / "state.pt"
+    export(state, folder)
+    state.unlink()
 
 
 def measure(setup: Setup, folder: Path | None) -> list[Figure]:

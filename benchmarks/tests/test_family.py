@@ -71,6 +71,7 @@ def test_a_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = train_once(recipe)
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert (folder / "tokenizer.json").is_file()
+    assert not (folder / "state.pt").exists()
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert train_once(recipe) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
