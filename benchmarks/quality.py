@@ -1,12 +1,13 @@
 """Quality of blended answers: selectors at equal cost, the gate, damage; and the same on a real model.
 
 The sections `curve` to `damage` measure on the trained testbed model, with questions of the testbed's
-evaluation split. The section `real` measures on the reference model, in its chat form, with six passages of
-about 600 tokens. Configurations are chosen on some prompts and judged on others; intervals are 95 %, prompts
-resampled. Speed is quoted for one configuration, whose quality stands beside it.
+evaluation split. The section `family` compares the selectors on a model of another family, which it trains
+first if the cache has none. The section `real` measures on the reference model, in its chat form, with six
+passages of about 600 tokens. Configurations are chosen on some prompts and judged on others; intervals are
+95 %, prompts resampled. Speed is quoted for one configuration, whose quality stands beside it.
 
     python benchmarks/quality.py [--quick] [--save]
-        [--only curve,calibrate,default,damage,drift,evidence,real]
+        [--only curve,calibrate,default,damage,drift,evidence,family,real]
     python benchmarks/quality.py --only real --records FOLDER --minutes 8
 
 The last may be called again and again with the same folder: it goes on until everything is measured.
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
-from benchmarks.support import calibrated, damage, drifts, evidence, quality_curve
+from benchmarks.support import calibrated, damage, drifts, evidence, family, quality_curve
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.quality_curve import Setup
 from benchmarks.support.real import section
@@ -40,14 +41,16 @@ SECTIONS = {
     "damage": damage.measure,
     "drift": drifts.measure,
     "evidence": evidence.measure,
+    "family": lambda setup: family.measure(setup, setup.family_model),
     "real": lambda setup: section.measure(setup.real),
 }
 
 
 @dataclass
 class Setups(Setup):
-    """What every section measures with, the real model's too."""
+    """What every section measures with, the other models' too."""
 
+    family_model: Path | None = None
     real: RealSetup = field(default_factory=RealSetup)
 
 
@@ -55,6 +58,8 @@ def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], SECTIONS, "few prompts: 2 minutes, and wide intervals")
     parser.add_argument("--model", help="folder of the trained model; default: the bundled one")
     parser.add_argument("--prompts", type=int, help="judged prompts per task, instead of 300")
+    family_help = "folder of the section family's model; default: the one that it trains"
+    parser.add_argument("--family-model", type=Path, metavar="FOLDER", help=family_help)
     real = parser.add_argument_group("the section real")
     real.add_argument("--real-model", default=section.MODEL, help="default: %(default)s")
     real.add_argument("--records", type=Path, help="folder of its records; the same folder continues a run")
@@ -68,6 +73,7 @@ def main() -> None:
         checkpoint(arguments.model),
         arguments.quick,
         prompts_asked=arguments.prompts,
+        family_model=arguments.family_model,
         real=RealSetup(
             quick=arguments.quick,
             model=arguments.real_model,

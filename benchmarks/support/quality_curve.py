@@ -12,7 +12,7 @@ from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from kintsugi.core.plan import Selection
-from kintsugi.core.report import describe_selection
+from kintsugi.core.report import ReportEntry, describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
@@ -131,6 +131,16 @@ def families(num_layers: int, quick: bool) -> list[Selection]:
 
 def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[Selection, Selection]:
     """(best of all, best `hkvd` variant) at the budget; on the choosing questions."""
+    fitting = measure_curve(setup, bench, num_layers, budget)
+    fitting.sort(key=lambda pair: (-(pair[0].exact_match or 0.0), pair[0].kl_mean))
+    of_hkvd = [selection for _, selection in fitting if selection.selector in HKVD]
+    return fitting[0][1], of_hkvd[0]
+
+
+def measure_curve(
+    setup: Setup, bench: Bench, num_layers: int, budget: float
+) -> list[tuple[ReportEntry, Selection]]:
+    """Every configuration of `families` within the budget, each at the largest ratio that fits."""
     work = grid.workload_of(bench.cases, num_layers)
     curve = []
     for family in families(num_layers, setup.quick):
@@ -147,10 +157,7 @@ def choose(setup: Setup, bench: Bench, num_layers: int, budget: float) -> tuple[
         setup.details.setdefault("chosen_on", []).append(
             [describe_selection(selection), entry.cost, entry.exact_match, entry.kl_mean]
         )
-    fitting = [(entry, selection) for entry, selection in curve if entry.cost <= budget]
-    fitting.sort(key=lambda pair: (-(pair[0].exact_match or 0.0), pair[0].kl_mean))
-    of_hkvd = [selection for _, selection in fitting if selection.selector in HKVD]
-    return fitting[0][1], of_hkvd[0]
+    return [(entry, selection) for entry, selection in curve if entry.cost <= budget]
 
 
 def measure(setup: Setup) -> list[Figure]:
@@ -161,7 +168,7 @@ def measure(setup: Setup) -> list[Figure]:
         wanted = {Selection(0.0), *(one for pair in picks.values() for one in pair)}
         scores = judged(setup, running, sorted(wanted, key=describe_selection), testbed.TASKS)
         control = judged(setup, running, [Selection(0.0)], (testbed.CONTROL,))[Selection(0.0)]
-        mismatches = _full_ratio(setup, running)
+        mismatches = count_mismatches(setup, running)
     figures = _full_and_reuse(scores[Selection(0.0)], control)
     bars = {0.25: ("em_share_cost25", 0.95), 0.45: ("em_share_cost45", 0.98)}
     for budget, (best, _) in picks.items():
@@ -230,7 +237,7 @@ def _over_hkvd(scores: dict[Selection, Scores], best: Selection, hkvd: Selection
     return Figure.at_least("em_over_hkvd_cost25", interval.mean, 0.0, unit="points", detail=detail)
 
 
-def _full_ratio(setup: Setup, running: LocalEngine) -> Figure:
+def count_mismatches(setup: Setup, running: LocalEngine) -> Figure:
     """Answers of r = 1 that differ from full prefill's."""
     asked = testbed.questions(testbed.TASKS, testbed.JUDGED_FROM, max(1, setup.prompts // len(testbed.TASKS)))
     bench = bench_of(running, testbed.cases(running, asked))

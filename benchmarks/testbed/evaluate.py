@@ -29,7 +29,7 @@ from benchmarks.testbed.generator import (
     Shape,
     eval_example,
 )
-from benchmarks.testbed.model import Layer, ModelShape, TinyLlama, rotate, rotation
+from benchmarks.testbed.model import Layer, ModelShape, TinyModel, rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bundle:
         fields = ModelShape.__dataclass_fields__
         values = {name: config[name] for name in fields if name in config and name != "rope_theta"}
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-        self.model = TinyLlama(ModelShape(**values, rope_theta=float(theta)))
+        self.model = TinyModel(ModelShape(**values, rope_theta=float(theta)))
         weights = load_file(directory / "model.safetensors")
         self.model.load_state_dict({name: value.float() for name, value in weights.items()})
         self.model.eval()
@@ -94,7 +94,8 @@ class Bundle:
 
 
 def project(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim], all before RoPE."""
+    """Queries [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim], all before RoPE and
+    behind the QK-norm, if there is one."""
     attention = layer.self_attn
     hidden = layer.input_layernorm(x)
 
@@ -102,14 +103,14 @@ def project(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return projected.view(-1, heads, attention.head_dim).transpose(0, 1)
 
     return (
-        by_head(attention.q_proj(hidden), attention.heads),
-        by_head(attention.k_proj(hidden), attention.kv_heads),
+        attention.q_norm(by_head(attention.q_proj(hidden), attention.heads)),
+        attention.k_norm(by_head(attention.k_proj(hidden), attention.kv_heads)),
         by_head(attention.v_proj(hidden), attention.kv_heads),
     )
 
 
 @torch.no_grad()
-def run_tokens(model: TinyLlama, tokens: Tensor, past: list[LayerKv]) -> tuple[Tensor, list[LayerKv]]:
+def run_tokens(model: TinyModel, tokens: Tensor, past: list[LayerKv]) -> tuple[Tensor, list[LayerKv]]:
     """Runs token ids [n] behind `past` (one entry a layer, or none) as a causal continuation.
 
     Returns:

@@ -16,13 +16,16 @@ from safetensors.torch import save_file
 from benchmarks.testbed.model import ModelShape
 from benchmarks.testbed.tokenizer import BOS, EOS, PAD, build_vocabulary, save_tokenizer
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""transformers' class by model type."""
+
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """config.json of a LlamaForCausalLM. The RoPE base stands in both spellings that loaders read."""
+    """config.json for transformers and vLLM. The RoPE base stands in both spellings that loaders read."""
     vocabulary = build_vocabulary()
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
         **asdict(shape),
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "hidden_act": "silu",

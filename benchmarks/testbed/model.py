@@ -1,4 +1,4 @@
-"""A small Llama in plain torch: the same parameters, names and arithmetic as transformers' LlamaForCausalLM.
+"""A small Llama or Qwen3 in plain torch: the same parameters, names and arithmetic as in transformers.
 
 Attention is spelled out as two matrix products, because the CPU backward pass of torch's fused attention is
 several times slower at this size. A few heads start out as "look k tokens back" and as "look where this was
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture; every field has its namesake in transformers' LlamaConfig."""
+    """Architecture; every field has its namesake in transformers' LlamaConfig and Qwen3Config."""
 
     vocab_size: int
     hidden_size: int = 192
@@ -30,6 +30,12 @@ class ModelShape:
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
+    model_type: str = "llama"
+    """`llama`, or `qwen3`, which normalises queries and keys, head by head, before RoPE."""
+
+    @property
+    def normalises_heads(self) -> bool:
+        return self.model_type == "qwen3"
 
 
 def rotation(shape: ModelShape, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention."""
+    """Grouped-query causal attention. A QK-norm has one set of weights for all heads of the layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -62,20 +68,25 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=shape.rms_norm_eps) if shape.normalises_heads else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """x [batch, tokens, width]; cos and sin [batch or 1, 1, tokens, head_dim]; mask [tokens, tokens] is
         added to the scores."""
         batch, tokens, _ = x.shape
         group = self.heads // self.kv_heads
-        q = self.q_proj(x).view(batch, tokens, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x).view(batch, tokens, self.heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
-        q = rotate(q, cos, sin).reshape(batch * self.kv_heads, group * tokens, self.head_dim)
+        # Queries are scaled instead of scores, which are many times as many numbers.
+        q = rotate(q, cos, sin) * (1.0 / math.sqrt(self.head_dim))
+        q = q.reshape(batch * self.kv_heads, group * tokens, self.head_dim)
         k = rotate(k, cos, sin).reshape(batch * self.kv_heads, tokens, self.head_dim)
         v = v.reshape(batch * self.kv_heads, tokens, self.head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)) * (1.0 / math.sqrt(self.head_dim))
-        scores = scores.view(batch * self.kv_heads, group, tokens, tokens) + mask
+        scores = torch.bmm(q, k.transpose(1, 2)).view(batch * self.kv_heads, group, tokens, tokens) + mask
         weights = torch.softmax(scores, dim=-1).view(batch * self.kv_heads, group * tokens, tokens)
         mixed = torch.bmm(weights, v).view(batch, self.heads, tokens, self.head_dim)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, self.heads * self.head_dim))
@@ -122,8 +133,8 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
 
 
-class TinyLlama(nn.Module):
-    """The whole model; its state dict is a LlamaForCausalLM's."""
+class TinyModel(nn.Module):
+    """The whole model; its state dict is that of transformers' LlamaForCausalLM or Qwen3ForCausalLM."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -165,7 +176,11 @@ ALIKE_SHARE = 0.6
 SLOWEST_TURN = 0.004
 """Radians a token; slower frequencies turn little over a few hundred tokens."""
 MATCH_GAIN = 1.9
-COPY_GAIN = 1.0
+COPY_GAIN = 2.0
+"""How strongly the heads of one key head together pass on what they attend to."""
+NORM_GAIN = 1.75
+"""Weight of a QK-norm where matching heads compare. The norm takes away how long queries and keys are; with
+this weight a match scores as in a model without the norm."""
 HEAD_GAIN = 0.05
 RESOLVING = ((1, (0, 1)), (2, (0, 1)))
 """(layer, key heads) that start by attending from a word to what followed an earlier mention of it."""
@@ -182,7 +197,7 @@ READING_LAYERS = 4
 
 
 @torch.no_grad()
-def initialise(model: TinyLlama, seed: int) -> None:
+def initialise(model: TinyModel, seed: int) -> None:
     """Unit-scale embeddings, orthogonal-ish projections, silent outputs, and local heads."""
     torch.manual_seed(seed)
     shape = model.shape
@@ -247,6 +262,8 @@ def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, T
         attention.v_proj.weight[kv_head * dim : (kv_head + 1) * dim] = attention.v_proj.weight[:dim]
     landing = nn.init.orthogonal_(torch.empty(shape.hidden_size, shape.hidden_size))
     common, *own = torch.split(landing[:, : dim * (1 + len(LOCAL_HEADS))], dim, dim=1)
+    strong = torch.nonzero(amplitude.repeat(2)).flatten()
+    weigh_heads(attention, strong, float(amplitude.square().sum() / dim) ** 0.5)
     for index, (head, back) in enumerate(LOCAL_HEADS):
         kv_head = head // group
         key_rows = slice(kv_head * dim, kv_head * dim + half)
@@ -258,6 +275,14 @@ def seed_local_heads(attention: Attention, shape: ModelShape) -> tuple[Tensor, T
         attention.q_proj.weight[rows, CONSTANT_CHANNEL] = query / constant
         attention.o_proj.weight[:, rows] = COMMON_SHARE * common + OWN_SHARE * own[index]
     return attention.v_proj.weight[:dim].clone(), common, own
+
+
+@torch.no_grad()
+def weigh_heads(attention: Attention, channels: Tensor, weight: float) -> None:
+    """Sets what a QK-norm multiplies these channels of every query and key by; nothing without the norm."""
+    for norm in (attention.q_norm, attention.k_norm):
+        if isinstance(norm, nn.RMSNorm):
+            norm.weight[channels] = weight
 
 
 @torch.no_grad()
@@ -277,7 +302,8 @@ def seed_matching_head(
     mixing = nn.init.orthogonal_(torch.empty(2 * len(slow), dim))
     rows = torch.cat((slow, slow + half))
     values = attention.v_proj.weight[kv_head * dim : (kv_head + 1) * dim]
+    weigh_heads(attention, rows, NORM_GAIN)
     attention.k_proj.weight[kv_head * dim + rows] = gain * mixing @ found
     for head in range(kv_head * group, (kv_head + 1) * group):
         attention.q_proj.weight[head * dim + rows] = gain * mixing @ sought
-        attention.o_proj.weight[:, head * dim : (head + 1) * dim] = COPY_GAIN * values.T
+        attention.o_proj.weight[:, head * dim : (head + 1) * dim] = COPY_GAIN / group * values.T

@@ -1,6 +1,6 @@
-"""Trains the bundled model on the testbed: ordinary causal full attention, a curriculum, one CPU core.
+"""Trains a small model on the testbed: ordinary causal full attention, a curriculum, one CPU core.
 
-    python -m benchmarks.testbed.train --out runs/a [--resume runs/a/state.pt] [--stages 0,1,2,3,4]
+    python -m benchmarks.testbed.train --out runs/a [--recipe qwen3] [--resume runs/a/state.pt]
 
 Nothing here knows about blending: a training row is a whole document under plain causal attention, followed
 by questions and answers. Beside the next word, training asks for what a reference stands for, of the hidden
@@ -14,69 +14,21 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.testbed.generator import ANSWER_WEIGHT, Shape, make_training_text
-from benchmarks.testbed.model import ModelShape, TinyLlama, causal_mask, initialise, rotation
+from benchmarks.testbed.generator import ANSWER_WEIGHT, make_training_text
+from benchmarks.testbed.model import ModelShape, TinyModel, causal_mask, initialise, rotation
+from benchmarks.testbed.recipes import CURRICULUM, RECIPES, Rates, Recipe, Stage
 from benchmarks.testbed.tokenizer import BOS, PAD, build_vocabulary, piece_ids
 
-
-@dataclass(frozen=True)
-class Stage:
-    """One step of the curriculum.
-
-    Attributes:
-        steps: optimiser steps.
-        tokens: length of a row in tokens; batch: rows per step.
-        shape: the documents.
-        stretch: position ids grow by up to this much in all at the ends of chunks, so that a short row
-            teaches the distances of a long document; two rows of three are stretched, the third keeps what
-            short documents need. 0 numbers tokens as vLLM does.
-    """
-
-    steps: int
-    tokens: int
-    batch: int
-    shape: Shape
-    stretch: int = 0
-
-
-CURRICULUM = (
-    Stage(500, 112, 20, Shape((2, 3), (2, 4), (0, 1), (1, 1), 0.5, (1, 2), (1, 1), 0.5)),
-    Stage(500, 176, 14, Shape((3, 4), (2, 5), (0, 1), (1, 2), 0.4, (1, 2), (1, 1), 0.4)),
-    Stage(600, 224, 11, Shape((3, 5), (2, 5), (0, 2), (1, 2), 0.25, (1, 2), (1, 2), 0.3)),
-    Stage(1200, 304, 8, Shape((4, 6), (2, 5), (0, 3), (1, 2), 0.15, (1, 2), (1, 3), 0.25)),
-    Stage(900, 336, 7, Shape((4, 6), (1, 4), (2, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2)),
-    Stage(150, 768, 3, Shape((6, 12), (1, 4), (2, 5), (1, 2), 0.1, (1, 2), (2, 3), 0.2)),
-    Stage(1500, 336, 7, Shape((4, 6), (2, 4), (1, 4), (1, 2), 0.1, (1, 2), (1, 3), 0.2), stretch=3600),
-    Stage(500, 768, 3, Shape((6, 12), (1, 4), (2, 5), (1, 2), 0.1, (1, 2), (2, 3), 0.2), stretch=2400),
-)
-"""The last two teach long distances to a model that knows the rest; the bundled model did without."""
 REFERENCE_WEIGHT = 0.5
 NO_REFERENCE = -100
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates at their peak, and the part of training spent rising and falling.
-
-    Attributes:
-        writer_decay: weight decay of what writes into the residual stream. Without it the stream grows
-            to tens of times the embeddings' scale, and late layers no longer see which word is which.
-    """
-
-    muon: float = 0.02
-    adam: float = 2e-3
-    momentum: float = 0.95
-    warmup_steps: int = 150
-    decay_share: float = 0.35
-    writer_decay: float = 0.3
 
 
 def learning_scale(step: int, share: float, rates: Rates) -> float:
@@ -214,7 +166,7 @@ def forward_loss(
     return Forward(loss, int(right.sum()), int((read_logits.argmax(-1) == references).sum()))
 
 
-def scheduled(stages: list[Stage], minutes_max: float | None) -> Iterator[tuple[Stage, float]]:
+def scheduled(stages: Sequence[Stage], minutes_max: float | None) -> Iterator[tuple[Stage, float]]:
     """The stage of each step and the share of training done before it, in [0, 1).
 
     Without `minutes_max` the share counts tokens; with it, wall-clock time, each stage keeping its share:
@@ -236,7 +188,7 @@ def scheduled(stages: list[Stage], minutes_max: float | None) -> Iterator[tuple[
         done += stages[index].tokens * stages[index].batch
 
 
-def save(path: Path, model: TinyLlama, muon: Muon, adam: torch.optim.Optimizer, step: int, seed: int) -> None:
+def save(path: Path, model: TinyModel, muon: Muon, adam: torch.optim.Optimizer, step: int, seed: int) -> None:
     """Writes everything a later run needs to go on."""
     state = {
         "model": model.state_dict(),
@@ -253,24 +205,22 @@ def save(path: Path, model: TinyLlama, muon: Muon, adam: torch.optim.Optimizer, 
 
 def train(
     out: Path,
-    stages: list[Stage],
-    rates: Rates,
-    resume: Path | None,
-    seed: int,
-    compiled: bool,
-    minutes_max: float | None,
+    recipe: Recipe,
+    resume: Path | None = None,
+    compiled: bool = False,
+    minutes_max: float | None = None,
 ) -> None:
-    """Runs the stages; writes `state.pt` and `log.jsonl` under `out`."""
+    """Runs the recipe's stages; writes `state.pt` and `log.jsonl` under `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    vocabulary = build_vocabulary()
-    model = TinyLlama(ModelShape(vocab_size=len(vocabulary)))
-    initialise(model, seed)
+    vocabulary, rates = build_vocabulary(), recipe.rates
+    model = TinyModel(recipe.shape)
+    initialise(model, recipe.seed)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
     writers = [p for n, p in model.named_parameters() if "o_proj" in n or "down_proj" in n]
     muon = Muon(matrices, rates.momentum, writers, rates.writer_decay)
     adam = torch.optim.AdamW(others, lr=rates.adam, betas=(0.9, 0.98), weight_decay=0.0)
-    next_seed = seed * 100_000_000
+    next_seed = recipe.seed * 100_000_000
     if resume is not None:
         state = torch.load(resume, weights_only=True)
         model.load_state_dict(state["model"])
@@ -278,11 +228,10 @@ def train(
         adam.load_state_dict(state["adam"])
         next_seed = state["next_seed"]
     run = torch.compile(model, dynamic=False) if compiled else model
-    log = (out / "log.jsonl").open("a")
     started = saved = time.monotonic()
     totals = Counter[str]()
     seen = 0
-    for step, (stage, share) in enumerate(scheduled(stages, minutes_max)):
+    for step, (stage, share) in enumerate(scheduled(recipe.stages, minutes_max)):
         batch = make_batch(stage, next_seed, vocabulary)
         next_seed += stage.batch
         done = forward_loss(run, model.lm_head, batch, model.shape)
@@ -309,7 +258,8 @@ def train(
                 "references": round(totals["references_right"] / max(1, totals["references"]), 4),
                 "seen": seen,
             }
-            print(json.dumps(line), file=log, flush=True)
+            with (out / "log.jsonl").open("a") as log:
+                print(json.dumps(line), file=log)
             print(json.dumps(line), flush=True)
             totals.clear()
         if time.monotonic() - saved > 120:
@@ -318,28 +268,37 @@ def train(
     save(out / "state.pt", model, muon, adam, -1, next_seed)
 
 
+def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """The recipe with what the command line gives in its place."""
+    given = {
+        "muon": options.muon_rate,
+        "decay_share": options.decay_share,
+        "writer_decay": options.writer_decay,
+    }
+    rates = replace(recipe.rates, **{name: rate for name, rate in given.items() if rate is not None})
+    stages = recipe.stages
+    if options.stages is not None:
+        stages = tuple(CURRICULUM[int(index)] for index in options.stages.split(","))
+    seed = recipe.seed if options.seed is None else options.seed
+    return replace(recipe, stages=stages, rates=rates, seed=seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--stages", default="0,1,2,3,4,5", help="indices into CURRICULUM, comma-separated")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--muon-rate", type=float, default=Rates.muon)
-    parser.add_argument("--decay-share", type=float, default=Rates.decay_share)
-    parser.add_argument("--writer-decay", type=float, default=Rates.writer_decay)
+    parser.add_argument("--recipe", choices=RECIPES, default="llama", help="default: %(default)s")
+    parser.add_argument("--stages", help="indices into CURRICULUM, comma-separated, instead of the recipe's")
+    parser.add_argument("--seed", type=int, help="instead of the recipe's, like the rates below")
+    parser.add_argument("--muon-rate", type=float)
+    parser.add_argument("--decay-share", type=float)
+    parser.add_argument("--writer-decay", type=float)
     parser.add_argument("--minutes", type=float, help="fit the curriculum into this much time")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stages = [CURRICULUM[int(index)] for index in arguments.stages.split(",")]
-    rates = Rates(
-        muon=arguments.muon_rate,
-        decay_share=arguments.decay_share,
-        writer_decay=arguments.writer_decay,
-    )
-    train(
-        arguments.out, stages, rates, arguments.resume, arguments.seed, arguments.compile, arguments.minutes
-    )
+    recipe = with_options(RECIPES[arguments.recipe], arguments)
+    train(arguments.out, recipe, arguments.resume, arguments.compile, arguments.minutes)
 
 
 if __name__ == "__main__":

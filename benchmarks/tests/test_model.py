@@ -1,8 +1,9 @@
-"""The plain-torch model computes what transformers' LlamaForCausalLM computes, also piece by piece."""
+"""The plain-torch model computes what transformers' model of its family computes, also piece by piece."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,16 @@ import torch
 from benchmarks.testbed.evaluate import Bundle, full_prefill, full_reuse, run_tokens
 from benchmarks.testbed.export import export
 from benchmarks.testbed.generator import eval_example
-from benchmarks.testbed.model import ModelShape, TinyLlama, initialise
-from benchmarks.testbed.tokenizer import build_vocabulary
+from benchmarks.testbed.model import TinyModel, initialise
+from benchmarks.testbed.recipes import RECIPES
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A small random checkpoint, exported and loaded again."""
+@pytest.fixture(scope="module", params=sorted(RECIPES))
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A small random checkpoint of each recipe's family, exported and loaded again."""
     root: Path = tmp_path_factory.mktemp("bundle")
-    shape = ModelShape(vocab_size=len(build_vocabulary()), intermediate_size=96, num_hidden_layers=6)
-    model = TinyLlama(shape)
+    shape = replace(RECIPES[request.param].shape, intermediate_size=96, num_hidden_layers=6)
+    model = TinyModel(shape)
     initialise(model, 0)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -32,8 +33,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def test_transformers_agrees(bundle: Bundle, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(**bundle_config(bundle))
-    reference = transformers.LlamaForCausalLM(config).eval()
+    config = transformers.AutoConfig.for_model(**bundle_config(bundle))
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     reference.load_state_dict(bundle.model.state_dict())
     prompt = bundle.prompt(eval_example("alias", 0))
     ids = [bundle.bos, *(token for chunk in prompt.chunks for token in chunk), *prompt.question]

@@ -6,9 +6,10 @@ import torch
 
 from benchmarks.testbed.evaluate import run_tokens
 from benchmarks.testbed.generator import Shape
-from benchmarks.testbed.model import ModelShape, TinyLlama, causal_mask, initialise, rotation
+from benchmarks.testbed.model import ModelShape, TinyModel, causal_mask, initialise, rotation
+from benchmarks.testbed.recipes import Stage
 from benchmarks.testbed.tokenizer import BOS, build_vocabulary, piece_ids
-from benchmarks.testbed.train import NO_REFERENCE, Stage, forward_loss, make_batch, stretched
+from benchmarks.testbed.train import NO_REFERENCE, forward_loss, make_batch, stretched
 
 VOCABULARY = build_vocabulary()
 CHUNK_END = piece_ids(["\n"], VOCABULARY)[0]
@@ -45,7 +46,7 @@ def test_a_reference_is_asked_for_where_it_stands() -> None:
 
 def test_what_is_trained_is_what_is_evaluated() -> None:
     shape = ModelShape(vocab_size=len(VOCABULARY), intermediate_size=96, num_hidden_layers=6)
-    model = TinyLlama(shape)
+    model = TinyModel(shape)
     initialise(model, 0)
     batch = make_batch(STAGE, 5, VOCABULARY)
     cos, sin = (part[:, None] for part in rotation(shape, batch.positions))
@@ -58,7 +59,7 @@ def test_what_is_trained_is_what_is_evaluated() -> None:
 
 def test_the_loss_counts_answers_and_references() -> None:
     shape = ModelShape(vocab_size=len(VOCABULARY), intermediate_size=96, num_hidden_layers=6)
-    model = TinyLlama(shape)
+    model = TinyModel(shape)
     initialise(model, 0)
     batch = make_batch(STAGE, 5, VOCABULARY)
     assert batch.tokens[0, 0] == VOCABULARY[BOS]
