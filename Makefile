@@ -14,7 +14,7 @@
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
-#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 22 decoders; what reaches new code stays in .cache/fuzz
+#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 31 decoders; what reaches new code stays in .cache/fuzz
 #   make tools               helm and kubectl for the chart's tests, into .tools
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
