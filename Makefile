@@ -14,11 +14,11 @@
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
-#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 22 decoders; what reaches new code stays in .cache/fuzz
+#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 31 decoders; what reaches new code stays in .cache/fuzz
 #   make tools               helm and kubectl for the chart's tests, into .tools
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
-#   make lock                resolve locks/*.in again
+#   make lock                resolve locks/*.in again, with the digest of every file that pip may choose
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,12 +26,14 @@ PROTO_VENV := .venv-proto
 FUZZ_VENV := .venv-fuzz
 MINUTES := 10
 
+# Every download has a digest in a lock: pip refuses another file, and requirements without one.
+LOCKED := --no-deps --require-hashes
+
 # Tried in this order; the first that is CPython 3.11 or 3.12 makes the environments.
 PYTHONS := python3.11 python3.12 python3
 
 # Asked for torch alone, and only where pip's configured sources lack the CPU wheel.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-TORCH := $(shell sed -n '/^torch==/p' locks/cpu.txt)
 
 # Published only as CUDA builds that break a CPU installation; nothing here imports them.
 CPU_EXCLUDE := torchvision torchaudio torchcodec
@@ -53,25 +55,26 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: locks/cpu.txt pyproject.toml
 	@$(call make_venv,$(VENV))
-	$(BIN)/python -m pip install --upgrade pip
-	@from=; if ! $(BIN)/python -m pip install --quiet --dry-run --no-deps "$(TORCH)" >/dev/null 2>&1; then \
-		echo "$(TORCH) is not among pip's configured sources: taking it from $(TORCH_INDEX)"; \
+	@$(call pick,pip); $(call pick,torch)
+	$(BIN)/python -m pip install $(LOCKED) -r $(VENV)/pip.txt
+	@from=; if ! $(BIN)/python -m pip install --quiet --dry-run $(LOCKED) -r $(VENV)/torch.txt >/dev/null 2>&1; then \
+		echo "the torch of locks/cpu.txt is not among pip's configured sources: taking it from $(TORCH_INDEX)"; \
 		from="--index-url $(TORCH_INDEX)"; \
-	fi; $(BIN)/python -m pip install --no-deps $$from "$(TORCH)"
-	$(BIN)/python -m pip install --no-deps -r locks/cpu.txt
+	fi; $(BIN)/python -m pip install $(LOCKED) $$from -r $(VENV)/torch.txt
+	$(BIN)/python -m pip install $(LOCKED) -r locks/cpu.txt
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The generator requires an older protobuf than the services run on, so it lives by itself.
 $(PROTO_VENV)/.installed: locks/proto.txt
 	@$(call make_venv,$(PROTO_VENV))
-	$(PROTO_VENV)/bin/python -m pip install --quiet --no-deps -r locks/proto.txt
+	$(PROTO_VENV)/bin/python -m pip install --quiet $(LOCKED) -r locks/proto.txt
 	@touch $@
 
 # atheris, beside everything in .venv: it pins nothing that the services run on, and they do not need it.
 $(FUZZ_VENV)/.installed: locks/fuzz.txt $(VENV)/.installed
 	@$(call make_venv,$(FUZZ_VENV))
-	$(FUZZ_VENV)/bin/python -m pip install --quiet --no-deps -r locks/fuzz.txt
+	$(FUZZ_VENV)/bin/python -m pip install --quiet $(LOCKED) -r locks/fuzz.txt
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(FUZZ_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
 	@touch $@
@@ -133,10 +136,13 @@ lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
 	$(BIN)/python scripts/lock.py locks/fuzz.in locks/fuzz.txt
-	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt
-	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
-	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt
+	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt --bare
+	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --bare --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
+	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt --bare
 	$(BIN)/python scripts/images.py --lock
+
+# $(call pick,NAME): that requirement of locks/cpu.txt, with its digests, in a file of its own.
+pick = sed -n '/^$(1)==/,/[^\\]$$/p' locks/cpu.txt > $(VENV)/$(1).txt
 
 # $(call make_venv,FOLDER): an environment of the first suitable interpreter, unless there is a working one.
 define make_venv

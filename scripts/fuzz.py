@@ -9,6 +9,7 @@ the next run begins with them. A finding is printed with its traceback, and its 
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import subprocess
 import sys
@@ -50,8 +51,10 @@ def fuzz(name: str, corpus: Path, limit: list[str]) -> None:
     """Fuzz one decoder in this process, which libFuzzer ends."""
     import atheris
 
+    logging.disable()  # what a decoder logs of every input would fill the memory of whoever reads it
     sys.path[:0] = [str(ROOT), str(ROOT / "services")]
-    with atheris.instrument_imports(include=["kintsugi", "tests.decoders", "tests.front_decoders"]):
+    ours = ["kintsugi", "tests.decoders", "tests.file_decoders", "tests.front_decoders"]
+    with atheris.instrument_imports(include=ours):
         from tests.decoders import DECODERS, seeds
     for index, seed in enumerate(seeds(name)):
         (corpus / f"seed-{index}").write_bytes(seed)

@@ -41,6 +41,7 @@ from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.migration import plain_record
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
+from tests.file_decoders import FILE_DECODERS, FILE_SEEDS
 from tests.front_decoders import FRONT_DECODERS, FRONT_SEEDS
 
 MANIFEST, FRAMES = make_chunk(range(40))
@@ -206,6 +207,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         keys,
         report,
         *FRONT_DECODERS,
+        *FILE_DECODERS,
     )
 }
 
@@ -247,4 +249,4 @@ def seeds(name: str) -> list[bytes]:
         "keys": [bytes([32]) + bytes(64)],
         "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }
-    return found.get(name) or FRONT_SEEDS.get(name, [b"\0"])
+    return found.get(name) or FRONT_SEEDS.get(name) or FILE_SEEDS.get(name, [b"\0"])

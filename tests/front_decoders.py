@@ -33,7 +33,7 @@ from kintsugi.precompute.sources.sandbox import _ParserEnded, parse_answer
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.client.chunk_cipher import ChunkCipher, encrypt_chunk
 from kintsugi.store.client.key_file import read_entries
-from kintsugi.store.protocol.access import parse_document
+from kintsugi.store.protocol.access import read_document
 from kintsugi.store.protocol.certificate import first_expiry_s
 from kintsugi.store.protocol.keys import NamespaceKeys
 from tests.contracts.store_contract import make_chunk
@@ -86,9 +86,10 @@ def job_spec(data: bytes) -> None:
 
 def tokens_document(data: bytes) -> None:
     """A tokens file: entries with a name and a namespace, or `InvalidField`."""
-    values = _parse_json(data)
+    path = _scratch_file()
+    path.write_bytes(data)
     with contextlib.suppress(InvalidField):
-        document = parse_document(values, Path("tokens.json"))
+        document = read_document(path)
         assert all(grant.caller.name and grant.caller.namespaces for grant in document.tokens)
 
 

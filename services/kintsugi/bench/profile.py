@@ -154,5 +154,5 @@ def _parse_time(line: str, where: str) -> float:
     try:
         entry = json.loads(line)
         return float(entry["at_s"]) if "at_s" in entry else float(entry["timestamp"]) / 1e3
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidField("trace", f"{where} has neither a timestamp (ms) nor an at_s (s)") from None

@@ -117,7 +117,7 @@ def _read_index(source: Path) -> dict[str, str]:
         version, digests = document["version"], dict(document["sha256"])
     except FileNotFoundError:
         raise NotFound(f"{source} holds no {INDEX}; name a folder that kintsugi backup wrote") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupted(f"{source / INDEX} cannot be read ({error}); use another backup") from error
     if version != BACKUP_VERSION:
         raise VersionMismatch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import stat
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +46,7 @@ _SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES, "chat_template.jinja")
 before the chunks is the prefix of their chunk space."""
 _IRRELEVANT_FIELDS = frozenset({"_commit_hash", "_name_or_path", "transformers_version", "use_cache"})
 _ROPE_FIELD = re.compile(r"rope|rotary|max_position_embeddings")
+_FILE_NAME = re.compile(r"(?!\.)[^/\\\0]{1,255}")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
@@ -160,7 +162,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise NotFound(
             f"{path.parent} has no {path.name}; name the folder of a complete checkpoint"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupted(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise Corrupted(f"{path} holds no JSON object; download it again")
@@ -214,6 +216,8 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = _json(folder / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise Corrupted(f"{folder / _INDEX} has no weight_map; download it again")
+        if outside := [name for name in shards.values() if not _FILE_NAME.fullmatch(name)]:
+            raise Corrupted(f"{folder / _INDEX} names {outside[0]!r}, which is no file of the folder")
         return [folder / name for name in sorted(set(shards.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -237,6 +241,8 @@ def _stat(file: Path) -> tuple[int, int]:
         status = file.stat()
     except FileNotFoundError:
         raise NotFound(f"{file} is missing; the checkpoint is incomplete, download it again") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Corrupted(f"{file} is a folder or a device, not a file; download it again")
     return status.st_size, status.st_mtime_ns
 
 
@@ -263,5 +269,5 @@ def _header(file: Path, size: int, mtime_ns: int) -> tuple[tuple[str, str, tuple
             for name, entry in sorted(entries.items())
             if name != "__metadata__"
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Corrupted(f"{file} has an unreadable safetensors header; download it again") from None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from pathlib import Path
 
 import blake3
 
-from kintsugi.core.errors import NotFound
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, check_namespace
 from kintsugi.precompute.database import Database, lock_state
 from kintsugi.precompute.documents import (
     DocumentIndex,
@@ -41,8 +40,11 @@ from kintsugi.precompute.documents import (
 from kintsugi.precompute.ledger_chunks import (
     PendingChunk,
     add_copies,
+    check_digest,
+    decompress_tokens,
     find_orphaned_copies,
     find_plain_space,
+    parse_pending,
     unpack_tokens,
 )
 from kintsugi.precompute.sources.readers import Failure
@@ -340,7 +342,7 @@ class Ledger(DocumentIndex):
             if not rows:
                 return
             last = rows[-1][0]
-            chunks = [PendingChunk(ChunkKey(key), tokens, size) for _, key, tokens, size in rows]
+            chunks = [parse_pending(*row[1:]) for row in rows]
             yield add_copies(chunks, plain, name_key)
 
     def keys(self, edition: int, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
@@ -357,7 +359,7 @@ class Ledger(DocumentIndex):
             if not rows:
                 return
             last = rows[-1][0]
-            chunks = [PendingChunk(ChunkKey(key), tokens, 0) for key, tokens in rows]
+            chunks = [parse_pending(key, tokens, 0) for key, tokens in rows]
             yield [chunk.key for chunk in add_copies(chunks, plain, name_key)]
 
     @contextmanager
@@ -496,17 +498,19 @@ class Ledger(DocumentIndex):
             return [_resolve_document(db, edition, ref, secret) for ref in refs]
 
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
-        with self._database.open_read() as db:
-            rows = db.execute(
-                "SELECT id, namespace, key, tokens FROM chunk WHERE id>? AND EXISTS"
-                " (SELECT 1 FROM span JOIN edition ON edition.id=span.edition"
-                " WHERE span.key=chunk.key AND edition.fingerprint=?) ORDER BY id LIMIT ?",
-                (after, fingerprint, limit),
-            ).fetchall()
-        return [
-            IndexedChunk(number, namespace, ChunkKey(key), tuple(unpack_tokens(tokens)))
-            for number, namespace, key, tokens in rows
-        ]
+        """Damaged rows are left out."""
+        while True:
+            with self._database.open_read() as db:
+                rows = db.execute(
+                    "SELECT id, namespace, key, tokens FROM chunk WHERE id>? AND EXISTS"
+                    " (SELECT 1 FROM span JOIN edition ON edition.id=span.edition"
+                    " WHERE span.key=chunk.key AND edition.fingerprint=?) ORDER BY id LIMIT ?",
+                    (after, fingerprint, limit),
+                ).fetchall()
+            found = [chunk for row in rows if (chunk := _index_chunk(*row)) is not None]
+            if found or not rows:
+                return found
+            after = rows[-1][0]
 
 
 def _resolve_document(
@@ -525,12 +529,21 @@ def _resolve_document(
     if not (_is_named(db, document, edition, ref) and _is_listed(db, document, edition, ref.index, key)):
         return None
     try:
-        ids = unpack_tokens(tokens)
-    except (zlib.error, ValueError):
+        found = ChunkKey.in_space(check_digest(space), decompress_tokens(tokens), name_key)
+    except Corrupted:
         return None
-    if ChunkKey.in_space(space, zlib.decompress(tokens), name_key).digest != key:
+    if found.digest != key or not isinstance(version, str):
         return None
-    return KnownChunk(ref, version, ChunkKey(key), tuple(ids))
+    return KnownChunk(ref, version, found, tuple(unpack_tokens(tokens)))
+
+
+def _index_chunk(number: int, namespace: object, key: object, tokens: object) -> IndexedChunk | None:
+    """The chunk of a row; None for a damaged one."""
+    try:
+        ids = tuple(unpack_tokens(tokens))
+        return IndexedChunk(number, check_namespace(str(namespace)), ChunkKey(check_digest(key)), ids)
+    except (Corrupted, InvalidField):
+        return None
 
 
 def _is_named(db: sqlite3.Connection, document: int, edition: int, ref: DocumentRef) -> bool:

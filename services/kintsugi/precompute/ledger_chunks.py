@@ -8,11 +8,17 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey
+from kintsugi.core.tokens import ID_BYTES
+
+_TOKENS_BYTES_MAX = ID_BYTES * TOKENS_MAX
 
 
 def pack_tokens(tokens: bytes) -> bytes:
@@ -35,22 +41,57 @@ class PendingChunk:
         return unpack_tokens(self.tokens)
 
 
-def unpack_tokens(tokens: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(zlib.decompress(tokens), "<u4").tolist()
+def decompress_tokens(packed: object) -> bytes:
+    """Tokens as little-endian u32 from a column that `pack_tokens` filled. Raises `Corrupted` for anything
+    else, and for more tokens than a chunk may have: a kilobyte can stand for a megabyte."""
+    tokens, is_whole = b"", False
+    if isinstance(packed, bytes):
+        inflater = zlib.decompressobj()
+        with suppress(zlib.error):
+            tokens = inflater.decompress(packed, _TOKENS_BYTES_MAX + 1)
+            is_whole = inflater.eof
+    if not is_whole or len(tokens) > _TOKENS_BYTES_MAX or len(tokens) % ID_BYTES:
+        raise _corrupted("tokens that are none")
+    return tokens
+
+
+def check_digest(value: object) -> bytes:
+    """A column with a key or a space's digest. Raises `Corrupted`."""
+    if not isinstance(value, bytes) or len(value) != KEY_BYTES:
+        raise _corrupted("a digest that is none")
+    return value
+
+
+def _corrupted(found: str) -> Corrupted:
+    return Corrupted(
+        f"the ledger is damaged: it holds {found}; remove ledger.sqlite and run its corpora's jobs again"
+    )
+
+
+def parse_pending(key: object, tokens: object, num_tokens: object) -> PendingChunk:
+    """The chunk of a row, whose tokens are looked at when they are needed. Raises `Corrupted`."""
+    if not isinstance(tokens, bytes) or not isinstance(num_tokens, int):
+        raise _corrupted("tokens that are none")
+    return PendingChunk(ChunkKey(check_digest(key)), tokens, num_tokens)
+
+
+def unpack_tokens(packed: object) -> list[int]:
+    """Raises `Corrupted`."""
+    ids: list[int] = np.frombuffer(decompress_tokens(packed), "<u4").tolist()
     return ids
 
 
 def find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
-    """The digest of the space of an edition's plain copies; None if it has none."""
+    """The digest of the space of an edition's plain copies; None if it has none. Raises `Corrupted`."""
     row = db.execute(
         "SELECT plain FROM prepared_space JOIN edition USING (space) WHERE edition.id=? AND plain_copies",
         (edition,),
     ).fetchone()
-    return None if row is None else bytes(row[0])
+    return None if row is None else check_digest(row[0])
 
 
 def add_copies(chunks: Sequence[PendingChunk], plain: bytes | None, name_key: bytes) -> list[PendingChunk]:
-    """The chunks, each with its plain copy behind it where there is a space for them."""
+    """The chunks, each with its plain copy behind it where there is a space for them. Raises `Corrupted`."""
     if plain is None:
         return list(chunks)
     return [
@@ -58,7 +99,7 @@ def add_copies(chunks: Sequence[PendingChunk], plain: bytes | None, name_key: by
         for chunk in chunks
         for copy in (
             chunk,
-            replace(chunk, key=ChunkKey.in_space(plain, zlib.decompress(chunk.tokens), name_key)),
+            replace(chunk, key=ChunkKey.in_space(plain, decompress_tokens(chunk.tokens), name_key)),
         )
     ]
 
@@ -72,13 +113,18 @@ def find_orphaned_copies(
 ) -> list[ChunkKey]:
     """The keys to delete with an orphan: its own, and that of its plain copy, except what is in use.
 
-    An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`."""
-    text = zlib.decompress(tokens) if spaces else b""
+    An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`. Raises
+    `Corrupted`: an erasure must not pass over a copy that it cannot name."""
+    text = decompress_tokens(tokens) if spaces else b""
     keys = [
-        (ChunkKey.in_space(space, text, name_key), ChunkKey.in_space(plain, text, name_key), has)
+        (
+            ChunkKey.in_space(check_digest(space), text, name_key),
+            ChunkKey.in_space(check_digest(plain), text, name_key),
+            has,
+        )
         for space, plain, has in spaces
     ]
-    mine = ChunkKey(key)
+    mine = ChunkKey(check_digest(key))
     candidates = [mine, *{plain for prepared, plain, _ in keys if prepared == mine}]
 
     def is_in_use(one: ChunkKey) -> bool:

@@ -22,6 +22,9 @@ CONFIG = {
     "transformers_version": "5.0.0",
 }
 
+ENDLESS = b'{"w": {"dtype": "F32", "shape": [1e999]}}'
+"""A header with an extent beyond every number."""
+
 
 def write_safetensors(path: Path, name: str = "w", data: bytes = bytes(8), dtype: str = "F32") -> None:
     entry = {"dtype": dtype, "shape": [len(data) // 4], "data_offsets": [0, len(data)]}
@@ -195,7 +198,12 @@ def test_what_is_missing_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"short", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"{no}"]
+    "data",
+    [
+        *(b"", b"short", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"{no}"),
+        struct.pack("<Q", 40_000) + b"[" * 40_000,
+        struct.pack("<Q", len(ENDLESS)) + ENDLESS,
+    ],
 )
 def test_broken_weights_are_corrupted(folder: Path, data: bytes) -> None:
     (folder / "model.safetensors").write_bytes(data)
@@ -203,7 +211,20 @@ def test_broken_weights_are_corrupted(folder: Path, data: bytes) -> None:
         model_fingerprint(folder, "bfloat16")
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_weights_that_are_no_file_are_corrupted(folder: Path) -> None:
+    """Reading a device or a pipe would not end."""
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("/dev/zero")
+    with pytest.raises(Corrupted, match="not a file"):
+        model_fingerprint(folder, "bfloat16")
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(Corrupted, match="not a file"):
+        model_fingerprint(folder, "bfloat16")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 40_000])
 def test_a_broken_config_is_corrupted(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(Corrupted, match=r"config\.json"):
@@ -214,6 +235,13 @@ def test_a_broken_config_is_corrupted(folder: Path, text: str) -> None:
 def test_a_broken_index_is_corrupted(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(Corrupted, match="weight_map"):
+        model_fingerprint(folder, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/dev/zero", "..", "", "a\0b"])
+def test_an_index_names_files_of_its_folder_alone(folder: Path, name: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(Corrupted, match="no file of the folder"):
         model_fingerprint(folder, "bfloat16")
 
 

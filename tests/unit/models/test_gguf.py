@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 
+from kintsugi.core.errors import Corrupted
 from kintsugi.models.gguf import parse_gguf
 from tests.fakes.packaged_model import MERGES, TEMPLATE, TOKENS, tiny_gguf, tiny_tensors
 
@@ -33,5 +36,45 @@ def test_another_file_or_version_is_refused() -> None:
     content = bytearray(tiny_gguf())
     content[4] = 1
     for wrong in (bytes(content), b"PK\x03\x04" + bytes(100)):
-        with pytest.raises(ValueError, match="GGUF"):
+        with pytest.raises(Corrupted, match="GGUF"):
             parse_gguf(wrong)
+
+
+def test_a_file_that_is_cut_off_is_corrupted() -> None:
+    content = tiny_gguf()
+    for size in (*range(0, 400, 7), len(content) // 2, len(content) - 64):
+        with pytest.raises(Corrupted, match="GGUF"):
+            parse_gguf(content[:size])
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(shape: tuple[int, ...], encoding: int = 0, offset: int = 0) -> bytes:
+    return text(b"w") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, encoding, offset)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "says"),
+    [
+        ([text(b"k") + struct.pack("<IIQ", 9, 10, 1 << 61)], [], "ends before"),
+        ([text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 61)], [], "ends before"),
+        ([text(b"k") + struct.pack("<IIQ", 9, 9, 1)], [], "value of type 9"),
+        ([text(b"k") + struct.pack("<I", 99)], [], "value of type 99"),
+        ([struct.pack("<Q", 1 << 63)], [], "ends before"),
+        ([text(b"k") + struct.pack("<I", 8) + text(b"\xff")], [], "not UTF-8"),
+        ([text(b"general.alignment") + struct.pack("<II", 4, 0)], [tensor((4,))], "aligns its tensors to 0"),
+        ([text(b"general.alignment") + struct.pack("<I", 8) + text(b"x")], [tensor((4,))], "aligns"),
+        ([], [tensor((1,) * 5)], "5 dimensions"),
+        ([], [tensor((4,), encoding=1)], "encoding 1"),
+        ([], [tensor((33,), encoding=3)], "shape"),
+        ([], [tensor((0, 1 << 62))], "shape"),
+        ([], [tensor((1 << 62, 1 << 62))], "shape"),
+        ([], [tensor((4,), offset=1 << 40)], "shape"),
+    ],
+)
+def test_no_count_in_a_file_is_believed(metadata: list[bytes], tensors: list[bytes], says: str) -> None:
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
+    with pytest.raises(Corrupted, match=says):
+        parse_gguf(head + b"".join((*metadata, *tensors)) + bytes(128))

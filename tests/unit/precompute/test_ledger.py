@@ -15,6 +15,7 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable
+from kintsugi.core.layout import TOKENS_MAX
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.precompute import ledger as ledger_module
 from kintsugi.precompute.documents import DocumentRef
@@ -395,3 +396,48 @@ def test_orphans_that_are_all_in_use_as_plain_copies_do_not_hide_others(ledger: 
         assert found == [key(9999)]
     with ledger.orphans("acme") as found:
         assert found == []
+
+
+def damage(ledger: Ledger, table: str, column: str, value: object) -> None:
+    """Puts a value into a column of every row, as another program or a flipped bit may."""
+    with closing(sqlite3.connect(ledger.folder / "ledger.sqlite")) as database, database:
+        database.execute(f"UPDATE {table} SET {column}=?", (value,))
+
+
+TOKENS_BOMB = pack_tokens(bytes(4 * (TOKENS_MAX + 1)))
+NOT_TOKENS = [b"", b"no zlib", pack_tokens(b"abc"), pack_tokens(bytes(64))[:-3], "text", 7, TOKENS_BOMB]
+
+
+@pytest.mark.parametrize("value", NOT_TOKENS, ids=lambda value: repr(value)[:12])
+def test_damaged_tokens_are_a_miss_and_no_copy_is_passed_over(ledger: Ledger, value: object) -> None:
+    space = replace(SPACE, context_token_ids=(9,))
+    Corpus(ledger, space=space).run(document("a", 1, space=space))
+    damage(ledger, "chunk", "tokens", value)
+    assert ledger.resolve("tea", [DocumentRef("a", 0)]) == [None]
+    assert ledger.chunks(SPACE.fingerprint.hex, 0, 10) == []
+    with pytest.raises(Corrupted, match=r"remove ledger\.sqlite"):
+        list(ledger.keys(1))
+    ledger.empty(1)
+    with pytest.raises(Corrupted, match=r"remove ledger\.sqlite"):
+        orphans(ledger, "acme")
+
+
+def test_sound_chunks_are_given_out_beside_damaged_ones(ledger: Ledger) -> None:
+    Corpus(ledger).run(document("a", 1, 2, 3))
+    with closing(sqlite3.connect(ledger.folder / "ledger.sqlite")) as database, database:
+        database.execute("UPDATE chunk SET tokens=? WHERE id IN (1, 2)", (b"no zlib",))
+    (chunk,) = ledger.chunks(SPACE.fingerprint.hex, 0, 1)
+    assert (chunk.number, chunk.token_ids) == (3, (3,))
+
+
+@pytest.mark.parametrize("value", [b"short", "text" * 8, 5_000_000_000])
+def test_a_damaged_digest_is_no_other_space(ledger: Ledger, value: object) -> None:
+    space = replace(SPACE, context_token_ids=(9,))
+    Corpus(ledger, space=space).run(document("a", 1, space=space))
+    damage(ledger, "prepared_space", "plain", value)
+    with pytest.raises(Corrupted, match="digest"):
+        list(ledger.keys(1))
+    damage(ledger, "edition", "space", value)
+    assert ledger.resolve("tea", [DocumentRef("a", 0)]) == [None]
+    damage(ledger, "chunk", "key", value)
+    assert ledger.chunks(SPACE.fingerprint.hex, 0, 10) == []

@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import Corrupted, KintsugiError
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import ID_BYTES
 from kintsugi.gateway.texts.known_texts import ChunkText
 from kintsugi.gateway.texts.lmdb_folder import read_lmdb_folder, remove_lmdb_folder
 from kintsugi.precompute.database import Database
@@ -58,12 +61,17 @@ END;
 CREATE TABLE IF NOT EXISTS imported (source TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS followed (id INTEGER PRIMARY KEY CHECK (id = 0), cursor TEXT NOT NULL);
 """
+_TOTAL = "SELECT cast(chunks AS INTEGER), cast(tokens AS INTEGER) FROM total"
+_SHARE = "SELECT cast(chunks AS INTEGER), cast(tokens AS INTEGER) FROM share WHERE namespace = ?"
 _LARGEST = """
 SELECT namespace, max(1.0 * chunks / ?, 1.0 * tokens / ?) AS held FROM (
     SELECT * FROM (SELECT * FROM share ORDER BY chunks DESC LIMIT 1)
     UNION SELECT * FROM (SELECT * FROM share ORDER BY tokens DESC LIMIT 1))
 ORDER BY held DESC LIMIT 1
 """
+_USED_MAX = 1 << 62
+"""A larger number is damage, and would leave none for later uses."""
+_LAST_USED = "SELECT ifnull(max(used), 0) FROM chunk WHERE typeof(used) = 'integer' AND used < ?"
 _DELETE_OLDEST = """
 DELETE FROM chunk WHERE id = (SELECT id FROM chunk WHERE namespace = ? ORDER BY used LIMIT 1)
 RETURNING text, length(tokens)
@@ -98,7 +106,7 @@ class ChunkTable:
         self.num_chunks = self.num_tokens = 0
         """Totals after the last change."""
         with self._writes.transaction() as db:
-            (self._used,) = db.execute("SELECT ifnull(max(used), 0) FROM chunk").fetchone()
+            (self._used,) = db.execute(_LAST_USED, (_USED_MAX,)).fetchone()
             if folder is not None:
                 self._import_lmdb(db, folder)
             self._evict(db)
@@ -116,10 +124,10 @@ class ChunkTable:
         db.execute("INSERT INTO imported VALUES (?)", (source.name,))
 
     def texts(self) -> Iterator[Removed]:
-        """The namespace and text of every chunk whose text is known."""
+        """The namespace and text of every chunk whose text is known and undamaged."""
         with self._reads.open_read() as db:
             for namespace, text in db.execute("SELECT namespace, text FROM chunk WHERE text IS NOT NULL"):
-                yield namespace, ChunkText.from_bytes(text)
+                yield from _parse_texts(namespace, [text])
 
     def get(self, address: Address) -> Record | None:
         """The chunk's record; None if it is absent or damaged."""
@@ -128,14 +136,12 @@ class ChunkTable:
             row = db.execute(
                 "SELECT tokens, text FROM chunk WHERE namespace = ? AND key = ?", (namespace, key.digest)
             ).fetchone()
-        if row is None or row[0][:_CHECKSUM_BYTES] != _checksum(address, row[0][_CHECKSUM_BYTES:]):
-            return None
-        return Record(row[0][_CHECKSUM_BYTES:], None if row[1] is None else ChunkText.from_bytes(row[1]))
+        return None if row is None else _parse_record(address, *row)
 
     def share(self, namespace: str) -> tuple[int, int]:
         """Chunks and tokens that the namespace holds."""
         with self._reads.open_read() as db:
-            row = db.execute("SELECT chunks, tokens FROM share WHERE namespace = ?", (namespace,)).fetchone()
+            row = db.execute(_SHARE, (namespace,)).fetchone()
         return (0, 0) if row is None else row
 
     def apply(
@@ -195,20 +201,20 @@ class ChunkTable:
                 "INSERT INTO chunk (namespace, key, used, tokens, text) VALUES (?, ?, ?, ?, ?)",
                 (*where, self._used, tokens, text),
             )
-        return [(address[0], ChunkText.from_bytes(text)) for (text,) in gone if text is not None]
+        return _parse_texts(address[0], [text for (text,) in gone])
 
     def _evict(self, db: sqlite3.Connection) -> list[Removed]:
         """Delete the oldest chunks of the namespace that holds most, until every bound holds."""
         removed: list[Removed] = []
         bounds = (self._chunks_max, self._tokens_max)
-        chunks, tokens = db.execute("SELECT chunks, tokens FROM total").fetchone()
+        chunks, tokens = self._read_total(db)
         while chunks:
-            namespace, held = db.execute(_LARGEST, bounds).fetchone()
+            namespace, held = self._expect_row(db.execute(_LARGEST, bounds).fetchone())
             if held <= NAMESPACE_SHARE_MAX and chunks <= self._chunks_max and tokens <= self._tokens_max:
                 break
-            text, size = db.execute(_DELETE_OLDEST, (namespace,)).fetchone()
+            text, size = self._expect_row(db.execute(_DELETE_OLDEST, (namespace,)).fetchone())
             chunks, tokens = chunks - 1, tokens - (size - _CHECKSUM_BYTES) // 4
-            removed += [(namespace, ChunkText.from_bytes(text))] if text is not None else []
+            removed += _parse_texts(namespace, [text])
         self.num_chunks, self.num_tokens = chunks, tokens
         return removed
 
@@ -220,18 +226,46 @@ class ChunkTable:
         with self._writes.transaction() as db:
             removed = []
             for _ in range(chunks - chunks_max):
-                text, size = db.execute(_DELETE_OLDEST, (namespace,)).fetchone()
-                self.num_chunks, self.num_tokens = (
-                    self.num_chunks - 1,
-                    self.num_tokens - (size - _CHECKSUM_BYTES) // 4,
-                )
-                removed += [(namespace, ChunkText.from_bytes(text))] if text is not None else []
+                text, _ = self._expect_row(db.execute(_DELETE_OLDEST, (namespace,)).fetchone())
+                removed += _parse_texts(namespace, [text])
+            self.num_chunks, self.num_tokens = self._read_total(db)
             return removed
+
+    def _read_total(self, db: sqlite3.Connection) -> tuple[int, int]:
+        """Chunks and tokens in the table. Raises `Corrupted`."""
+        chunks, tokens = self._expect_row(db.execute(_TOTAL).fetchone())
+        return self._expect_row((chunks, tokens) if chunks >= 0 and tokens >= 0 else None)
+
+    def _expect_row(self, row: tuple[Any, Any] | None) -> tuple[Any, Any]:
+        """The row, which is there where the counts are right. Raises `Corrupted`."""
+        if row is None:
+            raise Corrupted(f"{self._folder} counts chunks that it does not hold; {_REMEDY}")
+        return row
 
     def close(self) -> None:
         """Idempotent."""
         self._reads.close()
         self._writes.close()
+
+
+def _parse_texts(namespace: object, texts: Iterable[object]) -> list[Removed]:
+    """The undamaged ones of a column of texts, which is empty for chunks without a text."""
+    found: list[Removed] = []
+    for text in texts:
+        with suppress(Corrupted):
+            found += [(namespace, ChunkText.from_bytes(text))] if isinstance(namespace, str) else []
+    return found
+
+
+def _parse_record(address: Address, tokens: object, text: object) -> Record | None:
+    """None if the tokens are damaged. A damaged text is none."""
+    if not isinstance(tokens, bytes) or len(tokens) % ID_BYTES:
+        return None
+    ids = tokens[_CHECKSUM_BYTES:]
+    if tokens[:_CHECKSUM_BYTES] != _checksum(address, ids):
+        return None
+    known = _parse_texts(address[0], [text])
+    return Record(ids, known[0][1] if known else None)
 
 
 def _checksum(address: Address, tokens: bytes) -> bytes:

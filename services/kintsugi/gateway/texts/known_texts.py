@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kintsugi.core.errors import Corrupted
 from kintsugi.core.request import FOUND_CHARS_MIN
 
 WINDOW_CHARS = FOUND_CHARS_MIN
@@ -69,7 +70,10 @@ class ChunkText:
     """Hash of its last `WINDOW_CHARS` characters."""
 
     @staticmethod
-    def from_bytes(data: bytes) -> ChunkText:
+    def from_bytes(data: object) -> ChunkText:
+        """Raises `Corrupted` for what `to_bytes` does not make."""
+        if not isinstance(data, bytes) or len(data) != _STORED.size:
+            raise Corrupted("a known text is damaged; it is found again once a client sends it")
         return ChunkText(*_STORED.unpack(data))
 
     def to_bytes(self) -> bytes:

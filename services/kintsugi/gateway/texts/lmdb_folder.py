@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import xxhash
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.gateway.texts.known_texts import ChunkText
+from kintsugi.precompute.ledger_chunks import decompress_tokens
 
 _HEADERS = (struct.Struct("<8sQBQI16s"), struct.Struct("<8sQBQI16sQ"))
 """By version: xxh3-64 of name and value, seeded with the version; sequence number; whether there is a text,
@@ -37,7 +37,12 @@ def read_lmdb_folder(folder: Path) -> Iterator[tuple[str, ChunkKey, bytes, Chunk
             for _, name in numbered:
                 record = _decode_record(name, view.get(name, b""))
                 assert record is not None
-                yield name[: -KEY_BYTES - 1].decode(), ChunkKey(name[-KEY_BYTES:]), record[2], record[1]
+                yield (
+                    name[: -KEY_BYTES - 1].decode("ascii"),
+                    ChunkKey(name[-KEY_BYTES:]),
+                    record[2],
+                    record[1],
+                )
     except lmdb.Error as error:
         raise Corrupted(f"{folder} holds no index of chunks ({error}); remove its data.mdb") from error
 
@@ -56,7 +61,10 @@ def _decode_record(name: bytes, value: bytes) -> tuple[int, ChunkText | None, by
             break
     else:
         return None
-    if len(name) <= KEY_BYTES:
+    if len(name) <= KEY_BYTES or not name[: -KEY_BYTES - 1].isascii():
         return None
     _, sequence, has_text, *text = header.unpack_from(value)
-    return sequence, ChunkText(*text) if has_text else None, zlib.decompress(value[header.size :])
+    try:
+        return sequence, ChunkText(*text) if has_text else None, decompress_tokens(value[header.size :])
+    except Corrupted:
+        return None

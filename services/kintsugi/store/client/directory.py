@@ -180,7 +180,7 @@ class FileDirectory(ShardDirectory):
     def _read(self) -> ShardMap:
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidField("shards", f"{self._path} is not JSON ({error})") from error
         return load(ShardMap, values, where=str(self._path))
 

@@ -65,7 +65,7 @@ def read_cursor(cursor: str) -> dict[str, int]:
     try:
         seen = json.loads(cursor) if cursor else {}
         return {str(shard_id): int(number) for shard_id, number in seen.items()}
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         raise InvalidField("cursor", "is none that `erasures` gave") from None
 
 

@@ -300,6 +300,73 @@ def test_a_damaged_row_is_a_miss(tmp_path: Path) -> None:
     known.close()
 
 
+def damage(folder: Path, change: str, *values: object) -> None:
+    """Changes rows as another program or a flipped bit may."""
+    with closing(sqlite3.connect(folder / "chunks.sqlite")) as database, database:
+        database.execute(change, values)
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * 35, "x" * 36, 5])
+def test_a_damaged_text_is_not_found_and_costs_nothing_else(tmp_path: Path, value: object) -> None:
+    with closing(KnownChunks(tmp_path)) as known:
+        known.remember("tenant", key_of(1), (1,), words(1, 100))
+    damage(tmp_path, "UPDATE chunk SET text = ?", value)
+    with closing(KnownChunks(tmp_path)) as known:
+        assert known.find("tenant", words(1, 100)) == []
+        assert token_ids(known, "tenant", key_of(1)) == (1,)
+        known.remember("tenant", key_of(1), (1,), words(1, 100))
+        assert known.find("tenant", words(1, 100)) == [(0, 100)]
+
+
+@pytest.mark.parametrize("value", ["text", b"blob", 5, 0.5])
+def test_damaged_tokens_of_another_type_are_a_miss(tmp_path: Path, value: object) -> None:
+    with closing(KnownChunks(tmp_path)) as known:
+        known.remember("tenant", key_of(1), (1,))
+    damage(tmp_path, "UPDATE chunk SET tokens = ?", value)
+    with closing(KnownChunks(tmp_path)) as known:
+        assert token_ids(known, "tenant", key_of(1)) is None
+
+
+@pytest.mark.parametrize("value", ["text", b"blob", (1 << 63) - 1])
+def test_a_damaged_time_of_use_leaves_times_for_others(tmp_path: Path, value: object) -> None:
+    with closing(KnownChunks(tmp_path)) as known:
+        known.remember("tenant", key_of(1), (1,))
+    damage(tmp_path, "UPDATE chunk SET used = ?", value)
+    with closing(KnownChunks(tmp_path)) as known:
+        known.remember("tenant", key_of(2), (2,))
+        assert token_ids(known, "tenant", key_of(2)) == (2,)
+
+
+@pytest.mark.parametrize("value", [9, -9, "text", b"blob"])
+def test_damaged_counts_are_an_error_that_says_what_to_do(tmp_path: Path, value: object) -> None:
+    with closing(KnownChunks(tmp_path)) as known:
+        known.remember("tenant", key_of(1), (1,))
+        known.chunks_max_of = lambda namespace: 0
+        damage(tmp_path, "UPDATE total SET chunks = ?", value)
+        damage(tmp_path, "UPDATE share SET chunks = ?", value)
+        known.has_room("tenant")
+        known.remember("tenant", key_of(2), (2,))
+        assert len(known) >= 0
+    damage(tmp_path, "DELETE FROM chunk")
+    damage(tmp_path, "DELETE FROM share")
+    damage(tmp_path, "UPDATE total SET chunks = 9")
+    with pytest.raises(Corrupted, match="remove the folder"):
+        KnownChunks(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [b"no zlib", zlib.compress(b"abc"), zlib.compress(bytes(4 << 21))])
+def test_a_damaged_chunk_of_an_lmdb_folder_is_left_out(tmp_path: Path, tokens: bytes) -> None:
+    fill_lmdb_folder(tmp_path, [None], version=1)
+    with lmdb.open(str(tmp_path)) as environment, environment.begin(write=True) as transaction:
+        for name in (b"tenant\0" + key_of(2).digest, b"\xff\0" + key_of(3).digest):
+            value = struct.pack("<QBQI16sQ", 2, 0, 0, 0, bytes(16), 0) + tokens
+            transaction.put(name, xxhash.xxh3_64_digest(name + value, 1) + value)
+    with closing(KnownChunks(tmp_path)) as known:
+        assert token_ids(known, "tenant", key_of(1)) == (1,)
+        assert not known.knows("tenant", key_of(2))
+        assert len(known) == 1
+
+
 def test_a_disk_that_fails_costs_hits_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = KnownChunks(tmp_path / "known")
     known.remember("tenant", key_of(1), (1,), words(1, 64))

@@ -120,7 +120,7 @@ def read_trace(path: Path) -> list[TraceAccess]:
     for number, line in enumerate(lines, 1):
         try:
             accesses += _accesses_of(json.loads(line))
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise InvalidField(f"{path}:{number}", f"is no access of a trace ({error!r})") from error
     if not accesses:
         raise InvalidField("trace", f"{path} holds no access; write one JSON object per line")

@@ -67,7 +67,7 @@ class Home:
             document = json.loads(file.read_bytes())
             self._check_format(document["format_version"])  # another format may have other fields
             identity = Identity(**document)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Corrupted(f"{file} is no identity ({error}); restore it or empty the folder") from error
         if shard_id is not None and identity.shard_id != shard_id:
             raise InvalidField(

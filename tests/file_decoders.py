@@ -1,0 +1,381 @@
+"""Decoders of files that lie on a disk: models, Parquet, the ledger, known texts, and what services keep.
+
+As in `tests/decoders.py`, which lists these, too: a decoder takes any bytes and returns, or fails. Rows of a
+database are fuzzed column by column, with SQLite's own checks passed: a flipped bit or another program may
+leave any type in any column.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sqlite3
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from kintsugi.bench.profile import _parse_time
+from kintsugi.cli.backup import INDEX, _read_index
+from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
+from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.report import _digest, _parse_report
+from kintsugi.core.spaces import KEY_BYTES, ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
+from kintsugi.gateway.texts import chunk_table
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.texts.lmdb_folder import _decode_record
+from kintsugi.models import checkpoint
+from kintsugi.models.gguf import parse_gguf
+from kintsugi.precompute.database import Database
+from kintsugi.precompute.documents import DocumentRef
+from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
+from kintsugi.precompute.ledger_chunks import pack_tokens
+from kintsugi.precompute.sources.files import FileRange, Format
+from kintsugi.precompute.sources.parser_process import ParserLimits
+from kintsugi.precompute.sources.readers import Columns, Document, Failure
+from kintsugi.precompute.sources.sandbox import read_confined
+from kintsugi.quality.evidence import KL_MAX, EngineEvidence, Evidence
+from kintsugi.quality.questions import read_questions
+from kintsugi.store.client.directory import FileDirectory
+from kintsugi.store.client.erasing import read_cursor, write_cursor
+from kintsugi.store.shard.eviction.simulate import read_trace
+from kintsugi.store.shard.tiers.home import Home
+
+SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (1, 2), context_token_ids=(3,))
+IDS = tuple(range(7, 47))
+TEXT = "A text of a known chunk, which is long enough to be found inside a longer one. " * 2
+T = TypeVar("T")
+PARSER_LIMITS = ParserLimits(cpu_s_max=5.0, wait_s_max=8.0)
+
+
+@cache
+def scratch() -> Path:
+    """A folder in memory where there is one."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="kintsugi-decoders-", dir=folder))
+
+
+def parquet_file(data: bytes) -> None:
+    """A Parquet file, read as a job does: documents and failures, whatever becomes of the parser."""
+    path = scratch() / "corpus.parquet"
+    path.write_bytes(data)
+    piece = FileRange(f"file://{path}", path.name, Format.PARQUET, "", len(data))
+    for item in read_confined(piece, Columns(), limits=PARSER_LIMITS):
+        assert isinstance(item, Document | Failure)
+        assert item.url == piece.url
+
+
+def gguf_file(data: bytes) -> None:
+    """A GGUF file: tensors that have the shape they announce, or `Corrupted`."""
+    with contextlib.suppress(Corrupted), np.errstate(all="ignore"):
+        for tensor in parse_gguf(data).tensors.values():
+            assert tensor.to_float32().shape == tensor.shape
+
+
+def safetensors_file(data: bytes) -> None:
+    """The header of a safetensors file: names, types and shapes, or `Corrupted`."""
+    path = scratch() / "model.safetensors"
+    path.write_bytes(data)
+    with contextlib.suppress(Corrupted):
+        for name, dtype, shape in checkpoint._header.__wrapped__(path, len(data), 0):
+            assert isinstance(name, str)
+            assert isinstance(dtype, str)
+            assert all(isinstance(extent, int) for extent in shape)
+
+
+def model_files(data: bytes) -> None:
+    """A model's configuration, and its index of weights, which names files of the folder alone."""
+    folder = scratch() / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / checkpoint._INDEX).write_bytes(data)
+    with contextlib.suppress(Corrupted):
+        assert isinstance(checkpoint._json(folder / checkpoint._INDEX), dict)
+        for path in checkpoint._weight_files(folder):
+            assert path.parent == folder
+            assert path.name not in ("", "..")
+            with contextlib.suppress(NotFound, Corrupted):
+                checkpoint._stat(path)
+
+
+def ledger_row(data: bytes) -> None:
+    """A row of a ledger with any value in one column: what is found is right, or an error of ours."""
+    ledger, sound = _ledger()
+    db = ledger._database._db
+    db.deserialize(sound)
+    if not _change_column(db, _LEDGER_COLUMNS, data):
+        return
+    refs = [DocumentRef("document", 0), DocumentRef("document", 0, "1")]
+    for known in _attempt(lambda: ledger.resolve("corpus", refs)) or ():
+        assert known is None or (known.token_ids == IDS and isinstance(known.version, str))
+    for chunk in _attempt(lambda: ledger.chunks(SPACE.fingerprint.hex, 0, 10)) or ():
+        assert len(chunk.token_ids) <= TOKENS_MAX
+    for page in _attempt(lambda: list(ledger.keys(1))) or ():
+        assert all(len(key.digest) == KEY_BYTES for key in page)
+    for chunks in _attempt(lambda: list(ledger.claim_unchecked(1, 2))) or ():
+        assert sum(chunk.num_tokens for chunk in chunks) is not None
+        _attempt(lambda chunks=chunks: [chunk.token_ids for chunk in chunks])
+    _attempt(lambda: _forget_orphans(ledger))
+
+
+def _forget_orphans(ledger: Ledger) -> None:
+    ledger.empty(1)
+    with ledger.orphans("acme") as keys:
+        assert all(len(key.digest) == KEY_BYTES for key in keys)
+
+
+@cache
+def _ledger() -> tuple[Ledger, bytes]:
+    """A ledger with one document, and what its database holds."""
+    ledger = Ledger(scratch() / "ledger")
+    edition = ledger.open_edition("corpus", SPACE, "source", "model", "chunking")
+    run = ledger.begin_run(edition)
+    chunk = ScannedChunk(ChunkKey.of(SPACE, IDS).digest, pack_tokens(token_bytes(IDS)), len(IDS), 0, 40)
+    document = ScannedDocument("file", 0, "document", "1", bytes(16), "{}", (chunk,))
+    ledger.record(edition, run, "acme", [document])
+    ledger.end_run(run, 0, 0.0, complete=True)
+    return ledger, _serialize(ledger._database._db)
+
+
+def known_texts_row(data: bytes) -> None:
+    """A row of a gateway's known chunks with any value in one column: the chunk's tokens, or none."""
+    database, sound = _known_texts()
+    database._db.deserialize(sound)
+    if not _change_column(database._db, _TEXTS_COLUMNS, data):
+        return
+    with patch.object(chunk_table, "Database", lambda *arguments: database):
+        known = _attempt(KnownChunks)
+    if known is None:
+        return
+    key = ChunkKey.of(SPACE, IDS)
+    ids = known.token_ids("acme", key)
+    assert ids is None or tuple(ids) == IDS
+    found = known.find("acme", f"x{TEXT}y")
+    assert all(0 <= start < stop <= len(TEXT) + 2 for start, stop in found)
+    known.has_room("acme")
+    known.chunks_max_of = lambda namespace: 0
+    known.remember("acme", key, IDS, TEXT + "other")
+    _attempt(lambda: known.erase("acme", None, 0.0))
+
+
+@cache
+def _known_texts() -> tuple[Database, bytes]:
+    """The database of a gateway that knows one chunk, and what it holds."""
+    known = KnownChunks()
+    known.remember("acme", ChunkKey.of(SPACE, IDS), IDS, TEXT)
+    return known._table._writes, _serialize(known._table._writes._db)
+
+
+def _serialize(db: sqlite3.Connection) -> bytes:
+    """The database's bytes, marked as having no log beside it."""
+    content = bytearray(db.serialize())
+    content[18:20] = b"\1\1"
+    return bytes(content)
+
+
+def lmdb_record(data: bytes) -> None:
+    """A record of known chunks as early versions wrote it, under a right checksum: sound, or none."""
+    name, value = b"acme\0" + bytes(32), data
+    for version in (0, 1):
+        checksum = xxhash.xxh3_64_digest(name + value, version)
+        found = _decode_record(name, checksum + value)
+        assert found is None or len(found[2]) % 4 == 0
+    _decode_record(data[:40], data[40:])
+
+
+def kept_document(data: bytes) -> None:
+    """A document that services keep or a user gives, read in each way that there is one."""
+    path = scratch() / "kept"
+    path.mkdir(exist_ok=True)
+    for name in ("kintsugi.json", INDEX, "shards.json", "lines.jsonl"):
+        (path / name).write_bytes(data)
+    with contextlib.suppress(KintsugiError):
+        Home(path).close()
+    with contextlib.suppress(KintsugiError):
+        _read_index(path)
+    with contextlib.suppress(InvalidField):
+        FileDirectory(path / "shards.json")
+    with contextlib.suppress(InvalidField):
+        read_trace(path / "lines.jsonl")
+    with contextlib.suppress(InvalidField):
+        _parse_time(data.decode(errors="replace"), "a trace")
+    with contextlib.suppress(KintsugiError):
+        read_questions(path / "lines.jsonl")
+    with contextlib.suppress(InvalidField):
+        seen = read_cursor(data.decode(errors="replace"))
+        assert read_cursor(write_cursor(seen)) == seen
+
+
+def evidence(data: bytes) -> None:
+    """What engines saw, as a store keeps it, under a right digest: figures that an answer can have."""
+    documents = [data]
+    with contextlib.suppress(Corrupted):
+        values = _parse_report(data)
+        values.pop("digest", None)
+        documents.append(json.dumps({**values, "digest": _digest(values)}).encode())
+    for document in documents:
+        with contextlib.suppress(Corrupted):
+            for engine in Evidence.from_bytes(document).engines:
+                assert all(0 <= one.kl <= KL_MAX for one in engine.since(0))
+
+
+def _attempt(act: Callable[[], T]) -> T | None:
+    """The result; None for an error of ours."""
+    try:
+        return act()
+    except KintsugiError:
+        return None
+
+
+Column = tuple[str, str]
+"""A table and its column."""
+
+_LEDGER_COLUMNS: tuple[Column, ...] = (
+    *(("chunk", name) for name in ("tokens", "key", "namespace", "num_tokens", "checked")),
+    *(("span", name) for name in ("key", "number", "edition", "start")),
+    *(("document", name) for name in ("version", "document_id", "edition", "place")),
+    *(("edition", name) for name in ("space", "corpus", "namespace", "fingerprint", "completed_s")),
+    *(("prepared_space", name) for name in ("plain", "space", "plain_copies")),
+)
+_TEXTS_COLUMNS: tuple[Column, ...] = (
+    *(("chunk", name) for name in ("tokens", "text", "key", "namespace", "used")),
+    *(("share", name) for name in ("namespace", "chunks", "tokens")),
+    *(("total", name) for name in ("chunks", "tokens")),
+)
+
+
+def _change_column(db: sqlite3.Connection, columns: tuple[Column, ...], data: bytes) -> bool:
+    """Put a value into the column that the first byte chooses. Whether SQLite took it."""
+    table, name = columns[data[0] % len(columns)] if data else columns[0]
+    try:
+        db.execute(f"UPDATE {table} SET {name}=?", (_value(data[1:]),))
+    except sqlite3.IntegrityError:
+        return False
+    return True
+
+
+def _value(data: bytes) -> Any:
+    """A value of one of SQLite's types."""
+    kind, body = (data[0] % 5, data[1:]) if data else (0, b"")
+    if kind == 0:
+        return body
+    if kind == 1:
+        return body.decode("utf-8", "replace")
+    if kind == 2:
+        return int.from_bytes(body[:8].ljust(8, b"\0"), "little", signed=True)
+    if kind == 3:
+        return struct.unpack("<d", body[:8].ljust(8, b"\0"))[0]
+    return pack_tokens(body)
+
+
+FILE_DECODERS: tuple[Callable[[bytes], None], ...] = (
+    parquet_file,
+    gguf_file,
+    safetensors_file,
+    model_files,
+    ledger_row,
+    known_texts_row,
+    lmdb_record,
+    kept_document,
+    evidence,
+)
+
+
+def _parquet(table: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+def _parquet_seeds() -> list[bytes]:
+    rows = [
+        {"id": f"d{n}", "text": f"text {n}", "n": n, "tags": ["a", None], "at": {"x": 1.5}} for n in range(3)
+    ]
+    plain = pa.Table.from_pylist(rows)
+    same = pa.table({"text": pa.array(["same"] * 50).dictionary_encode(), "id": pa.array(range(50))})
+    return [
+        _parquet(plain, compression="none"),
+        _parquet(plain, compression="snappy", data_page_version="2.0"),
+        _parquet(same, compression="zstd"),
+        _parquet(pa.table({"text": pa.array([None, "a"])}), use_dictionary=False, compression="gzip"),
+        _parquet(pa.table({"body": [1]})),
+    ]
+
+
+def _gguf_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _gguf_seeds() -> list[bytes]:
+    values = [
+        (b"general.alignment", struct.pack("<II", 4, 32)),
+        (b"a", struct.pack("<I", 8) + _gguf_text("é".encode())),
+        (b"b", struct.pack("<IIQ3i", 9, 5, 3, 1, 2, 3)),
+        (b"c", struct.pack("<IIQ", 9, 8, 1) + _gguf_text(b"x")),
+    ]
+    tensors = [(b"f", 0, (4,), 16), (b"q4", 3, (32,), 20), (b"q8", 8, (32, 2), 68)]
+    head, body = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)), b""
+    head += b"".join(_gguf_text(key) + value for key, value in values)
+    for name, kind, shape, size in tensors:
+        head += _gguf_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(body))
+        body += bytes(range(size)) + bytes(-size % 32)
+    return [head + bytes(-len(head) % 32) + body]
+
+
+def _safetensors(entries: dict[str, Any]) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+_WEIGHT = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
+_ENGINE = EngineEvidence("engine", "2026-01-01T00:00:00+00:00", 2, ((0.5, 0.0, 3), (0.25, 1.0, 4)))
+_NESTED = b"[" * 5_000
+
+FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
+    {
+        "parquet_file": _parquet_seeds(),
+        "gguf_file": _gguf_seeds(),
+        "safetensors_file": [
+            _safetensors({"__metadata__": {"format": "pt"}, "w": _WEIGHT}),
+            _safetensors({"w": {**_WEIGHT, "shape": []}}),
+        ],
+        "model_files": [b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}', _NESTED],
+        "ledger_row": [
+            bytes([column, kind]) + value
+            for column in range(len(_LEDGER_COLUMNS))
+            for kind, value in enumerate((bytes(32), b"text", b"\5", bytes(8), token_bytes(IDS)))
+        ],
+        "known_texts_row": [
+            bytes([column, kind]) + value
+            for column in range(len(_TEXTS_COLUMNS))
+            for kind, value in enumerate((bytes(36), b"text", b"\5", bytes(8), token_bytes(IDS)))
+        ],
+        "lmdb_record": [
+            struct.pack("<QBQI16sQ", 1, 1, 2, 3, bytes(16), 4) + zlib.compress(token_bytes(IDS)),
+            struct.pack("<QBQI16s", 1, 0, 2, 3, bytes(16)) + zlib.compress(bytes(1 << 16)),
+        ],
+        "kept_document": [
+            b'{"format_version": 2, "shard_id": "a"}',
+            b'{"version": 1, "sha256": {"ledger.sqlite": "0"}}',
+            b'{"version": 1, "replicas": 1, "shards": [{"shard_id": "a", "address": "b:1"}]}',
+            b'{"key": "a", "size": 2, "cost_ms": 1.5}\n{"hash_ids": [1, 2]}',
+            b'{"timestamp": 5}',
+            b'{"chunks": ["a"], "question": "q", "answers": ["b"]}',
+            b'[{"context": "Passage 1:\\na", "input": "q", "answers": ["b"]}]',
+            b'{"a": 3}',
+            b'{"a": Infinity}',
+            _NESTED,
+        ],
+        "evidence": [Evidence("2026-01-01", "2026-01-02", (_ENGINE,)).to_bytes()],
+    }
+)
