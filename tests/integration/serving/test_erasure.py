@@ -22,6 +22,7 @@ from kintsugi.sdk.types import DocumentChunk, Key
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.shard.erasure import records
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -226,6 +227,33 @@ def test_a_shard_that_was_away_obeys_before_it_is_asked(tmp_path: Path) -> None:
             erased, _ = chunks[0]
             assert not [path for path in files if erased.digests[:16] in path.read_bytes()]
             catching_up.close()
+
+
+def test_a_flood_that_a_shard_missed_costs_it_no_other_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "ERASURES_MAX", 20)
+    (manifest, frames), erased = make_chunk(range(8)), make_chunk(range(9))
+    with (
+        closing(open_shard(ShardSpec(MIB, tmp_path / "a"))) as here,
+        closing(open_shard(ShardSpec(MIB, tmp_path / "b"))) as away,
+        ShardServer(here, "127.0.0.1:0") as flooded,
+        ShardServer(away, "127.0.0.1:0") as server,
+        closing(GrpcStore(flooded.address)) as flooder,
+        closing(GrpcStore(server.address)) as store,
+    ):
+        store.put(manifest, frames)
+        store.put(*erased)
+        flooder.erase("acme", [erased[0].key], time.time())
+        for number in range(5):
+            made_up = [ChunkKey(bytes([number, i]) * 16) for i in range(10)]
+            flooder.erase("flood", made_up, time.time())
+        assert here.erasures.forgotten, "else nothing was tested"
+        shards = ShardMap(1, (ShardAddress(here.shard_id, flooded.address),))
+        catching_up = CatchingUp(away, FixedDirectory(shards))
+        catching_up.ask_all()
+        assert store.lookup("acme", [manifest.key, erased[0].key]) == [manifest, None]
+        catching_up.close()
 
 
 def test_a_peer_that_does_not_answer_keeps_nobody_from_serving(tmp_path: Path) -> None:

@@ -344,7 +344,14 @@ class ChunkStoreService:
     @_answers
     async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
         erasures = self.shard.erasures
-        answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id, forgotten=erasures.forgotten)
+        marks = erasures.forgotten
+        answer = pb.ListErasuresResponse(
+            shard_id=self.shard.shard_id, forgotten=max(marks.values(), default=0)
+        )
+        if request.by_namespace:
+            answer.forgotten_in.extend(
+                pb.ForgottenErasures(namespaces=pattern, number=number) for pattern, number in marks.items()
+            )
         if not request.HasField("after"):
             answer.next = erasures.newest
             return answer

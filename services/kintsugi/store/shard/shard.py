@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 
 import lmdb
@@ -21,6 +21,7 @@ from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry
+from kintsugi.store.shard.erasure.forgetting import matches
 from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
@@ -210,15 +211,24 @@ class Shard:
         self._wiper.run(self._wipe_tiers)
         return removed
 
-    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: int) -> None:
+    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: Mapping[str, int]) -> None:
         """Erase what another shard has recorded and this one has missed.
 
-        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on;
-        it has forgotten those up to `forgotten`. Where some of these were not seen, nobody knows what was
-        erased, and every chunk goes. Raises as `erase` does."""
-        if forgotten > self.erasures.seen_of(peer):
-            log.warning("shard %s has forgotten erasures that this shard missed: all chunks go", peer)
-            for namespace in {entry.manifest.namespace for entry in self.table.entries()}:
+        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on.
+        `forgotten`: up to which number it may have forgotten some, by pattern of their namespaces. Where some
+        of these were not seen, nobody knows what was erased, and every chunk of those namespaces goes. Raises
+        as `erase` does."""
+        seen_before = self.erasures.seen_of(peer)
+        missed_in = [pattern for pattern, number in forgotten.items() if number > seen_before]
+        if missed_in:
+            held = {entry.manifest.namespace for entry in self.table.entries()}
+            doomed = sorted(name for name in held if any(matches(one, name) for one in missed_in))
+            log.warning(
+                "shard %s has forgotten erasures that this shard missed: all chunks of %d namespaces go",
+                peer,
+                len(doomed),
+            )
+            for namespace in doomed:
                 self.wipe(Scope(namespace))
         missed = [erasure for erasure in erasures if not self.erasures.is_known(erasure)]
         for scope in scopes_of(missed):
