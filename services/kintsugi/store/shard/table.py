@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -40,6 +41,7 @@ from kintsugi.store.shard.work import (
     WriteJob,
     WriteQueue,
     find_faster_queue,
+    run_in_turn,
     speeds_of,
 )
 
@@ -385,10 +387,14 @@ class EntryTable:
             return sum(one.chunk_bytes for one in unwritten if self.shares.may_be_on_ssd(one))
 
     def flush(self) -> list[Future[None]]:
-        """Done once every put and deletion until now is on disk."""
+        """Done, tier by tier, once every put and deletion until now is on disk. A tier comes after the one
+        above it: that one's writer may be moving down what was deleted meanwhile."""
+        return run_in_turn([partial(self._flush_tier, queue) for queue in self.queues])
+
+    def _flush_tier(self, queue: WriteQueue) -> Future[None]:
         with self._lock:
             self._changed.notify_all()
-            return [queue.add_flush() for queue in self.queues]
+            return queue.add_flush()
 
     def next_writes(self, queue: WriteQueue) -> WriteBatch | None:
         """Wait for work and take it; None once the queue is closed and empty."""

@@ -6,7 +6,7 @@ The queues are plain data, not thread-safe: only the table calls them, under its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -27,6 +27,25 @@ def uncancellable_future() -> Future[None]:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None]]:
+    """Begin each piece of work once the one before has ended, however it did; a future for each."""
+    futures = [uncancellable_future() for _ in begin]
+
+    def begin_next(index: int) -> None:
+        if index < len(begin):
+            begin[index]().add_done_callback(lambda done: end(index, done.exception()))
+
+    def end(index: int, failure: BaseException | None) -> None:
+        begin_next(index + 1)
+        if failure is None:
+            futures[index].set_result(None)
+        else:
+            futures[index].set_exception(failure)
+
+    begin_next(0)
+    return futures
 
 
 @dataclass(eq=False)
