@@ -7,20 +7,24 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kintsugi.core.errors import DeadlineExceeded, Unavailable, VersionMismatch
+from kintsugi.core.errors import DeadlineExceeded, NotFound, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.calls import put_messages
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.erasing import places_of
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
-from kintsugi.store.protocol.interface import ChunkStore, Erasure
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame
+from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
@@ -191,6 +195,44 @@ def test_an_erasure_waits_for_readers(shard: Shard, tmp_path: Path) -> None:
         shard.close_reading(reading)
         shard.erase(Scope("acme"), 0.0)
         assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_readers_and_writers_who_stall_are_cut(tmp_path: Path, same_host: bool) -> None:
+    """Readers take one frame of 25 MB, and no more."""
+    (held, frames), (half, other) = make_chunk(range(100_000)), make_chunk(range(1, 10_000))
+    spec = ShardSpec(128 * MIB, config=ShardConfig(erase_grace_s=0.1))
+    began, go_on = threading.Event(), threading.Event()
+
+    def stalled() -> Iterator[bytes]:
+        messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(half)), half, other)
+        yield next(messages)
+        yield next(messages)
+        began.set()
+        assert go_on.wait(60)
+
+    with (
+        closing(open_shard(spec)) as shard,
+        ShardServer(shard, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address, GrpcOptions(same_host=same_host))) as store,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        store.put(held, frames)
+        streams = [store.stream("acme", [held.key], range(3), manifest_heads(held), 60.0) for _ in range(2)]
+        for stream in streams:
+            assert isinstance(next(stream), LayerFrame)
+        putting = thread.submit(store._calls.put, stalled(), 60.0)
+        try:
+            assert began.wait(30)
+            shard.erase(Scope("acme"), 0.0, timeout_s=20.0)
+            assert not putting.result(20.0).inserted
+        finally:
+            go_on.set()
+        for stream in streams:
+            with pytest.raises((NotFound, DeadlineExceeded), match=r"(erased|ended) while"):
+                list(stream)
+        assert shard.table.used_bytes() == 0
+        assert store.put(held, frames), "the shard serves on"
 
 
 def test_a_filesystem_without_zeroing_is_written_over(

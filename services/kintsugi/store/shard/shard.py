@@ -22,6 +22,7 @@ from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.erasure.forgetting import matches
+from kintsugi.store.shard.erasure.holders import Holders
 from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
@@ -66,6 +67,8 @@ class Shard:
         self.reports = Reports(None if home is None else home.path / "reports")
         self.erasures = Erasures(None if home is None else home.path / "erasures")
         self._wall_clock = wall_clock
+        self.holders = Holders()
+        self._erase_grace_s = (config or ShardConfig()).erase_grace_s
         self._wiper = Shared()
         self._uses = Uses(None if home is None or not disks else home.path / "uses")
         self._home = home
@@ -184,8 +187,9 @@ class Shard:
     def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> ErasedHere:
         """Delete chunks, leave nothing of their bytes, and record that they were erased.
 
-        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too. Raises
-        `DeadlineExceeded` and `Unavailable`; then the chunks are not found any more, but may be there.
+        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too; calls that keep it
+        waiting for longer than `ShardConfig.erase_grace_s` are cut. Raises `DeadlineExceeded` and
+        `Unavailable`; then the chunks are not found any more, but may be there.
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
@@ -204,6 +208,8 @@ class Shard:
         flushed, late = wait(self.flush_writers(), timeout_s)
         for one in flushed:
             one.result()
+        if not late and not self.table.await_free(scope, min(self._erase_grace_s, timeout_s)):
+            self.holders.cut(scope)
         if late or not self.table.await_free(scope, deadline_s - time.monotonic()):
             raise DeadlineExceeded(
                 f"chunks of {scope.namespace!r} are not found any more, but still in use; erase them again"
