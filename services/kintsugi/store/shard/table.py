@@ -83,7 +83,6 @@ class EntryTable:
         self._room = Room(self._index, ram, self.queues, config, self.shares, self.reuse, transitions)
         self._loads = LoadQueue()
         self._puts: set[ChunkPut] = set()
-        """Those under way."""
         self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -350,7 +349,7 @@ class EntryTable:
     # Write-back
 
     def _begin_write(self, entry: ChunkEntry, queue: WriteQueue, leaving: bool = False) -> Future[None]:
-        job = life.begin_write(entry, leaving)
+        job = life.begin_write(entry, leaving, self._clock())
         queue.add(job)
         self._changed.notify_all()
         return job.done
@@ -561,10 +560,12 @@ class EntryTable:
         """A step has ended. `lost`: why the bytes could not be read, or empty."""
         with self._lock:
             entry = step.load.entry
-            hides_s = self._config.hides_s(entry.recompute_ms)
+            hides_s, now_s = self._config.hides_s(entry.recompute_ms), self._clock()
             if life.advance_load(step, lost):
                 self._quarantine(entry)
-            elif not self.draining and (queue := find_faster_queue(self.queues, entry, hides_s)):
+            elif not self.draining and (
+                queue := find_faster_queue(self.queues, entry, hides_s, now_s, self._demoting)
+            ):
                 self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:
