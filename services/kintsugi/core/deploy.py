@@ -171,6 +171,8 @@ class StoreSettings(Settings):
     """Seconds over which an empty shard that joins is given its share of the chunks."""
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
     """Size of each shard's RAM tier in GiB."""
+    scrub_mib_per_s: float = setting(16.0, minimum=0)
+    """MiB per second of what it holds that each shard verifies in the background; 0: it does not."""
     cpus: float = setting(0.5, minimum=0)
     """CPU cores of each shard."""
 

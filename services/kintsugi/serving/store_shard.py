@@ -63,6 +63,7 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
         metrics = format_address(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
     options = ServerOptions(
         share_arena=spec.share_arena,
+        scrub_bytes_per_s=spec.scrub_mib_per_s * (1 << 20),
         tls=tls_of(spec),
         insecure=spec.insecure,
         metrics_listen=metrics,

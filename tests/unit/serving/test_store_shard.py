@@ -110,6 +110,16 @@ def test_a_server_whose_loop_stands_still_is_not_ready(
         shard.close()
 
 
+def test_the_scrub_rate_of_the_service_reaches_the_shard(tmp_path: Path) -> None:
+    shard = claim_shard(spec(tmp_path))
+    server = serve_shard(spec(tmp_path, scrub_mib_per_s=2.5), shard)
+    try:
+        assert server._options.scrub_bytes_per_s == 2.5 * (1 << 20)
+    finally:
+        server.stop()
+        shard.close()
+
+
 def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:
     shard = claim_shard(spec(tmp_path))
     try:
