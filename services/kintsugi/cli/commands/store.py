@@ -148,6 +148,9 @@ def serve(
         Path | None, typer.Option(help="File of hashed tokens and what each may do; default: anything.")
     ] = None,
     audit_dir: Annotated[Path | None, typer.Option(help="Folder of the audit log.")] = None,
+    protect_metrics: Annotated[
+        bool, typer.Option(help="Show metrics only to tokens with the verb admin on every namespace.")
+    ] = False,
     erase_grace_s: Annotated[
         float, typer.Option(help="Seconds after which an erasure cuts the reads and puts that it waits for.")
     ] = ERASE_GRACE_S,
@@ -174,6 +177,7 @@ def serve(
         tls=tls.files(),
         insecure=insecure,
         metrics_listen=metrics,
+        protect_metrics=protect_metrics,
         tokens_file=tokens_file,
         audit_dir=audit_dir,
     )
