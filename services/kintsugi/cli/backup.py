@@ -22,7 +22,7 @@ import lmdb
 
 from kintsugi.cli.replaying import replay
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable, VersionMismatch
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder
+from kintsugi.store.protocol.durable_files import make_folder, sync_folder, sync_path
 from kintsugi.store.protocol.interface import Erasure
 
 BACKUP_VERSION = 1
@@ -96,7 +96,7 @@ def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
             index = {"version": BACKUP_VERSION, "made_at_s": made_at_s, "sha256": digests}
             (work / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
             for path in (*work.rglob("*"), work):
-                _sync(path)
+                sync_path(path)
             work.rename(target)
             sync_folder(target.parent)
         except BaseException:
@@ -145,7 +145,7 @@ def _put_in_place(source: Path, path: Path) -> None:
     fresh = path.with_name(path.name + ".restored")
     shutil.copyfile(source, fresh)
     fresh.chmod(0o600)
-    _sync(fresh)
+    sync_path(fresh)
     fresh.rename(path)
     sync_folder(path.parent)
 
@@ -186,14 +186,6 @@ def _copy_database(source: Path, copy: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
