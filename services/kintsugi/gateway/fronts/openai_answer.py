@@ -123,7 +123,9 @@ def tokens_used_in(piece: bytes) -> int | None:
     """Tokens of the prompt and the answers, as the usage in a piece has them; None if it has none."""
     document = None if _USAGE not in piece else _document(piece)
     usage = document.get("usage") if isinstance(document, dict) else None
-    counts = [usage.get(name, 0) for name in _USED] if isinstance(usage, dict) else [None]
+    if not isinstance(usage, dict):
+        return None
+    counts: list[Any] = [usage.get(name, 0) for name in _USED]
     return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
 
 

@@ -4,138 +4,141 @@
 # source: kintsugi/rpc/v1/store.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "kintsugi/rpc/v1/store.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'kintsugi/rpc/v1/store.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1bkintsugi/rpc/v1/store.proto\x12\x0fkintsugi.rpc.v1">\n\x04Part\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kintsugi.rpc.v1.PartKind\x12\r\n\x05width\x18\x02 \x01(\r"Q\n\nLayerGroup\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.kintsugi.rpc.v1.Part"\x80\x01\n\x06Layout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12+\n\x06groups\x18\x05 \x03(\x0b\x32\x1b.kintsugi.rpc.v1.LayerGroup"\x98\x02\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x14\n\x0cspace_digest\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x11\n\tnamespace\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\'\n\x06layout\x18\x07 \x01(\x0b\x32\x17.kintsugi.rpc.v1.Layout\x12\r\n\x05\x63odec\x18\x08 \x01(\r\x12\x13\n\x06\x61nchor\x18\t \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07\x64igests\x18\n \x01(\x0c\x12\x0e\n\x06priors\x18\x0b \x03(\t\x12\x0e\n\x06key_id\x18\x0c \x01(\t\x12\x0c\n\x04salt\x18\r \x01(\x0c\x42\t\n\x07_anchor">\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04peek\x18\x03 \x01(\x08"T\n\x05\x46ound\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.ManifestH\x00\x88\x01\x01\x12\x0c\n\x04tier\x18\x02 \x01(\tB\x0b\n\t_manifest"K\n\x0eLookupResponse\x12%\n\x05\x66ound\x18\x01 \x03(\x0b\x32\x16.kintsugi.rpc.v1.Found\x12\x12\n\nroom_bytes\x18\x02 \x01(\x04"P\n\x14LookupAnchorsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0cspace_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61nchors\x18\x03 \x03(\x06"P\n\x10\x41nchorCandidates\x12\x0e\n\x06\x61nchor\x18\x01 \x01(\x06\x12,\n\tmanifests\x18\x02 \x03(\x0b\x32\x19.kintsugi.rpc.v1.Manifest"N\n\x15LookupAnchorsResponse\x12\x35\n\ncandidates\x18\x01 \x03(\x0b\x32!.kintsugi.rpc.v1.AnchorCandidates"\xb6\x01\n\tPutHeader\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Manifest\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0e\x32\x14.kintsugi.rpc.v1.Ack\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x14\n\x0crecompute_ms\x18\x04 \x01(\x01\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x0f\n\x07is_copy\x18\x06 \x01(\x08\x12\x15\n\rerasures_seen\x18\x07 \x01(\x04"\x94\x01\n\x11PutChunkKVRequest\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.PutHeaderH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\x12\r\n\x05prior\x18\x04 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07_header"&\n\x12PutChunkKVResponse\x12\x10\n\x08inserted\x18\x01 \x01(\x08"\xaa\x01\n\x13StreamLayersRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x13\n\x0blayer_start\x18\x03 \x01(\r\x12\x12\n\nlayer_stop\x18\x04 \x01(\r\x12\x12\n\nhead_start\x18\x05 \x01(\r\x12\x11\n\thead_stop\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\r\n\x05prior\x18\x08 \x01(\x08"c\n\x0b\x46rameHeader\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x0blost_reason\x18\x04 \x01(\t\x12\r\n\x05prior\x18\x05 \x01(\x08"U\n\x14StreamLayersResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kintsugi.rpc.v1.FrameHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c"2\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c"$\n\x10PrefetchResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r">\n\nPinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01"/\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\r" \n\x0cUnpinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t"!\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\r"M\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\r\n\x05\x65rase\x18\x03 \x01(\x08\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01"Z\n\x0e\x44\x65leteResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\r\x12,\n\x06\x65rased\x18\x02 \x01(\x0b\x32\x17.kintsugi.rpc.v1.ErasedH\x00\x88\x01\x01\x42\t\n\x07_erased">\n\nErasedTier\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04"Y\n\x06\x45rased\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12*\n\x05tiers\x18\x02 \x03(\x0b\x32\x1b.kintsugi.rpc.v1.ErasedTier\x12\x11\n\tgone_at_s\x18\x03 \x01(\x01"7\n\x07\x45rasure\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01"{\n\x13ListErasuresRequest\x12\x12\n\x05\x61\x66ter\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x0f\n\x07learned\x18\x03 \x01(\x08\x12\r\n\x05limit\x18\x04 \x01(\r\x12\x14\n\x0c\x62y_namespace\x18\x05 \x01(\x08\x42\x08\n\x06_after"7\n\x11\x46orgottenErasures\x12\x12\n\nnamespaces\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04"\xaf\x01\n\x14ListErasuresResponse\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12*\n\x08\x65rasures\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Erasure\x12\x0c\n\x04next\x18\x03 \x01(\x04\x12\x11\n\tforgotten\x18\x04 \x01(\x04\x12\x38\n\x0c\x66orgotten_in\x18\x05 \x03(\x0b\x32".kintsugi.rpc.v1.ForgottenErasures"M\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\x05\x61\x66ter\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_after"5\n\x0cListResponse\x12%\n\x05\x66ound\x18\x01 \x03(\x0b\x32\x16.kintsugi.rpc.v1.Found">\n\x0c\x43learRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x65rase\x18\x02 \x01(\x08\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01"Y\n\rClearResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04\x12,\n\x06\x65rased\x18\x02 \x01(\x0b\x32\x17.kintsugi.rpc.v1.ErasedH\x00\x88\x01\x01\x42\t\n\x07_erased"G\n\x10PutReportRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x64ocument\x18\x03 \x01(\x0c"\x13\n\x11PutReportResponse"5\n\x10GetReportRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t"7\n\x11GetReportResponse\x12\x15\n\x08\x64ocument\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_document"\x0e\n\x0cStatsRequest"\x8e\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_capacity\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\x12\x13\n\x0bqueue_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t"\xd9\x02\n\rStatsResponse\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x16\n\x0e\x66ormat_version\x18\x03 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\x04\x12)\n\x05tiers\x18\x05 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.TierStats\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x0e\n\x06misses\x18\x07 \x01(\x04\x12\x13\n\x0bquarantined\x18\x08 \x01(\x04\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x41\n\nbytes_read\x18\n \x03(\x0b\x32-.kintsugi.rpc.v1.StatsResponse.BytesReadEntry\x12\x0f\n\x07\x66ormats\x18\x0b \x03(\r\x1a\x30\n\x0e\x42ytesReadEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01"F\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x14\n\x0c\x66\x61iled_salts\x18\x03 \x03(\x0c"E\n\x0eVerifyResponse\x12\x0e\n\x06intact\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x03(\x0c"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01"#\n\rDrainResponse\x12\x12\n\nbytes_left\x18\x01 \x01(\x04"\x12\n\x10OpenArenaRequest"^\n\x11OpenArenaResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\x06"K\n\x12LeaseLayersRequest\x12\x35\n\x07request\x18\x01 \x01(\x0b\x32$.kintsugi.rpc.v1.StreamLayersRequest"w\n\x0f\x46rameDescriptor\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blost_reason\x18\x05 \x01(\t\x12\r\n\x05prior\x18\x06 \x01(\x08"\xa7\x01\n\x13LeaseLayersResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x19\n\x11generation_offset\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x30\n\x06\x66rames\x18\x04 \x03(\x0b\x32 .kintsugi.rpc.v1.FrameDescriptor\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x06\x12\x0c\n\x04last\x18\x06 \x01(\x08*\x85\x01\n\x08PartKind\x12\x19\n\x15PART_KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPART_KIND_K\x10\x01\x12\x0f\n\x0bPART_KIND_V\x10\x02\x12\x10\n\x0cPART_KIND_KV\x10\x03\x12\x14\n\x10PART_KIND_LATENT\x10\x04\x12\x14\n\x10PART_KIND_ROTARY\x10\x05*8\n\x03\x41\x63k\x12\x13\n\x0f\x41\x43K_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41\x43K_RAM\x10\x01\x12\x0f\n\x0b\x41\x43K_DURABLE\x10\x02\x32\xb2\x0b\n\nChunkStore\x12I\n\x06Lookup\x12\x1e.kintsugi.rpc.v1.LookupRequest\x1a\x1f.kintsugi.rpc.v1.LookupResponse\x12^\n\rLookupAnchors\x12%.kintsugi.rpc.v1.LookupAnchorsRequest\x1a&.kintsugi.rpc.v1.LookupAnchorsResponse\x12W\n\nPutChunkKV\x12".kintsugi.rpc.v1.PutChunkKVRequest\x1a#.kintsugi.rpc.v1.PutChunkKVResponse(\x01\x12]\n\x0cStreamLayers\x12$.kintsugi.rpc.v1.StreamLayersRequest\x1a%.kintsugi.rpc.v1.StreamLayersResponse0\x01\x12O\n\x08Prefetch\x12 .kintsugi.rpc.v1.PrefetchRequest\x1a!.kintsugi.rpc.v1.PrefetchResponse\x12@\n\x03Pin\x12\x1b.kintsugi.rpc.v1.PinRequest\x1a\x1c.kintsugi.rpc.v1.PinResponse\x12\x46\n\x05Unpin\x12\x1d.kintsugi.rpc.v1.UnpinRequest\x1a\x1e.kintsugi.rpc.v1.UnpinResponse\x12I\n\x06\x44\x65lete\x12\x1e.kintsugi.rpc.v1.DeleteRequest\x1a\x1f.kintsugi.rpc.v1.DeleteResponse\x12\x43\n\x04List\x12\x1c.kintsugi.rpc.v1.ListRequest\x1a\x1d.kintsugi.rpc.v1.ListResponse\x12\x46\n\x05\x43lear\x12\x1d.kintsugi.rpc.v1.ClearRequest\x1a\x1e.kintsugi.rpc.v1.ClearResponse\x12R\n\tPutReport\x12!.kintsugi.rpc.v1.PutReportRequest\x1a".kintsugi.rpc.v1.PutReportResponse\x12R\n\tGetReport\x12!.kintsugi.rpc.v1.GetReportRequest\x1a".kintsugi.rpc.v1.GetReportResponse\x12\x46\n\x05Stats\x12\x1d.kintsugi.rpc.v1.StatsRequest\x1a\x1e.kintsugi.rpc.v1.StatsResponse\x12I\n\x06Verify\x12\x1e.kintsugi.rpc.v1.VerifyRequest\x1a\x1f.kintsugi.rpc.v1.VerifyResponse\x12\x46\n\x05\x44rain\x12\x1d.kintsugi.rpc.v1.DrainRequest\x1a\x1e.kintsugi.rpc.v1.DrainResponse\x12R\n\tOpenArena\x12!.kintsugi.rpc.v1.OpenArenaRequest\x1a".kintsugi.rpc.v1.OpenArenaResponse\x12Z\n\x0bLeaseLayers\x12#.kintsugi.rpc.v1.LeaseLayersRequest\x1a$.kintsugi.rpc.v1.LeaseLayersResponse0\x01\x12[\n\x0cListErasures\x12$.kintsugi.rpc.v1.ListErasuresRequest\x1a%.kintsugi.rpc.v1.ListErasuresResponseb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkintsugi/rpc/v1/store.proto\x12\x0fkintsugi.rpc.v1\">\n\x04Part\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kintsugi.rpc.v1.PartKind\x12\r\n\x05width\x18\x02 \x01(\r\"Q\n\nLayerGroup\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\r\n\x05heads\x18\x02 \x01(\r\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.kintsugi.rpc.v1.Part\"\x80\x01\n\x06Layout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12+\n\x06groups\x18\x05 \x03(\x0b\x32\x1b.kintsugi.rpc.v1.LayerGroup\"\x98\x02\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x14\n\x0cspace_digest\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x11\n\tnamespace\x18\x05 \x01(\t\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\'\n\x06layout\x18\x07 \x01(\x0b\x32\x17.kintsugi.rpc.v1.Layout\x12\r\n\x05\x63odec\x18\x08 \x01(\r\x12\x13\n\x06\x61nchor\x18\t \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07\x64igests\x18\n \x01(\x0c\x12\x0e\n\x06priors\x18\x0b \x03(\t\x12\x0e\n\x06key_id\x18\x0c \x01(\t\x12\x0c\n\x04salt\x18\r \x01(\x0c\x42\t\n\x07_anchor\">\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04peek\x18\x03 \x01(\x08\"T\n\x05\x46ound\x12\x30\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.ManifestH\x00\x88\x01\x01\x12\x0c\n\x04tier\x18\x02 \x01(\tB\x0b\n\t_manifest\"K\n\x0eLookupResponse\x12%\n\x05\x66ound\x18\x01 \x03(\x0b\x32\x16.kintsugi.rpc.v1.Found\x12\x12\n\nroom_bytes\x18\x02 \x01(\x04\"P\n\x14LookupAnchorsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x14\n\x0cspace_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61nchors\x18\x03 \x03(\x06\"P\n\x10\x41nchorCandidates\x12\x0e\n\x06\x61nchor\x18\x01 \x01(\x06\x12,\n\tmanifests\x18\x02 \x03(\x0b\x32\x19.kintsugi.rpc.v1.Manifest\"N\n\x15LookupAnchorsResponse\x12\x35\n\ncandidates\x18\x01 \x03(\x0b\x32!.kintsugi.rpc.v1.AnchorCandidates\"\xb6\x01\n\tPutHeader\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Manifest\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0e\x32\x14.kintsugi.rpc.v1.Ack\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x14\n\x0crecompute_ms\x18\x04 \x01(\x01\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x0f\n\x07is_copy\x18\x06 \x01(\x08\x12\x15\n\rerasures_seen\x18\x07 \x01(\x04\"\x94\x01\n\x11PutChunkKVRequest\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1a.kintsugi.rpc.v1.PutHeaderH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x0e\n\x06\x63ommit\x18\x03 \x01(\x08\x12\r\n\x05prior\x18\x04 \x01(\x08\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\t\n\x07_header\"&\n\x12PutChunkKVResponse\x12\x10\n\x08inserted\x18\x01 \x01(\x08\"\xaa\x01\n\x13StreamLayersRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x13\n\x0blayer_start\x18\x03 \x01(\r\x12\x12\n\nlayer_stop\x18\x04 \x01(\r\x12\x12\n\nhead_start\x18\x05 \x01(\r\x12\x11\n\thead_stop\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\r\n\x05prior\x18\x08 \x01(\x08\"c\n\x0b\x46rameHeader\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x13\n\x0blost_reason\x18\x04 \x01(\t\x12\r\n\x05prior\x18\x05 \x01(\x08\"U\n\x14StreamLayersResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kintsugi.rpc.v1.FrameHeader\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"2\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"$\n\x10PrefetchResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\">\n\nPinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"/\n\x0bPinResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\r\" \n\x0cUnpinRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"!\n\rUnpinResponse\x12\x10\n\x08unpinned\x18\x01 \x01(\r\"M\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\r\n\x05\x65rase\x18\x03 \x01(\x08\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\"Z\n\x0e\x44\x65leteResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\r\x12,\n\x06\x65rased\x18\x02 \x01(\x0b\x32\x17.kintsugi.rpc.v1.ErasedH\x00\x88\x01\x01\x42\t\n\x07_erased\">\n\nErasedTier\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"Y\n\x06\x45rased\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12*\n\x05tiers\x18\x02 \x03(\x0b\x32\x1b.kintsugi.rpc.v1.ErasedTier\x12\x11\n\tgone_at_s\x18\x03 \x01(\x01\"7\n\x07\x45rasure\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\"{\n\x13ListErasuresRequest\x12\x12\n\x05\x61\x66ter\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x0f\n\x07learned\x18\x03 \x01(\x08\x12\r\n\x05limit\x18\x04 \x01(\r\x12\x14\n\x0c\x62y_namespace\x18\x05 \x01(\x08\x42\x08\n\x06_after\"7\n\x11\x46orgottenErasures\x12\x12\n\nnamespaces\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\xaf\x01\n\x14ListErasuresResponse\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12*\n\x08\x65rasures\x18\x02 \x03(\x0b\x32\x18.kintsugi.rpc.v1.Erasure\x12\x0c\n\x04next\x18\x03 \x01(\x04\x12\x11\n\tforgotten\x18\x04 \x01(\x04\x12\x38\n\x0c\x66orgotten_in\x18\x05 \x03(\x0b\x32\".kintsugi.rpc.v1.ForgottenErasures\"M\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\x05\x61\x66ter\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x08\n\x06_after\"5\n\x0cListResponse\x12%\n\x05\x66ound\x18\x01 \x03(\x0b\x32\x16.kintsugi.rpc.v1.Found\">\n\x0c\x43learRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x65rase\x18\x02 \x01(\x08\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\"Y\n\rClearResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04\x12,\n\x06\x65rased\x18\x02 \x01(\x0b\x32\x17.kintsugi.rpc.v1.ErasedH\x00\x88\x01\x01\x42\t\n\x07_erased\"G\n\x10PutReportRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x64ocument\x18\x03 \x01(\x0c\"\x13\n\x11PutReportResponse\"5\n\x10GetReportRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\"7\n\x11GetReportResponse\x12\x15\n\x08\x64ocument\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_document\"\x0e\n\x0cStatsRequest\"\x8e\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12\x16\n\x0e\x62ytes_capacity\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\x12\x13\n\x0bqueue_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\"\xd9\x02\n\rStatsResponse\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x16\n\x0e\x66ormat_version\x18\x03 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\x04\x12)\n\x05tiers\x18\x05 \x03(\x0b\x32\x1a.kintsugi.rpc.v1.TierStats\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x0e\n\x06misses\x18\x07 \x01(\x04\x12\x13\n\x0bquarantined\x18\x08 \x01(\x04\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x41\n\nbytes_read\x18\n \x03(\x0b\x32-.kintsugi.rpc.v1.StatsResponse.BytesReadEntry\x12\x0f\n\x07\x66ormats\x18\x0b \x03(\r\x1a\x30\n\x0e\x42ytesReadEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"F\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x14\n\x0c\x66\x61iled_salts\x18\x03 \x03(\x0c\"E\n\x0eVerifyResponse\x12\x0e\n\x06intact\x18\x01 \x01(\r\x12\x0e\n\x06\x61\x62sent\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x03(\x0c\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"#\n\rDrainResponse\x12\x12\n\nbytes_left\x18\x01 \x01(\x04\"\x12\n\x10OpenArenaRequest\"^\n\x11OpenArenaResponse\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x61rena_id\x18\x04 \x01(\x06\"K\n\x12LeaseLayersRequest\x12\x35\n\x07request\x18\x01 \x01(\x0b\x32$.kintsugi.rpc.v1.StreamLayersRequest\"w\n\x0f\x46rameDescriptor\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x13\n\x0blost_reason\x18\x05 \x01(\t\x12\r\n\x05prior\x18\x06 \x01(\x08\"\xa7\x01\n\x13LeaseLayersResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x19\n\x11generation_offset\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x06\x12\x30\n\x06\x66rames\x18\x04 \x03(\x0b\x32 .kintsugi.rpc.v1.FrameDescriptor\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x06\x12\x0c\n\x04last\x18\x06 \x01(\x08*\x85\x01\n\x08PartKind\x12\x19\n\x15PART_KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bPART_KIND_K\x10\x01\x12\x0f\n\x0bPART_KIND_V\x10\x02\x12\x10\n\x0cPART_KIND_KV\x10\x03\x12\x14\n\x10PART_KIND_LATENT\x10\x04\x12\x14\n\x10PART_KIND_ROTARY\x10\x05*8\n\x03\x41\x63k\x12\x13\n\x0f\x41\x43K_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x41\x43K_RAM\x10\x01\x12\x0f\n\x0b\x41\x43K_DURABLE\x10\x02\x32\xb2\x0b\n\nChunkStore\x12I\n\x06Lookup\x12\x1e.kintsugi.rpc.v1.LookupRequest\x1a\x1f.kintsugi.rpc.v1.LookupResponse\x12^\n\rLookupAnchors\x12%.kintsugi.rpc.v1.LookupAnchorsRequest\x1a&.kintsugi.rpc.v1.LookupAnchorsResponse\x12W\n\nPutChunkKV\x12\".kintsugi.rpc.v1.PutChunkKVRequest\x1a#.kintsugi.rpc.v1.PutChunkKVResponse(\x01\x12]\n\x0cStreamLayers\x12$.kintsugi.rpc.v1.StreamLayersRequest\x1a%.kintsugi.rpc.v1.StreamLayersResponse0\x01\x12O\n\x08Prefetch\x12 .kintsugi.rpc.v1.PrefetchRequest\x1a!.kintsugi.rpc.v1.PrefetchResponse\x12@\n\x03Pin\x12\x1b.kintsugi.rpc.v1.PinRequest\x1a\x1c.kintsugi.rpc.v1.PinResponse\x12\x46\n\x05Unpin\x12\x1d.kintsugi.rpc.v1.UnpinRequest\x1a\x1e.kintsugi.rpc.v1.UnpinResponse\x12I\n\x06\x44\x65lete\x12\x1e.kintsugi.rpc.v1.DeleteRequest\x1a\x1f.kintsugi.rpc.v1.DeleteResponse\x12\x43\n\x04List\x12\x1c.kintsugi.rpc.v1.ListRequest\x1a\x1d.kintsugi.rpc.v1.ListResponse\x12\x46\n\x05\x43lear\x12\x1d.kintsugi.rpc.v1.ClearRequest\x1a\x1e.kintsugi.rpc.v1.ClearResponse\x12R\n\tPutReport\x12!.kintsugi.rpc.v1.PutReportRequest\x1a\".kintsugi.rpc.v1.PutReportResponse\x12R\n\tGetReport\x12!.kintsugi.rpc.v1.GetReportRequest\x1a\".kintsugi.rpc.v1.GetReportResponse\x12\x46\n\x05Stats\x12\x1d.kintsugi.rpc.v1.StatsRequest\x1a\x1e.kintsugi.rpc.v1.StatsResponse\x12I\n\x06Verify\x12\x1e.kintsugi.rpc.v1.VerifyRequest\x1a\x1f.kintsugi.rpc.v1.VerifyResponse\x12\x46\n\x05\x44rain\x12\x1d.kintsugi.rpc.v1.DrainRequest\x1a\x1e.kintsugi.rpc.v1.DrainResponse\x12R\n\tOpenArena\x12!.kintsugi.rpc.v1.OpenArenaRequest\x1a\".kintsugi.rpc.v1.OpenArenaResponse\x12Z\n\x0bLeaseLayers\x12#.kintsugi.rpc.v1.LeaseLayersRequest\x1a$.kintsugi.rpc.v1.LeaseLayersResponse0\x01\x12[\n\x0cListErasures\x12$.kintsugi.rpc.v1.ListErasuresRequest\x1a%.kintsugi.rpc.v1.ListErasuresResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "kintsugi.rpc.v1.store_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kintsugi.rpc.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_STATSRESPONSE_BYTESREADENTRY"]._loaded_options = None
-    _globals["_STATSRESPONSE_BYTESREADENTRY"]._serialized_options = b"8\001"
-    _globals["_PARTKIND"]._serialized_start = 4536
-    _globals["_PARTKIND"]._serialized_end = 4669
-    _globals["_ACK"]._serialized_start = 4671
-    _globals["_ACK"]._serialized_end = 4727
-    _globals["_PART"]._serialized_start = 48
-    _globals["_PART"]._serialized_end = 110
-    _globals["_LAYERGROUP"]._serialized_start = 112
-    _globals["_LAYERGROUP"]._serialized_end = 193
-    _globals["_LAYOUT"]._serialized_start = 196
-    _globals["_LAYOUT"]._serialized_end = 324
-    _globals["_MANIFEST"]._serialized_start = 327
-    _globals["_MANIFEST"]._serialized_end = 607
-    _globals["_LOOKUPREQUEST"]._serialized_start = 609
-    _globals["_LOOKUPREQUEST"]._serialized_end = 671
-    _globals["_FOUND"]._serialized_start = 673
-    _globals["_FOUND"]._serialized_end = 757
-    _globals["_LOOKUPRESPONSE"]._serialized_start = 759
-    _globals["_LOOKUPRESPONSE"]._serialized_end = 834
-    _globals["_LOOKUPANCHORSREQUEST"]._serialized_start = 836
-    _globals["_LOOKUPANCHORSREQUEST"]._serialized_end = 916
-    _globals["_ANCHORCANDIDATES"]._serialized_start = 918
-    _globals["_ANCHORCANDIDATES"]._serialized_end = 998
-    _globals["_LOOKUPANCHORSRESPONSE"]._serialized_start = 1000
-    _globals["_LOOKUPANCHORSRESPONSE"]._serialized_end = 1078
-    _globals["_PUTHEADER"]._serialized_start = 1081
-    _globals["_PUTHEADER"]._serialized_end = 1263
-    _globals["_PUTCHUNKKVREQUEST"]._serialized_start = 1266
-    _globals["_PUTCHUNKKVREQUEST"]._serialized_end = 1414
-    _globals["_PUTCHUNKKVRESPONSE"]._serialized_start = 1416
-    _globals["_PUTCHUNKKVRESPONSE"]._serialized_end = 1454
-    _globals["_STREAMLAYERSREQUEST"]._serialized_start = 1457
-    _globals["_STREAMLAYERSREQUEST"]._serialized_end = 1627
-    _globals["_FRAMEHEADER"]._serialized_start = 1629
-    _globals["_FRAMEHEADER"]._serialized_end = 1728
-    _globals["_STREAMLAYERSRESPONSE"]._serialized_start = 1730
-    _globals["_STREAMLAYERSRESPONSE"]._serialized_end = 1815
-    _globals["_PREFETCHREQUEST"]._serialized_start = 1817
-    _globals["_PREFETCHREQUEST"]._serialized_end = 1867
-    _globals["_PREFETCHRESPONSE"]._serialized_start = 1869
-    _globals["_PREFETCHRESPONSE"]._serialized_end = 1905
-    _globals["_PINREQUEST"]._serialized_start = 1907
-    _globals["_PINREQUEST"]._serialized_end = 1969
-    _globals["_PINRESPONSE"]._serialized_start = 1971
-    _globals["_PINRESPONSE"]._serialized_end = 2018
-    _globals["_UNPINREQUEST"]._serialized_start = 2020
-    _globals["_UNPINREQUEST"]._serialized_end = 2052
-    _globals["_UNPINRESPONSE"]._serialized_start = 2054
-    _globals["_UNPINRESPONSE"]._serialized_end = 2087
-    _globals["_DELETEREQUEST"]._serialized_start = 2089
-    _globals["_DELETEREQUEST"]._serialized_end = 2166
-    _globals["_DELETERESPONSE"]._serialized_start = 2168
-    _globals["_DELETERESPONSE"]._serialized_end = 2258
-    _globals["_ERASEDTIER"]._serialized_start = 2260
-    _globals["_ERASEDTIER"]._serialized_end = 2322
-    _globals["_ERASED"]._serialized_start = 2324
-    _globals["_ERASED"]._serialized_end = 2413
-    _globals["_ERASURE"]._serialized_start = 2415
-    _globals["_ERASURE"]._serialized_end = 2470
-    _globals["_LISTERASURESREQUEST"]._serialized_start = 2472
-    _globals["_LISTERASURESREQUEST"]._serialized_end = 2595
-    _globals["_FORGOTTENERASURES"]._serialized_start = 2597
-    _globals["_FORGOTTENERASURES"]._serialized_end = 2652
-    _globals["_LISTERASURESRESPONSE"]._serialized_start = 2655
-    _globals["_LISTERASURESRESPONSE"]._serialized_end = 2830
-    _globals["_LISTREQUEST"]._serialized_start = 2832
-    _globals["_LISTREQUEST"]._serialized_end = 2909
-    _globals["_LISTRESPONSE"]._serialized_start = 2911
-    _globals["_LISTRESPONSE"]._serialized_end = 2964
-    _globals["_CLEARREQUEST"]._serialized_start = 2966
-    _globals["_CLEARREQUEST"]._serialized_end = 3028
-    _globals["_CLEARRESPONSE"]._serialized_start = 3030
-    _globals["_CLEARRESPONSE"]._serialized_end = 3119
-    _globals["_PUTREPORTREQUEST"]._serialized_start = 3121
-    _globals["_PUTREPORTREQUEST"]._serialized_end = 3192
-    _globals["_PUTREPORTRESPONSE"]._serialized_start = 3194
-    _globals["_PUTREPORTRESPONSE"]._serialized_end = 3213
-    _globals["_GETREPORTREQUEST"]._serialized_start = 3215
-    _globals["_GETREPORTREQUEST"]._serialized_end = 3268
-    _globals["_GETREPORTRESPONSE"]._serialized_start = 3270
-    _globals["_GETREPORTRESPONSE"]._serialized_end = 3325
-    _globals["_STATSREQUEST"]._serialized_start = 3327
-    _globals["_STATSREQUEST"]._serialized_end = 3341
-    _globals["_TIERSTATS"]._serialized_start = 3344
-    _globals["_TIERSTATS"]._serialized_end = 3486
-    _globals["_STATSRESPONSE"]._serialized_start = 3489
-    _globals["_STATSRESPONSE"]._serialized_end = 3834
-    _globals["_STATSRESPONSE_BYTESREADENTRY"]._serialized_start = 3786
-    _globals["_STATSRESPONSE_BYTESREADENTRY"]._serialized_end = 3834
-    _globals["_VERIFYREQUEST"]._serialized_start = 3836
-    _globals["_VERIFYREQUEST"]._serialized_end = 3906
-    _globals["_VERIFYRESPONSE"]._serialized_start = 3908
-    _globals["_VERIFYRESPONSE"]._serialized_end = 3977
-    _globals["_DRAINREQUEST"]._serialized_start = 3979
-    _globals["_DRAINREQUEST"]._serialized_end = 4012
-    _globals["_DRAINRESPONSE"]._serialized_start = 4014
-    _globals["_DRAINRESPONSE"]._serialized_end = 4049
-    _globals["_OPENARENAREQUEST"]._serialized_start = 4051
-    _globals["_OPENARENAREQUEST"]._serialized_end = 4069
-    _globals["_OPENARENARESPONSE"]._serialized_start = 4071
-    _globals["_OPENARENARESPONSE"]._serialized_end = 4165
-    _globals["_LEASELAYERSREQUEST"]._serialized_start = 4167
-    _globals["_LEASELAYERSREQUEST"]._serialized_end = 4242
-    _globals["_FRAMEDESCRIPTOR"]._serialized_start = 4244
-    _globals["_FRAMEDESCRIPTOR"]._serialized_end = 4363
-    _globals["_LEASELAYERSRESPONSE"]._serialized_start = 4366
-    _globals["_LEASELAYERSRESPONSE"]._serialized_end = 4533
-    _globals["_CHUNKSTORE"]._serialized_start = 4730
-    _globals["_CHUNKSTORE"]._serialized_end = 6188
+  DESCRIPTOR._loaded_options = None
+  _globals['_STATSRESPONSE_BYTESREADENTRY']._loaded_options = None
+  _globals['_STATSRESPONSE_BYTESREADENTRY']._serialized_options = b'8\001'
+  _globals['_PARTKIND']._serialized_start=4536
+  _globals['_PARTKIND']._serialized_end=4669
+  _globals['_ACK']._serialized_start=4671
+  _globals['_ACK']._serialized_end=4727
+  _globals['_PART']._serialized_start=48
+  _globals['_PART']._serialized_end=110
+  _globals['_LAYERGROUP']._serialized_start=112
+  _globals['_LAYERGROUP']._serialized_end=193
+  _globals['_LAYOUT']._serialized_start=196
+  _globals['_LAYOUT']._serialized_end=324
+  _globals['_MANIFEST']._serialized_start=327
+  _globals['_MANIFEST']._serialized_end=607
+  _globals['_LOOKUPREQUEST']._serialized_start=609
+  _globals['_LOOKUPREQUEST']._serialized_end=671
+  _globals['_FOUND']._serialized_start=673
+  _globals['_FOUND']._serialized_end=757
+  _globals['_LOOKUPRESPONSE']._serialized_start=759
+  _globals['_LOOKUPRESPONSE']._serialized_end=834
+  _globals['_LOOKUPANCHORSREQUEST']._serialized_start=836
+  _globals['_LOOKUPANCHORSREQUEST']._serialized_end=916
+  _globals['_ANCHORCANDIDATES']._serialized_start=918
+  _globals['_ANCHORCANDIDATES']._serialized_end=998
+  _globals['_LOOKUPANCHORSRESPONSE']._serialized_start=1000
+  _globals['_LOOKUPANCHORSRESPONSE']._serialized_end=1078
+  _globals['_PUTHEADER']._serialized_start=1081
+  _globals['_PUTHEADER']._serialized_end=1263
+  _globals['_PUTCHUNKKVREQUEST']._serialized_start=1266
+  _globals['_PUTCHUNKKVREQUEST']._serialized_end=1414
+  _globals['_PUTCHUNKKVRESPONSE']._serialized_start=1416
+  _globals['_PUTCHUNKKVRESPONSE']._serialized_end=1454
+  _globals['_STREAMLAYERSREQUEST']._serialized_start=1457
+  _globals['_STREAMLAYERSREQUEST']._serialized_end=1627
+  _globals['_FRAMEHEADER']._serialized_start=1629
+  _globals['_FRAMEHEADER']._serialized_end=1728
+  _globals['_STREAMLAYERSRESPONSE']._serialized_start=1730
+  _globals['_STREAMLAYERSRESPONSE']._serialized_end=1815
+  _globals['_PREFETCHREQUEST']._serialized_start=1817
+  _globals['_PREFETCHREQUEST']._serialized_end=1867
+  _globals['_PREFETCHRESPONSE']._serialized_start=1869
+  _globals['_PREFETCHRESPONSE']._serialized_end=1905
+  _globals['_PINREQUEST']._serialized_start=1907
+  _globals['_PINREQUEST']._serialized_end=1969
+  _globals['_PINRESPONSE']._serialized_start=1971
+  _globals['_PINRESPONSE']._serialized_end=2018
+  _globals['_UNPINREQUEST']._serialized_start=2020
+  _globals['_UNPINREQUEST']._serialized_end=2052
+  _globals['_UNPINRESPONSE']._serialized_start=2054
+  _globals['_UNPINRESPONSE']._serialized_end=2087
+  _globals['_DELETEREQUEST']._serialized_start=2089
+  _globals['_DELETEREQUEST']._serialized_end=2166
+  _globals['_DELETERESPONSE']._serialized_start=2168
+  _globals['_DELETERESPONSE']._serialized_end=2258
+  _globals['_ERASEDTIER']._serialized_start=2260
+  _globals['_ERASEDTIER']._serialized_end=2322
+  _globals['_ERASED']._serialized_start=2324
+  _globals['_ERASED']._serialized_end=2413
+  _globals['_ERASURE']._serialized_start=2415
+  _globals['_ERASURE']._serialized_end=2470
+  _globals['_LISTERASURESREQUEST']._serialized_start=2472
+  _globals['_LISTERASURESREQUEST']._serialized_end=2595
+  _globals['_FORGOTTENERASURES']._serialized_start=2597
+  _globals['_FORGOTTENERASURES']._serialized_end=2652
+  _globals['_LISTERASURESRESPONSE']._serialized_start=2655
+  _globals['_LISTERASURESRESPONSE']._serialized_end=2830
+  _globals['_LISTREQUEST']._serialized_start=2832
+  _globals['_LISTREQUEST']._serialized_end=2909
+  _globals['_LISTRESPONSE']._serialized_start=2911
+  _globals['_LISTRESPONSE']._serialized_end=2964
+  _globals['_CLEARREQUEST']._serialized_start=2966
+  _globals['_CLEARREQUEST']._serialized_end=3028
+  _globals['_CLEARRESPONSE']._serialized_start=3030
+  _globals['_CLEARRESPONSE']._serialized_end=3119
+  _globals['_PUTREPORTREQUEST']._serialized_start=3121
+  _globals['_PUTREPORTREQUEST']._serialized_end=3192
+  _globals['_PUTREPORTRESPONSE']._serialized_start=3194
+  _globals['_PUTREPORTRESPONSE']._serialized_end=3213
+  _globals['_GETREPORTREQUEST']._serialized_start=3215
+  _globals['_GETREPORTREQUEST']._serialized_end=3268
+  _globals['_GETREPORTRESPONSE']._serialized_start=3270
+  _globals['_GETREPORTRESPONSE']._serialized_end=3325
+  _globals['_STATSREQUEST']._serialized_start=3327
+  _globals['_STATSREQUEST']._serialized_end=3341
+  _globals['_TIERSTATS']._serialized_start=3344
+  _globals['_TIERSTATS']._serialized_end=3486
+  _globals['_STATSRESPONSE']._serialized_start=3489
+  _globals['_STATSRESPONSE']._serialized_end=3834
+  _globals['_STATSRESPONSE_BYTESREADENTRY']._serialized_start=3786
+  _globals['_STATSRESPONSE_BYTESREADENTRY']._serialized_end=3834
+  _globals['_VERIFYREQUEST']._serialized_start=3836
+  _globals['_VERIFYREQUEST']._serialized_end=3906
+  _globals['_VERIFYRESPONSE']._serialized_start=3908
+  _globals['_VERIFYRESPONSE']._serialized_end=3977
+  _globals['_DRAINREQUEST']._serialized_start=3979
+  _globals['_DRAINREQUEST']._serialized_end=4012
+  _globals['_DRAINRESPONSE']._serialized_start=4014
+  _globals['_DRAINRESPONSE']._serialized_end=4049
+  _globals['_OPENARENAREQUEST']._serialized_start=4051
+  _globals['_OPENARENAREQUEST']._serialized_end=4069
+  _globals['_OPENARENARESPONSE']._serialized_start=4071
+  _globals['_OPENARENARESPONSE']._serialized_end=4165
+  _globals['_LEASELAYERSREQUEST']._serialized_start=4167
+  _globals['_LEASELAYERSREQUEST']._serialized_end=4242
+  _globals['_FRAMEDESCRIPTOR']._serialized_start=4244
+  _globals['_FRAMEDESCRIPTOR']._serialized_end=4363
+  _globals['_LEASELAYERSRESPONSE']._serialized_start=4366
+  _globals['_LEASELAYERSRESPONSE']._serialized_end=4533
+  _globals['_CHUNKSTORE']._serialized_start=4730
+  _globals['_CHUNKSTORE']._serialized_end=6188
 # @@protoc_insertion_point(module_scope)

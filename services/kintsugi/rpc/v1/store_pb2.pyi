@@ -774,7 +774,7 @@ class ListErasuresRequest(google.protobuf.message.Message):
     """List those as well that the shard has learned from another shard."""
     limit: builtins.int
     by_namespace: builtins.bool
-    """Answer `forgotten_in`; without it `forgotten` stands for all namespaces."""
+    """Answer `forgotten_in` instead of `forgotten`."""
     def __init__(
         self,
         *,
@@ -825,12 +825,14 @@ class ListErasuresResponse(google.protobuf.message.Message):
     next: builtins.int
     """What `after` is in the next call. As it was: nothing more is there yet."""
     forgotten: builtins.int
-    """Erasures up to this number are forgotten; of some namespaces alone, where the request is `by_namespace`."""
+    """Erasures up to this number may be forgotten, of any namespace. A shard that knows `by_namespace` leaves it
+    0 where it is asked for that.
+    """
     @property
     def erasures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Erasure]: ...
     @property
     def forgotten_in(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForgottenErasures]:
-        """With `by_namespace`: of which namespaces. A shard of an earlier version leaves it empty, and means all."""
+        """With `by_namespace`: what is forgotten of the erasures after `after`."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
         Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
     ]
     forgotten = {one.namespaces: one.number for one in answer.forgotten_in}
-    if answer.forgotten and not forgotten:
+    if answer.forgotten:  # the shard is of an earlier version
         forgotten = {EVERY_NAMESPACE: answer.forgotten}
     return ShardErasures(answer.shard_id, erasures, answer.next, forgotten)
 

@@ -35,6 +35,7 @@ from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.erasure.records import ErasureRange
 from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.metrics import ShardMetrics
@@ -365,20 +366,19 @@ class ChunkStoreService:
     @_answers
     async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
         erasures = self.shard.erasures
-        marks = erasures.forgotten
-        answer = pb.ListErasuresResponse(
-            shard_id=self.shard.shard_id, forgotten=max(marks.values(), default=0)
-        )
+        answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id)
+        if request.HasField("after"):
+            after = request.after if request.shard_id == self.shard.shard_id else 0
+            limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+            found = erasures.after(after, limit, request.learned)
+        else:
+            after = erasures.newest
+            found = ErasureRange((), after, erasures.forgotten)
         if request.by_namespace:
-            answer.forgotten_in.extend(
-                pb.ForgottenErasures(namespaces=pattern, number=number) for pattern, number in marks.items()
-            )
-        if not request.HasField("after"):
-            answer.next = erasures.newest
-            return answer
-        after = request.after if request.shard_id == self.shard.shard_id else 0
-        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
-        found = erasures.after(after, limit, request.learned)
+            missed = ((pattern, number) for pattern, number in found.forgotten.items() if number > after)
+            answer.forgotten_in.extend(pb.ForgottenErasures(namespaces=p, number=n) for p, n in missed)
+        else:
+            answer.forgotten = max(found.forgotten.values(), default=0)
         answer.next = found.next
         answer.erasures.extend(
             pb.Erasure(namespace=one.namespace, key=one.key.digest if one.key else b"", at_s=one.at_s)

@@ -20,7 +20,7 @@ def choose_to_forget(recorded: Mapping[int, str], count: int) -> list[int]:
     """The numbers of `count` erasures to forget. `recorded`: namespaces by number, in ascending order."""
     ranks_in_namespace: Counter[str] = Counter()
     ranked: list[tuple[int, int, str]] = []
-    for number, namespace in reversed(recorded.items()):
+    for number, namespace in reversed(list(recorded.items())):
         ranks_in_namespace[namespace] += 1
         ranked.append((ranks_in_namespace[namespace], -number, namespace))
     ranks_in_tenant: Counter[str] = Counter()

@@ -64,6 +64,8 @@ class ErasureRange:
     erasures: Sequence[Erasure]
     next: int
     """The number up to which they were looked at."""
+    forgotten: Mapping[str, int]
+    """As `Erasures.forgotten`, at the same moment."""
 
 
 class Erasures:
@@ -186,12 +188,12 @@ class Erasures:
         """At most `limit` records with higher numbers; without `learned` none that another shard told of."""
         with self._lock:
             if number >= self._last:
-                return ErasureRange((), number)
+                return ErasureRange((), number, self.forgotten)
             numbers = [one for one in self._order if one > number][:limit]
             found = [(self._order[one], self._records[self._order[one]]) for one in numbers]
-            end = numbers[-1] if len(numbers) == limit else self._last
+            end, forgotten = numbers[-1] if len(numbers) == limit else self._last, self.forgotten
         erasures = [Erasure(*name, at_s=one.at_s) for name, one in found if learned or not one.learned]
-        return ErasureRange(erasures, end)
+        return ErasureRange(erasures, end, forgotten)
 
     def close(self) -> None:
         if self._env is not None:
