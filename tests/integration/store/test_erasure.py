@@ -235,6 +235,55 @@ def test_readers_and_writers_who_stall_are_cut(tmp_path: Path, same_host: bool) 
         assert store.put(held, frames), "the shard serves on"
 
 
+def test_what_is_put_and_read_after_an_erasure_began_is_not_cut_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An erasure waits for a reader that stalls, while its chunk is put again, and another is read."""
+    held, (other, _) = make_chunk(range(1000)), make_chunk(range(1001))
+    with (
+        closing(open_shard(ShardSpec(16 * MIB, config=ShardConfig(erase_grace_s=0.0)))) as shard,
+        ShardServer(shard, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address)) as store,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        store.put(*held)
+        stalled = store.stream("acme", [held[0].key], range(3), manifest_heads(held[0]), 60.0)
+        assert isinstance(next(stalled), LayerFrame)
+        forgotten, began, go_on = threading.Event(), threading.Event(), threading.Event()
+        cut = shard.holders.cut
+
+        def cut_late(scope: Scope) -> None:
+            forgotten.set()
+            assert began.wait(30)
+            cut(scope)
+
+        def put_slowly() -> Iterator[bytes]:
+            messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(held[0])), *held)
+            yield next(messages)
+            assert go_on.wait(30)
+            yield from messages
+
+        monkeypatch.setattr(shard.holders, "cut", cut_late)
+        erasing = threads.submit(shard.erase, Scope("acme"), 0.0, 30.0)
+        try:
+            assert forgotten.wait(30)
+            assert store.put(other, make_chunk(range(1001))[1])
+            later = store.stream("acme", [other.key], range(3), manifest_heads(other), 60.0)
+            assert isinstance(next(later), LayerFrame)
+            putting = threads.submit(store._calls.put, put_slowly(), 60.0)
+            while not shard.table._puts:
+                time.sleep(0.001)
+            began.set()
+            erasing.result(30)
+        finally:
+            began.set()
+            go_on.set()
+        assert putting.result(30).inserted
+        assert len(list(later)) == 2
+        with pytest.raises((NotFound, DeadlineExceeded), match=r"(erased|ended) while"):
+            list(stalled)
+
+
 def test_a_filesystem_without_zeroing_is_written_over(
     shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

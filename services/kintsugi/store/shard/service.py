@@ -168,7 +168,7 @@ class ChunkStoreService:
         if put is None:
             return await self._present(manifest, durable)
         try:
-            async with self._cut_by_erasures(manifest.namespace, [manifest.key]):
+            async with self._cut_by_erasures(manifest.namespace, [manifest.key], lambda: put.is_erased):
                 while not self._take(put, await _next_message(messages)):
                     pass
         except BaseException as error:
@@ -241,20 +241,21 @@ class ChunkStoreService:
         self.bytes_read["grpc"] += stream.bytes_sent
 
     @asynccontextmanager
-    async def _cut_by_erasures(self, namespace: str, keys: Sequence[ChunkKey]) -> AsyncIterator[None]:
-        """End the `with` block with `_Cut` once an erasure of the chunks has waited for it too long."""
+    async def _cut_by_erasures(
+        self, namespace: str, keys: Sequence[ChunkKey], is_in_the_way: Callable[[], bool]
+    ) -> AsyncIterator[None]:
+        """End the `with` block with `_Cut` once an erasure of the chunks has waited for it too long.
+        `is_in_the_way`: as in `Holders.add`."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as timer:
                 cut = partial(_end_now, loop, timer)
-                with self.shard.holders.add([(namespace, key) for key in keys], cut):
+                with self.shard.holders.add([(namespace, key) for key in keys], is_in_the_way, cut):
                     yield
         except TimeoutError:
             if not timer.expired():
                 raise
-            raise _Cut(
-                f"chunks of {namespace!r} were erased while they were read; look them up again"
-            ) from None
+            raise _Cut(f"chunks of {namespace!r} were erased while they were in use; compute them") from None
 
     @asynccontextmanager
     async def _open_stream(self, request: pb.StreamLayersRequest) -> AsyncIterator[LayerStream]:
@@ -264,12 +265,12 @@ class ChunkStoreService:
             raise InvalidField("layer_start", f"{request.layer_start}; priors come before layer 0")
         layers = range(PRIOR_LAYER if request.prior else request.layer_start, request.layer_stop)
         heads = HeadRange(request.head_start, request.head_stop)
-        async with self._cut_by_erasures(request.namespace, keys):
-            reading = self.shard.open(request.namespace, keys, layers, heads)
-            try:
+        reading = self.shard.open(request.namespace, keys, layers, heads)
+        try:
+            async with self._cut_by_erasures(request.namespace, keys, lambda: reading.holds_forgotten):
                 yield LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
-            finally:
-                self.shard.close_reading(reading)
+        finally:
+            self.shard.close_reading(reading)
 
     @contextmanager
     def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:

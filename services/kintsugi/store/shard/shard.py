@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
+CUT_PERIOD_S = 1.0
+"""Time between two attempts of an erasure to cut the calls that it waits for."""
 CLOCKS_DIFFER_S = 60.0
 """So much may the clock of who asks for an erasure be ahead of the shard's."""
 
@@ -208,12 +210,13 @@ class Shard:
         flushed, late = wait(self.flush_writers(), timeout_s)
         for one in flushed:
             one.result()
-        if not late and not self.table.await_free(scope, min(self._erase_grace_s, timeout_s)):
+        wait_s = self._erase_grace_s
+        while late or not self.table.await_free(scope, min(wait_s, deadline_s - time.monotonic())):
+            if late or time.monotonic() >= deadline_s:
+                still_there = f"chunks of {scope.namespace!r} are not found any more, but still in use"
+                raise DeadlineExceeded(f"{still_there}; erase them again")
             self.holders.cut(scope)
-        if late or not self.table.await_free(scope, deadline_s - time.monotonic()):
-            raise DeadlineExceeded(
-                f"chunks of {scope.namespace!r} are not found any more, but still in use; erase them again"
-            )
+            wait_s = CUT_PERIOD_S  # one may have begun to hold its chunks just before they were forgotten
         self._wiper.run(self._wipe_tiers)
         return removed
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.erasure.scope import Scope
+
+
+@dataclass(frozen=True)
+class _Call:
+    addresses: Sequence[Address]
+    is_in_the_way: Callable[[], bool]
+    cut: Callable[[], None]
 
 
 class Holders:
@@ -15,15 +23,19 @@ class Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[object, tuple[Sequence[Address], Callable[[], None]]] = {}
+        self._calls: dict[object, _Call] = {}
 
     @contextmanager
-    def add(self, addresses: Sequence[Address], cut: Callable[[], None]) -> Iterator[None]:
-        """Add a call that holds chunks in the `with` block. `cut` ends it: it is called from any thread,
-        perhaps more than once, and must not wait."""
+    def add(
+        self, addresses: Sequence[Address], is_in_the_way: Callable[[], bool], cut: Callable[[], None]
+    ) -> Iterator[None]:
+        """Add a call that holds chunks in the `with` block.
+
+        `is_in_the_way`: whether what it holds was forgotten; another chunk may have the address by now.
+        `cut` ends it. Both are called from any thread, perhaps more than once, and must not wait."""
         call = object()
         with self._lock:
-            self._calls[call] = (addresses, cut)
+            self._calls[call] = _Call(addresses, is_in_the_way, cut)
         try:
             yield
         finally:
@@ -31,9 +43,9 @@ class Holders:
                 del self._calls[call]
 
     def cut(self, scope: Scope) -> None:
-        """End the calls that hold chunks of a scope."""
+        """End the calls that hold forgotten chunks of a scope."""
         with self._lock:
             calls = list(self._calls.values())
-        for addresses, cut in calls:
-            if any(map(scope.covers, addresses)):
-                cut()
+        for call in calls:
+            if any(map(scope.covers, call.addresses)) and call.is_in_the_way():
+                call.cut()
