@@ -12,7 +12,7 @@ from kintsugi.store.shard.erasure.scope import Scope
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Holder:
     addresses: Sequence[Address]
     is_in_the_way: Callable[[], bool]
     cut: Callable[[], None]
@@ -23,7 +23,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[object, _Call] = {}
+        self._calls: dict[object, _Holder] = {}
 
     @contextmanager
     def add(
@@ -35,7 +35,7 @@ class Holders:
         `cut` ends it. Both are called from any thread, perhaps more than once, and must not wait."""
         call = object()
         with self._lock:
-            self._calls[call] = _Call(addresses, is_in_the_way, cut)
+            self._calls[call] = _Holder(addresses, is_in_the_way, cut)
         try:
             yield
         finally:
