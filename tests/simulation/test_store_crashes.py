@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
 import pytest
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.shard.entry import Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.work import Eviction
+from kintsugi.store.shard.workers.tier_writer import TierWriter
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk
 
 pytestmark = pytest.mark.simulation
@@ -143,22 +151,66 @@ def test_a_hundred_crashes(tmp_path: Path) -> None:
     crash(tmp_path, seeds(random.randrange(1 << 16)), rounds=100)
 
 
+def test_a_chunk_deleted_while_it_moves_down_is_gone_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next tier's catalog names the copy; then the chunk is deleted; the shard dies once it said so."""
+    deletions: list[tuple[ChunkKey, list[Future[None]]]] = []
+    shard = open_shard(spec(tmp_path / "shard"))
+    copy_from = TierWriter.copy_from
+
+    def delete_meanwhile(
+        writer: TierWriter, tier: DiskTier, evictions: Sequence[Eviction]
+    ) -> Mapping[Eviction, Residence]:
+        placed = copy_from(writer, tier, evictions)
+        if placed and not deletions:
+            key = next(iter(placed)).entry.manifest.key
+            shard.delete("acme", [key])
+            deletions.append((key, shard.flush_writers()))
+            (_, slow) = shard.table.queues
+            with shard.table._lock:
+                idle = slow.add_flush()
+                shard.table._changed.notify_all()
+            idle.result(10.0)  # whatever the slow tier's writer was to do by now is done
+        return placed
+
+    monkeypatch.setattr(TierWriter, "copy_from", delete_meanwhile)
+    try:
+        for start in range(0, 100_000, 1000):
+            put_durably(shard, *make_chunk(range(start, start + 100)))
+            if deletions:
+                break
+        ((key, flushes),) = deletions
+        for flushed in flushes:
+            flushed.result(10.0)
+        shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    finally:
+        shard.close()
+    with closing(open_shard(spec(tmp_path / "crashed"))) as again:
+        assert len(again)
+        assert again.table.get(("acme", key)) is None
+
+
 def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
     """A shard of chunks that all lie on its first disk, closed."""
     chunks = {}
     shard = open_shard(spec(folder))
     for start in range(0, 1000 * count, 1000):
         manifest, frames = make_chunk(range(start, start + 100))
-        put = shard.begin_put(manifest, PutOptions(durable=True), wait_s=10.0)
-        assert put is not None
-        for layer, frame in enumerate(frames):
-            put.write(layer, memoryview(frame))
-        durable = shard.commit(put).durable
-        assert durable is not None
-        durable.result(10.0)
+        put_durably(shard, manifest, frames)
         chunks[manifest.key] = frames
     shard.close()
     return chunks
+
+
+def put_durably(shard: Shard, manifest: ChunkManifest, frames: list[bytes]) -> None:
+    put = shard.begin_put(manifest, PutOptions(durable=True), wait_s=10.0)
+    assert put is not None
+    for layer, frame in enumerate(frames):
+        put.write(layer, memoryview(frame))
+    durable = shard.commit(put).durable
+    assert durable is not None
+    durable.result(10.0)
 
 
 def served_right(shard: Shard, chunks: dict[ChunkKey, list[bytes]]) -> int:

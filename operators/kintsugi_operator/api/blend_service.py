@@ -204,6 +204,7 @@ class Store(StoreSettings, ManifestSettings):
         "replication": {"maximum": 8},
         "ramp_s": {"maximum": 86400},
         "ram_gib": {"minimum": 0.1, "maximum": 65536},
+        "scrub_mib_per_s": {"maximum": 65536},
     }
 
     cpus: float = setting(1.0, minimum=0.1, maximum=1024)
@@ -228,6 +229,9 @@ class Store(StoreSettings, ManifestSettings):
     """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
     namespaces and verbs, as JSON, `token` the token of engines, gateways and calibrations, and `corpus-token`
     that of CorpusPrecomputes. Empty: every client may do everything."""
+    audit: bool = False
+    """Have each shard record who did what in audit/shard-ID.jsonl on its data volume, which needs 1.1 GiB
+    more for it (`volumes.dataGib`). Shards restart one at a time when this changes."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
     placement: ShardPlacement = ShardPlacement.APART
@@ -261,6 +265,8 @@ class Gateways(GatewaySettings, ManifestSettings):
     """Name of a Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON."""
     insecure: bool = setting(False, after="tokens_secret")
     """Serve without tokens: anybody who reaches the gateway may use every namespace."""
+    audit: bool = setting(False, after="insecure")
+    """Have each gateway record who did what in /data/audit/gateway.jsonl, which goes with its pod."""
     env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
     """Environment variables of gateways, such as OTEL_EXPORTER_OTLP_ENDPOINT (see `network.egress`)."""
     nodes: Nodes = field(default_factory=Nodes)

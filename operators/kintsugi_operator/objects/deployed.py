@@ -47,6 +47,7 @@ SHARD_PORT = 7400
 SHARD_METRICS_PORT = 7480
 ENGINE_METRICS_PORT = 7580
 DATA = "/data"
+AUDIT = f"{DATA}/audit"
 TIERS = "/tiers"
 SHARD_RESOURCE = "kintsugi_shard"
 ENGINE_RESOURCE = "kintsugi_engine"
@@ -120,6 +121,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
             insecure=not tls.secret or gateway.insecure,
             data_dir=DATA,
+            audit_dir=AUDIT if gateway.audit else "",
         ),
         limits=_limits(spec),
         privacy={name: convert_settings(NamespacePrivacy, one) for name, one in spec.privacy.items()},
@@ -151,6 +153,7 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
         tokens_file=f"{STORE_TOKENS}/{TOKENS_KEY}" if store.tokens_secret else "",
         token_file=f"{STORE_TOKEN}/{CLIENT_KEY}" if store.tokens_secret else "",
+        audit_dir=AUDIT if store.audit else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
     )
 

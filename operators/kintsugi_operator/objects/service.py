@@ -179,7 +179,8 @@ def _apart(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
     gateway, tls = spec.gateway, spec.tls
-    volumes = [scratch("data", DATA, "2Gi"), *model_volumes(spec, "5Gi"), *client_secrets(spec)]
+    data = scratch("data", DATA, "4Gi" if gateway.audit else "2Gi")
+    volumes = [data, *model_volumes(spec, "5Gi"), *client_secrets(spec)]
     if tls.secret:
         volumes.append(secret("tls", TLS, tls.secret))
     if gateway.tokens_secret:

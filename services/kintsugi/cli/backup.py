@@ -13,17 +13,22 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
+from kintsugi.cli.replaying import replay
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, Unavailable, VersionMismatch
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder
+from kintsugi.store.protocol.durable_files import make_folder, sync_folder, sync_path
+from kintsugi.store.protocol.interface import Erasure
 
 BACKUP_VERSION = 1
 INDEX = "backup.json"
+_LEDGER = "state/ledger.sqlite"
+_TEXTS = "gateway/chunks.sqlite"
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,30 @@ class BackupPart:
     """Where it is in use."""
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did."""
+
+    names: Sequence[str]
+    erased: int
+    """Erasures since the backup that were made again in what was restored."""
+
+
+@dataclass(frozen=True)
+class _Index:
+    digests: Mapping[str, str]
+    made_at_s: float
+    """Unix seconds; 0 in backups of earlier versions, to which every recorded erasure is later."""
+
+
 def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[BackupPart]:
     """Every file that may belong to these folders: a precompute state folder, a gateway's data folder, and
     shards' data folders. Raises `InvalidField` where none is given."""
     parts = []
     if state is not None:
-        parts += [BackupPart(f"state/{name}", state / name) for name in ("ledger.sqlite", "jobs.sqlite")]
+        parts += [BackupPart(name, state / Path(name).name) for name in (_LEDGER, "state/jobs.sqlite")]
     if gateway_data is not None:
-        parts.append(BackupPart("gateway/chunks.sqlite", gateway_data / "known_chunks/chunks.sqlite"))
+        parts.append(BackupPart(_TEXTS, gateway_data / "known_chunks/chunks.sqlite"))
     parts += [BackupPart(f"shard-{n}/data.mdb", data / "reports/data.mdb") for n, data in enumerate(shards)]
     if not parts:
         raise InvalidField("state", "name at least one of --state, --gateway-data and --shard-data")
@@ -61,6 +82,7 @@ def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
     present = [part for part in parts if part.path.exists()]
     if not present:
         raise NotFound(f"none of {', '.join(str(part.path) for part in parts)} is there")
+    made_at_s = time.time()
     with _translate_errors(target):
         make_folder(target.parent)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -71,10 +93,10 @@ def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
                 copy.parent.mkdir(exist_ok=True)
                 _copy_database(part.path, copy)
                 digests[part.name] = _digest(copy)
-            index = json.dumps({"version": BACKUP_VERSION, "sha256": digests}, indent=1)
-            (work / INDEX).write_text(index, encoding="utf-8")
+            index = {"version": BACKUP_VERSION, "made_at_s": made_at_s, "sha256": digests}
+            (work / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
             for path in (*work.rglob("*"), work):
-                _sync(path)
+                sync_path(path)
             work.rename(target)
             sync_folder(target.parent)
         except BaseException:
@@ -83,13 +105,18 @@ def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
     return [part.name for part in present]
 
 
-def restore(parts: Sequence[BackupPart], source: Path) -> list[str]:
-    """Put a backup's files in their places, all of which must be free; the names of those that it has.
+def restore(
+    parts: Sequence[BackupPart], source: Path, find_erasures: Callable[[float], Sequence[Erasure]]
+) -> Restored:
+    """Put a backup's files in their places, all of which must be free, and erase from them what was erased
+    since the backup was made.
 
-    The backup is verified first. Raises `NotFound` for a folder without a backup, `VersionMismatch` and
-    `Corrupted` for one that cannot be used, `InvalidField` for a file that is in the way or has no place.
+    The backup is verified first. `find_erasures`: what was asked for since a time in Unix seconds. Raises
+    what that raises, `NotFound` for a folder without a backup, `VersionMismatch` and `Corrupted` for one that
+    cannot be used, `InvalidField` for a file that is in the way or has no place; then nothing was restored.
     """
-    digests = _read_index(source)
+    index = _read_index(source)
+    digests = index.digests
     places = {part.name: part.path for part in parts}
     for name, digest in digests.items():
         if name not in places:
@@ -98,23 +125,36 @@ def restore(parts: Sequence[BackupPart], source: Path) -> list[str]:
             raise InvalidField("source", f"{places[name]} is in the way; stop its owner and move it away")
         if not (source / name).is_file() or _digest(source / name) != digest:
             raise Corrupted(f"{source / name} is not what was backed up; use another backup")
-    with _translate_errors(source):
+    erasures = find_erasures(index.made_at_s)
+    try:
+        with _translate_errors(source):
+            for name in digests:
+                _put_in_place(source / name, places[name])
+            folders = [places[name].parent if name in digests else None for name in (_LEDGER, _TEXTS)]
+            replay(erasures, *folders)
+    except BaseException:
         for name in digests:
-            path = places[name]
-            make_folder(path.parent)
-            fresh = path.with_name(path.name + ".restored")
-            shutil.copyfile(source / name, fresh)
-            fresh.chmod(0o600)
-            _sync(fresh)
-            fresh.rename(path)
-            sync_folder(path.parent)
-    return list(digests)
+            places[name].unlink(missing_ok=True)
+        raise
+    return Restored(list(digests), len(erasures))
 
 
-def _read_index(source: Path) -> dict[str, str]:
+def _put_in_place(source: Path, path: Path) -> None:
+    """Copy a file whole or not at all, readable for its owner alone. Raises `OSError`."""
+    make_folder(path.parent)
+    fresh = path.with_name(path.name + ".restored")
+    shutil.copyfile(source, fresh)
+    fresh.chmod(0o600)
+    sync_path(fresh)
+    fresh.rename(path)
+    sync_folder(path.parent)
+
+
+def _read_index(source: Path) -> _Index:
     try:
         document = json.loads((source / INDEX).read_text(encoding="utf-8"))
         version, digests = document["version"], dict(document["sha256"])
+        made_at_s = float(document.get("made_at_s", 0))
     except FileNotFoundError:
         raise NotFound(f"{source} holds no {INDEX}; name a folder that kintsugi backup wrote") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -123,7 +163,7 @@ def _read_index(source: Path) -> dict[str, str]:
         raise VersionMismatch(
             f"{source} has backup version {version}; this version of kintsugi reads {BACKUP_VERSION}"
         )
-    return digests
+    return _Index(digests, made_at_s)
 
 
 def _copy_database(source: Path, copy: Path) -> None:
@@ -146,14 +186,6 @@ def _copy_database(source: Path, copy: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

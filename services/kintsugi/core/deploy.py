@@ -144,6 +144,8 @@ class EngineSpec(EngineSettings):
     """How long requests may continue once an engine or a gateway has to stop."""
     metrics_port: int = setting(7580, minimum=0, maximum=PORT_MAX)
     """First of `METRICS_PORTS` ports; an engine takes one that is free. 0: no metrics."""
+    metrics_host: str = ""
+    """The interface that engines' metrics listen on; empty: the store's."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the engine's process."""
 
@@ -171,6 +173,8 @@ class StoreSettings(Settings):
     """Seconds over which an empty shard that joins is given its share of the chunks."""
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
     """Size of each shard's RAM tier in GiB."""
+    scrub_mib_per_s: float = setting(16.0, minimum=0)
+    """MiB per second of what it holds that each shard verifies in the background; 0: it does not."""
     cpus: float = setting(0.5, minimum=0)
     """CPU cores of each shard."""
 
@@ -194,6 +198,10 @@ class StoreSpec(StoreSettings):
     """Port of a shard; 0: any that is free, since several may share a host."""
     metrics_port: int = setting(7480, minimum=0, maximum=PORT_MAX)
     """First of `METRICS_PORTS` ports; a shard takes one that is free. 0: no metrics."""
+    metrics_host: str = ""
+    """The interface that shards' metrics listen on; empty: `host`."""
+    protect_metrics: bool = False
+    """Ask for a token with the verb `admin` on every namespace before a shard shows its metrics."""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -296,6 +304,10 @@ class ServiceSpec(Settings):
                 "store.token_file",
                 "is needed with tokens_file, unless engines and gateways show a certificate: name the file "
                 "with their token",
+            )
+        if store.protect_metrics and not store.tokens_file:
+            raise InvalidField(
+                "store.protect_metrics", "needs store.tokens_file, which says who may read metrics"
             )
         if bool(gateway.tls_cert) != bool(gateway.tls_key):
             raise InvalidField("gateway.tls", "give tls_cert and tls_key together")
@@ -410,7 +422,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         ),
         "store_url": store_url,
         # Engine metrics listen on the same interface as shard metrics.
-        "host": spec.store.host,
+        "host": engines.metrics_host or spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
 

@@ -8,16 +8,16 @@ call that fails gives no receipt, and can be repeated.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from kintsugi.core.errors import KintsugiError, NotFound, PermissionDenied
+from kintsugi.core.errors import NotFound, PermissionDenied
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import Filler
+from kintsugi.gateway.repeating import Repeating
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.learning import Learner
@@ -25,8 +25,6 @@ from kintsugi.gateway.texts.segments import SegmentResolver
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.precompute.documents import DocumentIndex, check_document_id
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
-
-log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S = 1.0
 FOLLOWED_S = 3.0
@@ -72,14 +70,14 @@ class Remembered:
             self.filler.forget(namespace, list(keys or ()))
 
 
-class Eraser:
-    """For one event loop. `start` it, and `close` it."""
+class Eraser(Repeating):
+    """For one event loop. `start` it, so that it follows what others erase, and `close` it."""
 
     def __init__(self, store: ThreadedStore, copies: Copies, remembered: Remembered) -> None:
+        super().__init__("kintsugi-follow", self.follow_once, FOLLOW_PERIOD_S)
         self._store = store
         self._copies = copies
         self._remembered = remembered
-        self._following: asyncio.Task[None] | None = None
 
     async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
         """Erase every copy of a chunk. Does not wait for `FOLLOWED_S`. Raises `Unavailable` if a shard that
@@ -176,21 +174,6 @@ class Eraser:
 
     # What others erase
 
-    def start(self) -> None:
-        """Follow the store's erasures."""
-        self._following = asyncio.create_task(self._follow(), name="kintsugi-follow")
-
-    async def _follow(self) -> None:
-        while True:
-            try:
-                while await self.follow_once():
-                    pass
-            except KintsugiError as error:
-                log.debug("erasures are asked for again in %.0f s: %s", FOLLOW_PERIOD_S, error)
-            except Exception:
-                log.exception("erasures cannot be followed; next attempt in %.0f s", FOLLOW_PERIOD_S)
-            await asyncio.sleep(FOLLOW_PERIOD_S)
-
     async def follow_once(self) -> bool:
         """Forget a page of what was erased since; whether there may be more. Raises `Unavailable`."""
         known = self._remembered.known
@@ -208,13 +191,6 @@ class Eraser:
             again_s = time.time()
             await self._store.run(lambda store: store.erase(namespace, keys, again_s))
         await self._forget_texts(namespace, keys, at_s)
-
-    async def close(self) -> None:
-        """Idempotent."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-            self._following = None
 
 
 def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | None, float]]:

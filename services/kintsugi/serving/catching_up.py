@@ -14,32 +14,30 @@ from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 
 
-class CatchingUp:
-    """Keeps one shard up to date, from a thread, until `close`."""
+class CatchingUp(Turns):
+    """Keeps one shard up to date until `close`."""
 
     def __init__(self, shard: Shard, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
         """Owns the directory. `options`: how to reach the other shards."""
-        self._shard = shard
+        super().__init__(shard, "kintsugi-catch-up", PERIOD_S)
         self._directory = directory
         self._options = options
         self._asking = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kintsugi-catch-up", daemon=True)
 
     def start(self) -> None:
         """Ask once now, then every `PERIOD_S`."""
         self.ask_all()
-        self._thread.start()
+        super().start()
 
-    def _run(self) -> None:
-        while not self._closed.wait(PERIOD_S):
-            self.ask_all()
+    def turn(self) -> None:
+        self.ask_all()
 
     def ask_all(self) -> None:
         """Obey what the other shards have recorded. One that does not answer is asked again later."""
@@ -68,7 +66,5 @@ class CatchingUp:
 
     def close(self) -> None:
         """Idempotent."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self.stop()
         self._directory.close()

@@ -60,12 +60,15 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
     """Start a shard's server, which is ready once `not_yet` says so. Raises `Unavailable`, `InvalidField`."""
     metrics = ""
     if spec.metrics_port:
-        metrics = format_address(spec.host, free_port(spec.host, spec.metrics_port, METRICS_PORTS))
+        host = spec.metrics_host or spec.host
+        metrics = format_address(host, free_port(host, spec.metrics_port, METRICS_PORTS))
     options = ServerOptions(
         share_arena=spec.share_arena,
+        scrub_bytes_per_s=spec.scrub_mib_per_s * (1 << 20),
         tls=tls_of(spec),
         insecure=spec.insecure,
         metrics_listen=metrics,
+        protect_metrics=spec.protect_metrics,
         not_yet=not_yet,
         tokens_file=Path(spec.tokens_file) if spec.tokens_file else None,
         audit_dir=Path(spec.audit_dir) if spec.audit_dir else None,

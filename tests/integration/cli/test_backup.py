@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,16 +15,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
+from kintsugi.cli.replaying import UNSURE_S
+from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
+from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import ShardSpec, open_shard
+from kintsugi.store.shard.server import ShardServer
 from tests.contracts.store_contract import FINGERPRINT
 
 SPACE = ChunkSpace(FINGERPRINT, "acme")
+KEY = ChunkKey.of(SPACE, [7, 8])
 TEXT = "A passage that a gateway knows, long enough to be found in a message. " * 3
 
 
@@ -39,7 +46,7 @@ def folders(root: Path, shards: Sequence[str] = ("shard",)) -> list[str]:
 
 
 def fill(ledger: Ledger, known: KnownChunks) -> None:
-    key = ChunkKey.of(SPACE, [7, 8]).digest
+    key = KEY.digest
     packed = pack_tokens(b"\7\0\0\0\10\0\0\0")
     document = ScannedDocument("url", 0, "doc", "", b"", "{}", (ScannedChunk(key, packed, 2, 0, 2),))
     edition = ledger.open_edition("tea", SPACE, "source", "model", "cut")
@@ -96,6 +103,81 @@ def test_what_was_backed_up_in_use_is_there_after_a_restore(tmp_path: Path, back
         assert chunk.token_ids == (7, 8)
         assert known.find("acme", f"Look: {TEXT}") == [(6, 6 + len(TEXT))]
         assert shard.reports.get(FINGERPRINT, "gate") == b"passed"
+
+
+def restored_texts(folder: Path) -> tuple[bool, bool]:
+    """Whether the ledger and the gateway have the chunk's text again."""
+    with (
+        closing(Ledger(folder / "state")) as ledger,
+        closing(KnownChunks(folder / "gateway/known_chunks")) as known,
+    ):
+        try:
+            (chunk,) = ledger.resolve("tea", [DocumentRef("doc", 0)])
+        except NotFound:
+            chunk = None
+        return chunk is not None, bool(known.find("acme", f"Look: {TEXT}"))
+
+
+@pytest.mark.parametrize("scope", [Scope.of("acme", [KEY]), Scope("acme")], ids=["a chunk", "a namespace"])
+@pytest.mark.parametrize("where", ["a running shard", "the shard's folder"])
+def test_what_was_erased_since_the_backup_does_not_come_back(
+    tmp_path: Path, backup: Path, where: str, scope: Scope
+) -> None:
+    fresh = tmp_path / "fresh"
+    given = folders(fresh)
+    with closing(open_shard(ShardSpec(1 << 20, fresh / "shard"))) as shard:
+        shard.erase(scope, time.time())
+        shard.erase(Scope("other"), time.time())
+    shutil.rmtree(fresh / "shard/reports")
+    if where == "the shard's folder":
+        result = kintsugi("restore", backup, *given, "--json")
+    else:
+        (fresh / "shard").rename(tmp_path / "running")
+        with (
+            closing(open_shard(ShardSpec(1 << 20, tmp_path / "running"))) as shard,
+            ShardServer(shard, "127.0.0.1:0") as server,
+        ):
+            result = kintsugi("restore", backup, *given, "--store", f"grpc://{server.address}", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["erasures"] == 2
+    assert restored_texts(fresh) == (False, False)
+    residue = [path for path in fresh.rglob("*") if path.is_file() and TEXT.encode() in path.read_bytes()]
+    assert residue == []
+
+
+def test_what_was_put_again_before_the_backup_comes_back(tmp_path: Path, backup: Path) -> None:
+    """Its erasure is older than the backup."""
+    fresh = tmp_path / "fresh"
+    with closing(open_shard(ShardSpec(1 << 20, fresh / "shard"))) as shard:
+        shard.erase(Scope("acme"), time.time() - 2 * UNSURE_S)
+    shutil.rmtree(fresh / "shard/reports")
+    assert kintsugi("restore", backup, *folders(fresh)).exit_code == 0
+    assert restored_texts(fresh) == (True, True)
+
+
+def test_a_backup_without_a_time_is_older_than_every_erasure(tmp_path: Path, backup: Path) -> None:
+    index = json.loads((backup / "backup.json").read_text())
+    del index["made_at_s"]
+    (backup / "backup.json").write_text(json.dumps(index))
+    fresh = tmp_path / "fresh"
+    with closing(open_shard(ShardSpec(1 << 20, fresh / "shard"))) as shard:
+        shard.erase(Scope("acme"), 5.0)
+    shutil.rmtree(fresh / "shard/reports")
+    assert kintsugi("restore", backup, *folders(fresh)).exit_code == 0
+    assert restored_texts(fresh) == (False, False)
+
+
+def test_nothing_is_restored_while_the_store_does_not_say_what_was_erased(
+    tmp_path: Path, backup: Path
+) -> None:
+    fresh = tmp_path / "fresh"
+    result = kintsugi("restore", backup, *folders(fresh), "--store", "grpc://127.0.0.1:1")
+    assert result.exit_code == ExitCode.UNAVAILABLE
+    assert not fresh.exists()
+
+
+def test_a_restore_that_nobody_tells_of_erasures_says_so(tmp_path: Path, backup: Path) -> None:
+    assert "name the store with --store" in kintsugi("restore", backup, *folders(tmp_path / "fresh")).output
 
 
 def test_files_of_a_backup_are_for_their_owner_alone(tmp_path: Path, backup: Path) -> None:

@@ -17,11 +17,15 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway import erasing
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.database import Database
+from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import DocumentChunk, Key
+from kintsugi.serving import catching_up
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.erasing import erasures_of_wire
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.shard.erasure import records
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -218,20 +222,66 @@ def test_a_shard_that_was_away_obeys_before_it_is_asked(tmp_path: Path) -> None:
         with closing(open_one("b")) as back:
             mine = ShardAddress(back.shard_id, "127.0.0.1:1")
             shards = ShardMap(1, (ShardAddress(here.shard_id, server.address), mine))
-            catching_up = CatchingUp(back, FixedDirectory(shards))
-            catching_up.ask_all()
+            following = CatchingUp(back, FixedDirectory(shards))
+            following.ask_all()
             assert [entry is not None for entry in back.lookup("acme", keys)] == [False, True]
             assert back.erasures.seen_of(here.shard_id) == 1
             files = [path for path in tmp_path.glob("b*/**/*") if path.is_file()]
             erased, _ = chunks[0]
             assert not [path for path in files if erased.digests[:16] in path.read_bytes()]
-            catching_up.close()
+            following.close()
+
+
+def test_a_flood_that_a_shard_missed_costs_it_no_other_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "ERASURES_MAX", 20)
+    (manifest, frames), erased = make_chunk(range(8)), make_chunk(range(9))
+    with (
+        closing(open_shard(ShardSpec(MIB, tmp_path / "a"))) as here,
+        closing(open_shard(ShardSpec(MIB, tmp_path / "b"))) as away,
+        ShardServer(here, "127.0.0.1:0") as flooded,
+        ShardServer(away, "127.0.0.1:0") as server,
+        closing(GrpcStore(flooded.address)) as flooder,
+        closing(GrpcStore(server.address)) as store,
+    ):
+        store.put(manifest, frames)
+        store.put(*erased)
+        flooder.erase("acme", [erased[0].key], time.time())
+        for number in range(5):
+            made_up = [ChunkKey(bytes([number, i]) * 16) for i in range(10)]
+            flooder.erase("flood", made_up, time.time())
+        mark = here.erasures.forgotten["flood"]
+        assert flooder.list_erasures(here.shard_id, mark - 1).forgotten == {"flood": mark}
+        assert flooder.list_erasures(here.shard_id, mark).forgotten == {}, (
+            "who has seen those is told nothing"
+        )
+        for client_of_before in (pb.ListErasuresRequest(after=0), pb.ListErasuresRequest()):
+            told = flooder.call("ListErasures", client_of_before, pb.ListErasuresResponse)
+            assert (told.forgotten, list(told.forgotten_in)) == (mark, [])
+        shard_of_before = erasures_of_wire(pb.ListErasuresResponse(forgotten=7))
+        assert shard_of_before.forgotten == {"*": 7}
+        shards = ShardMap(1, (ShardAddress(here.shard_id, flooded.address),))
+        following = CatchingUp(away, FixedDirectory(shards))
+        following.ask_all()
+        assert store.lookup("acme", [manifest.key, erased[0].key]) == [manifest, None]
+        following.close()
+
+
+def test_a_shard_that_can_no_longer_follow_erasures_fails_visibly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catching_up, "PERIOD_S", 0.01)
+    with closing(open_shard(ShardSpec(MIB))) as shard:
+        following = CatchingUp(shard, FixedDirectory(ShardMap(1, ())))
+        following.start()
+        monkeypatch.setattr(following, "ask_all", lambda: 1 / 0)
+        assert eventually(lambda: isinstance(shard.failure, ZeroDivisionError))
+        following.close()
 
 
 def test_a_peer_that_does_not_answer_keeps_nobody_from_serving(tmp_path: Path) -> None:
     with closing(open_shard(ShardSpec(MIB))) as shard:
         gone = FixedDirectory(ShardMap(1, (ShardAddress("gone", "127.0.0.1:1"),)))
-        catching_up = CatchingUp(shard, gone, GrpcOptions(call_timeout_s=1.0))
-        catching_up.start()
+        following = CatchingUp(shard, gone, GrpcOptions(call_timeout_s=1.0))
+        following.start()
         assert shard.erasures.seen_of("gone") == 0
-        catching_up.close()
+        following.close()

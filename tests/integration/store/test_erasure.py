@@ -7,20 +7,24 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kintsugi.core.errors import DeadlineExceeded, Unavailable, VersionMismatch
+from kintsugi.core.errors import DeadlineExceeded, NotFound, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.client.calls import put_messages
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.erasing import places_of
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
-from kintsugi.store.protocol.interface import ChunkStore, Erasure
+from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame
+from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
@@ -191,6 +195,93 @@ def test_an_erasure_waits_for_readers(shard: Shard, tmp_path: Path) -> None:
         shard.close_reading(reading)
         shard.erase(Scope("acme"), 0.0)
         assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_readers_and_writers_who_stall_are_cut(tmp_path: Path, same_host: bool) -> None:
+    """Readers take one frame of 25 MB, and no more."""
+    (held, frames), (half, other) = make_chunk(range(100_000)), make_chunk(range(1, 10_000))
+    spec = ShardSpec(128 * MIB, config=ShardConfig(erase_grace_s=0.1))
+    began, go_on = threading.Event(), threading.Event()
+
+    def stalled() -> Iterator[bytes]:
+        messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(half)), half, other)
+        yield next(messages)
+        yield next(messages)
+        began.set()
+        assert go_on.wait(60)
+
+    with (
+        closing(open_shard(spec)) as shard,
+        ShardServer(shard, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address, GrpcOptions(same_host=same_host))) as store,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        store.put(held, frames)
+        streams = [store.stream("acme", [held.key], range(3), manifest_heads(held), 60.0) for _ in range(2)]
+        for stream in streams:
+            assert isinstance(next(stream), LayerFrame)
+        putting = thread.submit(store._calls.put, stalled(), 60.0)
+        try:
+            assert began.wait(30)
+            shard.erase(Scope("acme"), 0.0, timeout_s=20.0)
+            assert not putting.result(20.0).inserted
+        finally:
+            go_on.set()
+        for stream in streams:
+            with pytest.raises((NotFound, DeadlineExceeded), match=r"(erased|ended) while"):
+                list(stream)
+        assert shard.table.used_bytes() == 0
+        assert store.put(held, frames), "the shard serves on"
+
+
+def test_what_is_put_and_read_after_an_erasure_began_is_not_cut_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An erasure waits for a reader that stalls, while its chunk is put again, and another is read."""
+    held, (other, _) = make_chunk(range(1000)), make_chunk(range(1001))
+    with (
+        closing(open_shard(ShardSpec(16 * MIB, config=ShardConfig(erase_grace_s=0.0)))) as shard,
+        ShardServer(shard, "127.0.0.1:0") as server,
+        closing(GrpcStore(server.address)) as store,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        store.put(*held)
+        stalled = store.stream("acme", [held[0].key], range(3), manifest_heads(held[0]), 60.0)
+        assert isinstance(next(stalled), LayerFrame)
+        forgotten, began, go_on = threading.Event(), threading.Event(), threading.Event()
+        cut = shard.holders.cut
+
+        def cut_late(scope: Scope) -> None:
+            forgotten.set()
+            assert began.wait(30)
+            cut(scope)
+
+        def put_slowly() -> Iterator[bytes]:
+            messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(held[0])), *held)
+            yield next(messages)
+            assert go_on.wait(30)
+            yield from messages
+
+        monkeypatch.setattr(shard.holders, "cut", cut_late)
+        erasing = threads.submit(shard.erase, Scope("acme"), 0.0, 30.0)
+        try:
+            assert forgotten.wait(30)
+            assert store.put(other, make_chunk(range(1001))[1])
+            later = store.stream("acme", [other.key], range(3), manifest_heads(other), 60.0)
+            assert isinstance(next(later), LayerFrame)
+            putting = threads.submit(store._calls.put, put_slowly(), 60.0)
+            while not shard.table._puts:
+                time.sleep(0.001)
+            began.set()
+            erasing.result(30)
+        finally:
+            began.set()
+            go_on.set()
+        assert putting.result(30).inserted
+        assert len(list(later)) == 2
+        with pytest.raises((NotFound, DeadlineExceeded), match=r"(erased|ended) while"):
+            list(stalled)
 
 
 def test_a_filesystem_without_zeroing_is_written_over(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -323,6 +324,28 @@ def test_a_shard_does_not_start_with_a_tokens_file_that_is_none(tmp_path: Path) 
         pass
 
 
+def test_metrics_are_shown_to_operators_alone_where_they_are_protected(keys: Keys) -> None:
+    tokens = {
+        "tenant": keys.add("tenant", [NAMESPACE], list(Verb)),
+        "reader": keys.add("reader", ["*"], [Verb.GENERATE]),
+        "prometheus": keys.add("prometheus", ["*"], [Verb.ADMIN]),
+    }
+    headers = {name: {"authorization": f"Bearer {path.read_text().strip()}"} for name, path in tokens.items()}
+    asked: list[dict[str, str]] = [{}, {"authorization": "Bearer made-up"}, *headers.values()]
+
+    def answers(server: ShardServer) -> list[int]:
+        urls = [f"http://{server.metrics_address}{path}" for path in ("/metrics", "/")]
+        return [httpx.get(url, headers=one).status_code for url in urls for one in asked]
+
+    with shard(keys.file, metrics_listen="127.0.0.1:0") as server:
+        assert answers(server) == [200] * 10, "the default"
+    with shard(keys.file, metrics_listen="127.0.0.1:0", protect_metrics=True) as server:
+        assert answers(server) == [401, 401, 403, 403, 200] * 2
+        assert httpx.get(f"http://{server.metrics_address}/readyz").status_code == 200, "probes have no token"
+    with pytest.raises(InvalidField, match="tokens file"), shard(None, protect_metrics=True):
+        pass
+
+
 def test_commands_show_the_token_of_a_file(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     with shard(keys.file) as server:
         status = ["store", "status", "--address", server.address]
@@ -338,9 +361,10 @@ def test_commands_show_the_token_of_a_file(keys: Keys, monkeypatch: pytest.Monke
         return 0
 
     monkeypatch.setattr(store_command, "_serve_shard", serve)
-    asked = ["--tokens-file", str(keys.file), "--audit-dir", str(keys.folder)]
+    asked = ["--tokens-file", str(keys.file), "--audit-dir", str(keys.folder), "--protect-metrics"]
     assert CliRunner().invoke(app, ["store", "serve", *asked]).exit_code == ExitCode.OK
     assert (served[0].tokens_file, served[0].audit_dir) == (keys.file, keys.folder)
+    assert served[0].protect_metrics
 
 
 def test_the_audit_log_says_who_did_what(keys: Keys) -> None:

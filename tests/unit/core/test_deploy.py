@@ -104,6 +104,15 @@ def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> N
         assert engine.autoscaling_config["max_replicas"] == spec.engines.replicas.max
 
 
+def test_metrics_of_engines_listen_where_they_are_told_or_where_the_store_does() -> None:
+    store = StoreSpec(host="10.0.0.7", insecure=True)
+    told = [
+        service_application(ServiceSpec(ModelSpec("m"), engines=EngineSpec(metrics_host=host), store=store))
+        for host in ("", "127.0.0.1")
+    ]
+    assert [one["args"]["host"] for one in told] == ["10.0.0.7", "127.0.0.1"]
+
+
 @given(spec=specs())
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])
@@ -226,6 +235,7 @@ def test_a_configuration_file() -> None:
         ({"model": {"path": "m"}, "store": {"ram_gib": 0}}, "store.ram_gib"),
         ({"model": {"path": "m"}, "store": {"tls_ca": "/a"}}, "store.tls"),
         ({"model": {"path": "m"}, "store": {"tokens_file": "/a"}}, "store.token_file"),
+        ({"model": {"path": "m"}, "store": {"protect_metrics": True}}, "store.protect_metrics"),
         ({"model": {"path": "m"}, "store": {"port": 65_536}}, "store.port"),
         ({"model": {"path": "m"}, "store": {"directory_port": 0}}, "store.directory_port"),
         ({"model": {"path": "m"}, "gateway": {"replicas": 0}}, "gateway.replicas"),

@@ -123,6 +123,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "tlsSecret": draw(optional),
         "keysSecret": draw(optional),
         "tokensSecret": draw(optional),
+        "scrubMibPerS": draw(st.sampled_from([0, 2.5, 64])),
         "insecure": True,
         "podTemplate": draw(pod_templates),
         "env": draw(variables()),

@@ -81,6 +81,7 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"engines": {"sharedMemory": "16Gi"}}, "counts towards memory"),
         ({"store": {"replication": 2}}, "spec.store.replication: replication must not exceed shards"),
         ({"tls": {"requireClient": True}}, "spec.tls.secret"),
+        ({"store": {"scrubMibPerS": -1}}, "spec.store.scrubMibPerS: -1.0 must be at least 0"),
         ({"engines": {"vllm": {"model": "x"}}}, "spec.engines.vllm.model"),
         ({"engines": {"connector": {"store": "x"}}}, "spec.engines.connector.store"),
         ({"model": {"codec": "zip"}}, "spec.model.codec: 'zip' is not one of 'raw'"),

@@ -548,6 +548,26 @@ def test_keys_of_namespaces_reach_those_who_read_chunks_and_no_shard() -> None:
     assert roles == {"engine", "gateway"}
 
 
+def test_audit_logs_and_the_scrub_rate_reach_gateways_and_shards() -> None:
+    store = {"audit": True, "scrubMibPerS": 2.5, "volumes": {"dataGib": 2}}
+    spec = spec_of(store=store, gateway={"tokensSecret": "acme-tokens", "audit": True})
+    told, plain = service_spec(spec), service_spec(spec_of())
+    assert (told.store.audit_dir, told.gateway.audit_dir) == ("/data/audit", "/data/audit")
+    assert (plain.store.audit_dir, plain.gateway.audit_dir, plain.store.scrub_mib_per_s) == ("", "", 16)
+    objects = objects_of(spec)
+    shards = named(objects, "RayService", "acme-store")
+    given = json.loads(shards["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
+    assert (given["audit_dir"], given["scrub_mib_per_s"]) == ("/data/audit", 2.5)
+    folders = {
+        template["metadata"]["labels"][LABEL_ROLE]: volume
+        for template in pod_templates(objects)
+        for volume in template["spec"]["volumes"]
+        if volume["name"] == "data"
+    }
+    assert folders["gateway"]["emptyDir"]["sizeLimit"] == "4Gi", "room for the log beside known texts"
+    assert {"gateway", "shard"} <= set(folders)
+
+
 def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:
     spec = spec_of(store={"tokensSecret": "store-access"})
     objects = objects_of(spec)

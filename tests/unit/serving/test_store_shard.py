@@ -74,6 +74,19 @@ def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Pat
             shard.close()
 
 
+def test_metrics_listen_on_an_interface_of_their_own(tmp_path: Path) -> None:
+    beside = StoreSpec(ram_gib=16 * MIB, host="localhost", metrics_host="127.0.0.1", metrics_port=29_700)
+    shard = claim_shard(beside)
+    server = serve_shard(beside, shard)
+    try:
+        assert server.address.startswith("localhost:")
+        assert server.metrics_address.startswith("127.0.0.1:")
+        assert server._options.metrics_listen.startswith("127.0.0.1:")
+    finally:
+        server.stop()
+        shard.close()
+
+
 def test_a_probe_succeeds_from_when_the_directory_knows_the_shard_until_it_drains(tmp_path: Path) -> None:
     with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
     waiting = ["the directory has not been told of the shard"]
@@ -105,6 +118,16 @@ def test_a_server_whose_loop_stands_still_is_not_ready(
         assert server.why_not_ready() == ""
         monkeypatch.setattr("kintsugi.store.shard.server.STALLED_S", -1.0)
         assert "has not run" in server.why_not_ready()
+    finally:
+        server.stop()
+        shard.close()
+
+
+def test_the_scrub_rate_of_the_service_reaches_the_shard(tmp_path: Path) -> None:
+    shard = claim_shard(spec(tmp_path))
+    server = serve_shard(spec(tmp_path, scrub_mib_per_s=2.5), shard)
+    try:
+        assert server._options.scrub_bytes_per_s == 2.5 * (1 << 20)
     finally:
         server.stop()
         shard.close()

@@ -10,6 +10,7 @@ import typer
 
 from kintsugi.cli.backup import BackupPart, back_up, parts_of
 from kintsugi.cli.backup import restore as restore_parts
+from kintsugi.cli.replaying import find_erasures
 from kintsugi.cli.screen import Screen
 
 
@@ -44,11 +45,23 @@ def backup(
 def restore(
     screen: Screen,
     source: Annotated[Path, typer.Argument(help="Folder that `kintsugi backup` wrote.")],
+    store: Annotated[
+        str | None,
+        typer.Option(help="URL of a running store: erase again what it was asked to erase since the backup."),
+    ] = None,
     *,
     folders: BackedUpFolders,
 ) -> None:
-    """Verify a backup and put its files in their places, which must be free."""
+    """Verify a backup and put its files in their places, which must be free.
+
+    What shards have erased since the backup is erased from it again: shards of --store, and those whose
+    --shard-data still holds their record of erasures.
+    """
+    shards = folders.shard_data or []
     with screen.step("Restoring"):
-        names = restore_parts(folders.parts(), source)
-    text = f"{len(names)} files restored from {source}"
-    screen.show({"source": str(source), "files": names}, lambda console: console.print(text, highlight=False))
+        done = restore_parts(folders.parts(), source, lambda since_s: find_erasures(store, shards, since_s))
+    if store is None and not any((folder / "erasures").is_dir() for folder in shards):
+        screen.note("nothing says what was erased since the backup; name the store with --store")
+    text = f"{len(done.names)} files restored from {source}, {done.erased} erasures made again"
+    document = {"source": str(source), "files": done.names, "erasures": done.erased}
+    screen.show(document, lambda console: console.print(text, highlight=False))

@@ -31,7 +31,7 @@ from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.admission import RATIO, ShardConfig
+from kintsugi.store.shard.admission import ERASE_GRACE_S, RATIO, ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
@@ -148,6 +148,12 @@ def serve(
         Path | None, typer.Option(help="File of hashed tokens and what each may do; default: anything.")
     ] = None,
     audit_dir: Annotated[Path | None, typer.Option(help="Folder of the audit log.")] = None,
+    protect_metrics: Annotated[
+        bool, typer.Option(help="Show metrics only to tokens with the verb admin on every namespace.")
+    ] = False,
+    erase_grace_s: Annotated[
+        float, typer.Option(help="Seconds after which an erasure cuts the reads and puts that it waits for.")
+    ] = ERASE_GRACE_S,
 ) -> int:
     """Run a shard until interrupted; it drains before it stops."""
     if ack not in ("ram", "durable"):
@@ -159,7 +165,7 @@ def serve(
         data_dir=data_dir,
         ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
-        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token, ratio),
+        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token, ratio, erase_grace_s),
     )
     if ack == "durable" and not spec.ssds:
         raise InvalidField("ack", "durable needs an SSD tier; give --ssd")
@@ -171,6 +177,7 @@ def serve(
         tls=tls.files(),
         insecure=insecure,
         metrics_listen=metrics,
+        protect_metrics=protect_metrics,
         tokens_file=tokens_file,
         audit_dir=audit_dir,
     )

@@ -21,6 +21,8 @@ from kintsugi.store.protocol.callers import Caller, Verb
 
 _DATA = b"data: "
 _CACHED = b'"prompt_tokens_details"'
+_USAGE = b'"usage"'
+_USED = ("prompt_tokens", "completion_tokens")
 CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
@@ -55,6 +57,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._is_stream = False
         self._is_refused = False
         self._pieces = 0
+        self._tokens_used: int | None = None
+        """What a whole answer says of itself."""
 
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
@@ -74,6 +78,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             self._is_refused = item.status >= REFUSED_STATUS_MIN
             return ()
         self._pieces += 1
+        if not self._is_stream:
+            self._tokens_used = tokens_used_in(item)
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
@@ -97,6 +103,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             self.tokens_unused = self.tokens
         elif self._is_stream:  # an event is a token, nearly always
             self.tokens_unused = self.tokens - self.tokens_asked - self._pieces
+        elif self._tokens_used is not None:
+            self.tokens_unused = self.tokens - self._tokens_used
         return () if self._head is None else (self._head,)
 
     async def find_missed(self) -> Sequence[ToSave]:
@@ -109,6 +117,16 @@ def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
     """The accounting in a piece; None if it has none."""
     holder = None if _NAMED not in piece else _holder(_document(piece))
     return None if holder is None else holder[PARAMS_KEY]
+
+
+def tokens_used_in(piece: bytes) -> int | None:
+    """Tokens of the prompt and the answers, as the usage in a piece has them; None if it has none."""
+    document = None if _USAGE not in piece else _document(piece)
+    usage = document.get("usage") if isinstance(document, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    counts: list[Any] = [usage.get(name, 0) for name in _USED]
+    return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
 
 
 def without_times_in(piece: bytes) -> bytes:

@@ -7,16 +7,13 @@ otherwise the chunk is found by key alone.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.gateway.repeating import Repeating
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import Tokenize
 from kintsugi.precompute.documents import DocumentIndex, IndexedChunk
-
-log = logging.getLogger(__name__)
 
 PAGE = 64
 """Chunks per step; between steps the thread is free for others."""
@@ -26,7 +23,7 @@ PERIOD_S = 30.0
 Detokenize = Callable[[Sequence[int]], str]
 
 
-class Learner:
+class Learner(Repeating):
     """Reads an index once, then what is added to it, on an event loop."""
 
     def __init__(
@@ -37,6 +34,7 @@ class Learner:
         detokenize: Detokenize,
         info: Callable[[], Awaitable[EngineInfo]],
     ) -> None:
+        super().__init__("kintsugi-learn", self.step, PERIOD_S)
         self._documents = documents
         self._known = known
         self._tokenize = tokenize
@@ -44,23 +42,8 @@ class Learner:
         self._info = info
         self._fingerprint = ""
         self._after = 0
-        self._task: asyncio.Task[None] | None = None
         self.pause = asyncio.Lock()
         """Held while a page is learnt: whoever erases from the index holds it meanwhile."""
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="kintsugi-learn")
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                while await self.step():
-                    pass
-            except KintsugiError as error:
-                log.info("corpora will be read again in %.0f s: %s", PERIOD_S, error)
-            except Exception:
-                log.exception("corpora cannot be read; next attempt in %.0f s", PERIOD_S)
-            await asyncio.sleep(PERIOD_S)
 
     async def step(self) -> int:
         """Learn a page; return its number of chunks. Raises `Unavailable` if no engine names its model."""
@@ -85,10 +68,3 @@ class Learner:
         text = self._detokenize(chunk.token_ids)
         faithful = tuple(self._tokenize(text)) == chunk.token_ids
         self._known.remember(chunk.namespace, chunk.key, chunk.token_ids, text if faithful else None)
-
-    async def close(self) -> None:
-        """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None

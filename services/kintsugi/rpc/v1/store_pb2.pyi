@@ -765,6 +765,7 @@ class ListErasuresRequest(google.protobuf.message.Message):
     SHARD_ID_FIELD_NUMBER: builtins.int
     LEARNED_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
+    BY_NAMESPACE_FIELD_NUMBER: builtins.int
     after: builtins.int
     """Erasures with higher numbers are listed. Absent: none, only `next` is answered."""
     shard_id: builtins.str
@@ -772,6 +773,8 @@ class ListErasuresRequest(google.protobuf.message.Message):
     learned: builtins.bool
     """List those as well that the shard has learned from another shard."""
     limit: builtins.int
+    by_namespace: builtins.bool
+    """Answer `forgotten_in` instead of `forgotten`."""
     def __init__(
         self,
         *,
@@ -779,12 +782,35 @@ class ListErasuresRequest(google.protobuf.message.Message):
         shard_id: builtins.str = ...,
         learned: builtins.bool = ...,
         limit: builtins.int = ...,
+        by_namespace: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "by_namespace", b"by_namespace", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_after", b"_after"]) -> typing.Literal["after"] | None: ...
 
 global___ListErasuresRequest = ListErasuresRequest
+
+@typing.final
+class ForgottenErasures(google.protobuf.message.Message):
+    """Some erasures are forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    namespaces: builtins.str
+    """A namespace, or a prefix of namespaces that ends in `*`."""
+    number: builtins.int
+    """Erasures of these up to this number may be forgotten."""
+    def __init__(
+        self,
+        *,
+        namespaces: builtins.str = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces", "number", b"number"]) -> None: ...
+
+global___ForgottenErasures = ForgottenErasures
 
 @typing.final
 class ListErasuresResponse(google.protobuf.message.Message):
@@ -794,13 +820,20 @@ class ListErasuresResponse(google.protobuf.message.Message):
     ERASURES_FIELD_NUMBER: builtins.int
     NEXT_FIELD_NUMBER: builtins.int
     FORGOTTEN_FIELD_NUMBER: builtins.int
+    FORGOTTEN_IN_FIELD_NUMBER: builtins.int
     shard_id: builtins.str
     next: builtins.int
     """What `after` is in the next call. As it was: nothing more is there yet."""
     forgotten: builtins.int
-    """Erasures up to this number are forgotten."""
+    """Erasures up to this number may be forgotten, of any namespace. A shard that knows `by_namespace` leaves it
+    0 where it is asked for that.
+    """
     @property
     def erasures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Erasure]: ...
+    @property
+    def forgotten_in(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForgottenErasures]:
+        """With `by_namespace`: what is forgotten of the erasures after `after`."""
+
     def __init__(
         self,
         *,
@@ -808,8 +841,9 @@ class ListErasuresResponse(google.protobuf.message.Message):
         erasures: collections.abc.Iterable[global___Erasure] | None = ...,
         next: builtins.int = ...,
         forgotten: builtins.int = ...,
+        forgotten_in: collections.abc.Iterable[global___ForgottenErasures] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "forgotten", b"forgotten", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "forgotten", b"forgotten", "forgotten_in", b"forgotten_in", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
 
 global___ListErasuresResponse = ListErasuresResponse
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import InvalidField, VersionMismatch
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure
 
 ERASE_TIMEOUT_S = 600.0
@@ -22,15 +23,18 @@ class ShardErasures:
     erasures: Sequence[Erasure]
     next: int
     """The number after which the next ones come."""
-    forgotten: int
-    """Those up to this number are forgotten."""
+    forgotten: Mapping[str, int]
+    """Up to which number some may be forgotten, by pattern: a namespace, or a prefix that ends in `*`."""
 
 
 def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
     erasures = [
         Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
     ]
-    return ShardErasures(answer.shard_id, erasures, answer.next, answer.forgotten)
+    forgotten = {one.namespaces: one.number for one in answer.forgotten_in}
+    if answer.forgotten:  # the shard is of an earlier version
+        forgotten = {EVERY_NAMESPACE: answer.forgotten}
+    return ShardErasures(answer.shard_id, erasures, answer.next, forgotten)
 
 
 def places_of(answer: pb.DeleteResponse | pb.ClearResponse, address: str) -> list[ErasedPlace]:

@@ -470,11 +470,11 @@ class GrpcStore(ChunkStore):
         """Those after a number that the shard with this id gave; of another shard all. None: none, only the
         latest number. A shard of an earlier version has none. With `learned`: those as well that the shard
         has learned from others."""
-        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned)
+        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, by_namespace=True)
         try:
             return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
         except VersionMismatch:
-            return ShardErasures(shard_id, (), after or 0, 0)
+            return ShardErasures(shard_id, (), after or 0, {})
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kintsugi.core.errors import (
     InvalidField,
+    NotFound,
     PermissionDenied,
     ResourceExhausted,
     Unavailable,
@@ -54,9 +55,9 @@ RETRIES_MAX = 1
 RETRY_WAIT_S = 0.02
 """Mean of the jittered wait before a retry."""
 
-READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted)
-"""Errors that make a stream try the next owner: a shard with too many streams is healthy, but a replica may
-have the chunks as well."""
+READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted, NotFound)
+"""Errors that make a stream try the next owner: a shard with too many streams, or one where an erasure cut
+the stream, is healthy, but a replica may have the chunks as well."""
 
 Answer = TypeVar("Answer")
 Part = TypeVar("Part")

@@ -20,11 +20,16 @@ def make_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder survive a power loss. Raises `OSError`."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Make the bytes of a file, or the names in a folder, survive a power loss. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def write_durably(file: Path, data: bytes) -> None:

@@ -72,6 +72,7 @@ NEEDS: Mapping[str, Need] = {
 class _Call:
     """One call, as far as it is known."""
 
+    verb: Verb | None
     caller: str = ""
     namespace: str = ""
     keys: tuple[str, ...] = ()
@@ -90,7 +91,7 @@ class ShardGuard:
 
         Raises `Unauthenticated`, `PermissionDenied`, and `InvalidField` for an invalid namespace.
         """
-        call, result, text = _Call(), "OK", ""
+        call, result, text = _Call(NEEDS[rpc].verb), "OK", ""
         try:
             caller = self._identify(context)
             call.caller = caller.name
@@ -110,9 +111,8 @@ class ShardGuard:
             raise
         finally:
             if self._audit is not None and (NEEDS[rpc].is_audited or text):
-                verb = NEEDS[rpc].verb
                 self._audit.write(
-                    AuditEntry(rpc, result, call.caller, verb, call.namespace, call.keys, error=text)
+                    AuditEntry(rpc, result, call.caller, call.verb, call.namespace, call.keys, error=text)
                 )
 
     def _identify(self, context: Any) -> Caller:
@@ -141,7 +141,8 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
     call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]
     call.keys = _keys_in(request)
     if isinstance(request, pb.VerifyRequest) and request.failed_salts:  # every copy of these chunks goes
-        caller.require(Verb.DELETE)
+        call.verb = Verb.DELETE
+        caller.authorize(request.namespace, Verb.DELETE)
     match need.scope:
         case Reach.NAMESPACE:
             caller.authorize(request.namespace, need.verb)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from kintsugi.store.replication.decisions import owners_of, receivers_of
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.workers.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ SETTLE_S = 30.0
 COPY_BYTES_PER_S = 64 << 20
 
 
-class Replicator:
-    """Runs `turn` every `turn_s` until `stop`. If its thread dies, the shard fails."""
+class Replicator(Turns):
+    """Copies one shard's chunks, a turn each `turn_s`."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Replicator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes the directory over: `stop` closes it."""
+        super().__init__(shard, "kintsugi-copies", turn_s)
         self.sent_chunks = 0
         """Chunks that another shard took."""
-        self._shard = shard
         self._directory = directory
         self._options = options
         self._bytes_per_turn = bytes_per_s * turn_s
-        self._turn_s, self._settle_s, self._round_s = turn_s, settle_s, round_s
+        self._settle_s, self._round_s = settle_s, round_s
         self._clock = clock
         self._budget_bytes = 0.0
         self._peers: dict[ShardAddress, GrpcStore] = {}
@@ -66,11 +66,6 @@ class Replicator:
         self._due_s = math.inf
         """When the next round begins."""
         self._round: Iterator[None] | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kintsugi-copies", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """Ends the copy under way by closing its connection."""
@@ -78,15 +73,7 @@ class Replicator:
         self._directory.close()
         for peer in list(self._peers.values()):
             peer.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(self._turn_s):
-                self.turn()
-        except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
-            if not self._stop.is_set():
-                self._shard.table.fail(error)
+        super().stop()
 
     def turn(self) -> None:
         """Go on with the round, or begin one that is due."""

@@ -21,6 +21,9 @@ DELETIONS_MAX = 100_000
 RATIO = 0.15
 """The ratio that engines blend with unless told otherwise."""
 
+ERASE_GRACE_S = 2.0
+"""Longer than a client that reads needs for its chunks."""
+
 
 @dataclass(frozen=True)
 class ShardConfig:
@@ -37,7 +40,12 @@ class ShardConfig:
     """Share of a chunk's prefill that a blend computes, in (0, 1]. A tier is fast enough for a chunk if
     loading it hides behind that share."""
 
+    erase_grace_s: float = ERASE_GRACE_S
+    """How long an erasure lets clients finish the reads and puts of its chunks before it cuts them."""
+
     def __post_init__(self) -> None:
+        if not (self.erase_grace_s >= 0 and math.isfinite(self.erase_grace_s)):
+            raise InvalidField("erase_grace_s", f"{self.erase_grace_s} is not a duration")
         if not 0 < self.ratio <= 1:
             raise InvalidField("ratio", f"{self.ratio} is outside (0, 1]")
         if not (self.recompute_ms_per_token >= 0 and math.isfinite(self.recompute_ms_per_token)):

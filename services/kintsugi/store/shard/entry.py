@@ -120,6 +120,8 @@ class ChunkEntry:
     uses: int = 0
     used_at_s: float = 0.0
     """Unix seconds: when it was put or last used."""
+    moved_s: float = -math.inf
+    """When it last began to move to another SSD tier by being read, on the shard's monotonic clock."""
 
     @property
     def address(self) -> Address:

@@ -154,9 +154,9 @@ def order_again(entry: ChunkEntry, residence: Residence) -> None:
 # Write-back
 
 
-def begin_write(entry: ChunkEntry, leaving: bool = False) -> WriteJob:
+def begin_write(entry: ChunkEntry, leaving: bool = False, now_s: float = 0.0) -> WriteJob:
     """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards. A disk copy that
-    there is already gives way to the new one."""
+    there is already gives way to the new one: the chunk moves. `now_s`: on a monotonic clock."""
     assert entry.ram is not None
     assert not entry.is_loading
     assert not leaving or entry.disk is None
@@ -166,6 +166,8 @@ def begin_write(entry: ChunkEntry, leaving: bool = False) -> WriteJob:
     job = WriteJob(entry, entry.ram)
     entry.writing = job.done
     entry.leaving = leaving
+    if entry.disk is not None:
+        entry.moved_s = now_s
     return job
 
 

@@ -10,9 +10,11 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.audit import AuditLog
 from kintsugi.store.protocol.readiness import with_readiness
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
+from kintsugi.store.protocol.wsgi_access import require_admin
 from kintsugi.store.shard.shard import Shard
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -61,12 +63,19 @@ class ShardMetrics:
         address: str,
         why_not_ready: Callable[[], str] = lambda: "",
         warning: Callable[[], str] = lambda: "",
+        access: Access | None = None,
     ) -> Any:
         """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller shuts it down.
-        Raises `InvalidField`, `OSError`."""
+        `access`: by which scrapes need the verb `admin`; None: anyone may scrape. Raises `InvalidField`,
+        `OSError`."""
         host, port = parse_address("metrics", address)
-        server, _ = start_http_server(port, host, self.registry)
-        server.set_app(with_readiness(make_wsgi_app(self.registry), why_not_ready, warning))
+        metrics = make_wsgi_app(self.registry)
+        app = with_readiness(
+            metrics if access is None else require_admin(metrics, access), why_not_ready, warning
+        )
+        # It answers from its first moment on, which is before this function could replace what it serves.
+        server, _ = start_http_server(port, host, CollectorRegistry())
+        server.set_app(app)
         return server
 
 

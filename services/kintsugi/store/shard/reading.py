@@ -75,3 +75,8 @@ class Reading:
     """The chunks that one stream reads; None for an absent one."""
 
     chunks: Sequence[HeldChunk | None]
+
+    @property
+    def holds_forgotten(self) -> bool:
+        """Whether it keeps the bytes of a chunk from being freed that is forgotten, or has moved."""
+        return any(chunk is not None and chunk.residence.condemned for chunk in self.chunks)

@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION_SERVICE
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
-from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
@@ -54,6 +54,8 @@ class ServerOptions:
     """Listen beyond loopback without TLS."""
     metrics_listen: str = ""
     """`host:port` of the endpoint for Prometheus and readiness probes; empty: none."""
+    protect_metrics: bool = False
+    """Whether that endpoint's metrics need a token with the verb `admin` on every namespace."""
     not_yet: Callable[[], str] = lambda: ""
     """What the shard still waits for before a readiness probe succeeds; empty: nothing."""
     tokens_file: Path | None = None
@@ -63,6 +65,10 @@ class ServerOptions:
     """Folder of the shard's audit log; None: none is written."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
+
+    def __post_init__(self) -> None:
+        if self.protect_metrics and self.tokens_file is None:
+            raise InvalidField("protect_metrics", "needs a tokens file, which says who may read them")
 
 
 class ShardServer:
@@ -134,9 +140,10 @@ class ShardServer:
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
         self._reported_s = time.monotonic()
-        if self._options.metrics_listen:
+        if options.metrics_listen:
+            access = open_access(options.tokens_file) if options.protect_metrics else None
             self._metrics_server = service.metrics.serve(
-                self._options.metrics_listen, self.why_not_ready, self._warning
+                options.metrics_listen, self.why_not_ready, self._warning, access
             )
             host, port = self._metrics_server.server_address[:2]
             self.metrics_address = f"{host}:{port}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -35,6 +35,7 @@ from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
+from kintsugi.store.shard.erasure.records import ErasureRange
 from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.metrics import ShardMetrics
@@ -167,10 +168,13 @@ class ChunkStoreService:
         if put is None:
             return await self._present(manifest, durable)
         try:
-            while not self._take(put, await _next_message(messages)):
-                pass
-        except BaseException:
+            async with self._cut_by_erasures(manifest.namespace, [manifest.key], lambda: put.is_erased):
+                while not self._take(put, await _next_message(messages)):
+                    pass
+        except BaseException as error:
             self.shard.abort(put)
+            if isinstance(error, _Cut):
+                return pb.PutChunkKVResponse(inserted=False)
             raise
         committed = self.shard.commit(put)
         if not committed.inserted:
@@ -231,13 +235,31 @@ class ChunkStoreService:
 
     @_answers
     async def stream_layers(self, request: pb.StreamLayersRequest, context: Any) -> None:
-        with self._open_stream(request) as stream, self._room_for_messages(stream.message_bytes_max):
-            await stream.write_frames(context)
+        async with self._open_stream(request) as stream:
+            with self._room_for_messages(stream.message_bytes_max):
+                await stream.write_frames(context)
         self.bytes_read["grpc"] += stream.bytes_sent
 
-    @contextmanager
-    def _open_stream(self, request: pb.StreamLayersRequest) -> Iterator[LayerStream]:
-        """Hold the chunks of a request in place for the `with` block."""
+    @asynccontextmanager
+    async def _cut_by_erasures(
+        self, namespace: str, keys: Sequence[ChunkKey], is_in_the_way: Callable[[], bool]
+    ) -> AsyncIterator[None]:
+        """End the `with` block with `_Cut` once an erasure of the chunks has waited for it too long.
+        `is_in_the_way`: as in `Holders.add`."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as timer:
+                cut = partial(_end_now, loop, timer)
+                with self.shard.holders.add([(namespace, key) for key in keys], is_in_the_way, cut):
+                    yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise _Cut(f"chunks of {namespace!r} were erased while they were in use; compute them") from None
+
+    @asynccontextmanager
+    async def _open_stream(self, request: pb.StreamLayersRequest) -> AsyncIterator[LayerStream]:
+        """Hold the chunks of a request in place for the `with` block. Raises `_Cut`."""
         keys = wire.keys_from_wire(request.keys)
         if request.prior and request.layer_start:
             raise InvalidField("layer_start", f"{request.layer_start}; priors come before layer 0")
@@ -245,7 +267,8 @@ class ChunkStoreService:
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
-            yield LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
+            async with self._cut_by_erasures(request.namespace, keys, lambda: reading.holds_forgotten):
+                yield LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
         finally:
             self.shard.close_reading(reading)
 
@@ -282,7 +305,7 @@ class ChunkStoreService:
     @_answers
     async def lease_layers(self, message: pb.LeaseLayersRequest, context: Any) -> None:
         _, arena = self._shared()
-        with self._open_stream(message.request) as stream:
+        async with self._open_stream(message.request) as stream:
             lease = arena.begin_lease()
             header = pb.LeaseLayersResponse(
                 lease_s=LEASE_S_MAX,
@@ -344,13 +367,19 @@ class ChunkStoreService:
     @_answers
     async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
         erasures = self.shard.erasures
-        answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id, forgotten=erasures.forgotten)
-        if not request.HasField("after"):
-            answer.next = erasures.newest
-            return answer
-        after = request.after if request.shard_id == self.shard.shard_id else 0
-        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
-        found = erasures.after(after, limit, request.learned)
+        answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id)
+        if request.HasField("after"):
+            after = request.after if request.shard_id == self.shard.shard_id else 0
+            limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+            found = erasures.after(after, limit, request.learned)
+        else:
+            after = erasures.newest
+            found = ErasureRange((), after, erasures.forgotten)
+        if request.by_namespace:
+            missed = ((pattern, number) for pattern, number in found.forgotten.items() if number > after)
+            answer.forgotten_in.extend(pb.ForgottenErasures(namespaces=p, number=n) for p, n in missed)
+        else:
+            answer.forgotten = max(found.forgotten.values(), default=0)
         answer.next = found.next
         answer.erasures.extend(
             pb.Erasure(namespace=one.namespace, key=one.key.digest if one.key else b"", at_s=one.at_s)
@@ -430,6 +459,21 @@ class ChunkStoreService:
                 made = grpc.unary_unary_rpc_method_handler(handler, parse, _serialize_response)
             handlers[rpc.name] = made
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
+
+
+class _Cut(NotFound):
+    """An erasure ended the call."""
+
+
+def _end_now(loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
+    """Have a block with a timer end, from another thread."""
+
+    def expire() -> None:
+        with suppress(RuntimeError):  # it has ended
+            timer.reschedule(loop.time())
+
+    with suppress(RuntimeError):  # the server, and with it the call, has ended
+        loop.call_soon_threadsafe(expire)
 
 
 def _serialize_response(message: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 
 import lmdb
@@ -21,6 +21,8 @@ from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry
+from kintsugi.store.shard.erasure.forgetting import matches
+from kintsugi.store.shard.erasure.holders import Holders
 from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
+CUT_PERIOD_S = 1.0
+"""Time between two attempts of an erasure to cut the calls that it waits for."""
 CLOCKS_DIFFER_S = 60.0
 """So much may the clock of who asks for an erasure be ahead of the shard's."""
 
@@ -65,6 +69,8 @@ class Shard:
         self.reports = Reports(None if home is None else home.path / "reports")
         self.erasures = Erasures(None if home is None else home.path / "erasures")
         self._wall_clock = wall_clock
+        self.holders = Holders()
+        self._erase_grace_s = (config or ShardConfig()).erase_grace_s
         self._wiper = Shared()
         self._uses = Uses(None if home is None or not disks else home.path / "uses")
         self._home = home
@@ -183,8 +189,9 @@ class Shard:
     def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> ErasedHere:
         """Delete chunks, leave nothing of their bytes, and record that they were erased.
 
-        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too. Raises
-        `DeadlineExceeded` and `Unavailable`; then the chunks are not found any more, but may be there.
+        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too; calls that keep it
+        waiting for longer than `ShardConfig.erase_grace_s` are cut. Raises `DeadlineExceeded` and
+        `Unavailable`; then the chunks are not found any more, but may be there.
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
@@ -203,22 +210,34 @@ class Shard:
         flushed, late = wait(self.flush_writers(), timeout_s)
         for one in flushed:
             one.result()
-        if late or not self.table.await_free(scope, deadline_s - time.monotonic()):
-            raise DeadlineExceeded(
-                f"chunks of {scope.namespace!r} are not found any more, but still in use; erase them again"
-            )
+        wait_s = self._erase_grace_s
+        while late or not self.table.await_free(scope, min(wait_s, deadline_s - time.monotonic())):
+            if late or time.monotonic() >= deadline_s:
+                still_there = f"chunks of {scope.namespace!r} are not found any more, but still in use"
+                raise DeadlineExceeded(f"{still_there}; erase them again")
+            self.holders.cut(scope)
+            wait_s = CUT_PERIOD_S  # one may have begun to hold its chunks just before they were forgotten
         self._wiper.run(self._wipe_tiers)
         return removed
 
-    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: int) -> None:
+    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: Mapping[str, int]) -> None:
         """Erase what another shard has recorded and this one has missed.
 
-        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on;
-        it has forgotten those up to `forgotten`. Where some of these were not seen, nobody knows what was
-        erased, and every chunk goes. Raises as `erase` does."""
-        if forgotten > self.erasures.seen_of(peer):
-            log.warning("shard %s has forgotten erasures that this shard missed: all chunks go", peer)
-            for namespace in {entry.manifest.namespace for entry in self.table.entries()}:
+        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on.
+        `forgotten`: up to which number it may have forgotten some, by pattern of their namespaces. Where some
+        of these were not seen, nobody knows what was erased, and every chunk of those namespaces goes. Raises
+        as `erase` does."""
+        seen_before = self.erasures.seen_of(peer)
+        missed_in = [pattern for pattern, number in forgotten.items() if number > seen_before]
+        if missed_in:
+            held = {entry.manifest.namespace for entry in self.table.entries()}
+            doomed = sorted(name for name in held if any(matches(one, name) for one in missed_in))
+            log.warning(
+                "shard %s has forgotten erasures that this shard missed: all chunks of %d namespaces go",
+                peer,
+                len(doomed),
+            )
+            for namespace in doomed:
                 self.wipe(Scope(namespace))
         missed = [erasure for erasure in erasures if not self.erasures.is_known(erasure)]
         for scope in scopes_of(missed):

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
@@ -40,6 +41,7 @@ from kintsugi.store.shard.work import (
     WriteJob,
     WriteQueue,
     find_faster_queue,
+    run_in_turn,
     speeds_of,
 )
 
@@ -81,7 +83,6 @@ class EntryTable:
         self._room = Room(self._index, ram, self.queues, config, self.shares, self.reuse, transitions)
         self._loads = LoadQueue()
         self._puts: set[ChunkPut] = set()
-        """Those under way."""
         self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -348,7 +349,7 @@ class EntryTable:
     # Write-back
 
     def _begin_write(self, entry: ChunkEntry, queue: WriteQueue, leaving: bool = False) -> Future[None]:
-        job = life.begin_write(entry, leaving)
+        job = life.begin_write(entry, leaving, self._clock())
         queue.add(job)
         self._changed.notify_all()
         return job.done
@@ -385,10 +386,14 @@ class EntryTable:
             return sum(one.chunk_bytes for one in unwritten if self.shares.may_be_on_ssd(one))
 
     def flush(self) -> list[Future[None]]:
-        """Done once every put and deletion until now is on disk."""
+        """Done, tier by tier, once every put and deletion until now is on disk. A tier comes after the one
+        above it: that one's writer may be moving down what was deleted meanwhile."""
+        return run_in_turn([partial(self._flush_tier, queue) for queue in self.queues])
+
+    def _flush_tier(self, queue: WriteQueue) -> Future[None]:
         with self._lock:
             self._changed.notify_all()
-            return [queue.add_flush() for queue in self.queues]
+            return queue.add_flush()
 
     def next_writes(self, queue: WriteQueue) -> WriteBatch | None:
         """Wait for work and take it; None once the queue is closed and empty."""
@@ -555,10 +560,12 @@ class EntryTable:
         """A step has ended. `lost`: why the bytes could not be read, or empty."""
         with self._lock:
             entry = step.load.entry
-            hides_s = self._config.hides_s(entry.recompute_ms)
+            hides_s, now_s = self._config.hides_s(entry.recompute_ms), self._clock()
             if life.advance_load(step, lost):
                 self._quarantine(entry)
-            elif not self.draining and (queue := find_faster_queue(self.queues, entry, hides_s)):
+            elif not self.draining and (
+                queue := find_faster_queue(self.queues, entry, hides_s, now_s, self._demoting)
+            ):
                 self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:

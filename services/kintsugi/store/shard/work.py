@@ -6,7 +6,7 @@ The queues are plain data, not thread-safe: only the table calls them, under its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,6 +18,9 @@ from kintsugi.store.shard.tiers.disk_tier import DiskTier
 WRITE_BATCH_BYTES_MAX = 128 << 20
 QUEUE_SHARE_MAX = 0.25
 """Largest share of RAM that may wait for one SSD tier; puts wait beyond it."""
+MOVE_REST_S = 600.0
+"""Least time from one move of a chunk that is read often to the next. Speeds waver, and what moves up may be
+demoted again: a chunk must not be written back and forth at the rate of its reads."""
 LOAD_STEP_BYTES = 4 << 20
 """Bytes that a promotion reads in one turn."""
 
@@ -27,6 +30,25 @@ def uncancellable_future() -> Future[None]:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None]]:
+    """Begin each piece of work once the one before has ended, however it did; a future for each."""
+    futures = [uncancellable_future() for _ in begin]
+
+    def begin_next(index: int) -> None:
+        if index < len(begin):
+            begin[index]().add_done_callback(lambda done: end(index, done.exception()))
+
+    def end(index: int, failure: BaseException | None) -> None:
+        begin_next(index + 1)
+        if failure is None:
+            futures[index].set_result(None)
+        else:
+            futures[index].set_exception(failure)
+
+    begin_next(0)
+    return futures
 
 
 @dataclass(eq=False)
@@ -127,14 +149,24 @@ def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
     return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
 
 
-def find_faster_queue(queues: Sequence[WriteQueue], entry: ChunkEntry, hides_s: float) -> WriteQueue | None:
+def find_faster_queue(
+    queues: Sequence[WriteQueue],
+    entry: ChunkEntry,
+    hides_s: float,
+    now_s: float,
+    demoting: Collection[Eviction],
+) -> WriteQueue | None:
     """The queue of the tier that a chunk moves to once it has been read; None where it stays.
 
-    It stays where its tier is fast enough, it is not read often, or RAM does not hold all of it. While the
-    other tier's queue is full, it stays, too: the next read asks again. `hides_s`: how long a load of it
-    hides behind its blend.
+    It stays where its tier is fast enough, it is not read often, it moved less than `MOVE_REST_S` ago, or RAM
+    does not hold all of it. While the other tier's queue is full, it stays, too: the next read asks again.
+    While it is among those `demoting`, it stays, because one tier must not be given two copies: the catalog
+    names one by the chunk's address. `hides_s`: how long a load of it hides behind its blend. `now_s`: on the
+    clock of `ChunkEntry.moved_s`.
     """
-    if entry.disk is None or entry.ram is None or entry.is_loading:
+    if entry.disk is None or entry.ram is None or entry.is_loading or now_s < entry.moved_s + MOVE_REST_S:
+        return None
+    if any(eviction.entry is entry for eviction in demoting):
         return None
     if entry.writing is not None or entry.uses < READS_OFTEN:
         return None

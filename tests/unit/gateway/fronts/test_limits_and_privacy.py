@@ -302,6 +302,37 @@ def test_a_number_that_no_answer_reaches_does_not_use_up_a_rate(script: Any) -> 
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("usage", "used"),
+    [
+        (USAGE, 11),
+        ({"prompt_tokens": 9, "completion_tokens": 5000}, 5009),
+        ({"prompt_tokens": 9}, 9),
+        ({"prompt_tokens": "9"}, None),
+        ({"completion_tokens": -(10**9)}, None),
+        (None, None),
+    ],
+)
+def test_a_whole_answer_is_charged_what_it_says_it_used(usage: Any, used: int | None) -> None:
+    """The request does not bound its answer, so it was first charged for an answer of assumed length."""
+
+    async def body() -> None:
+        whole = json.dumps({"choices": [], "usage": usage}).encode()
+        gateway = gateway_over(
+            ScriptedBackend(lambda call: [JSON, whole]), access=Tokens(limited(tokens_per_s=10_000))
+        )
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
+        (account,) = gateway.shares.accounts
+        assert account.tokens_charged > ANSWER_TOKENS_ASSUMED
+        expected = account.tokens_charged if used is None else used
+        assert account.tokens_charged - account.tokens_unused == expected
+        await gateway.close()
+
+    run(body)
+
+
 def test_a_request_that_got_nothing_is_charged_nothing() -> None:
     """An engine that refused it, none that answered, or no room in the queue."""
 

@@ -48,6 +48,16 @@ def test_a_request_that_is_too_large_makes_no_large_line(log: AuditLog) -> None:
     assert {len(key) for key in line["keys"]} == {2 * wire.DIGEST_BYTES}
 
 
+@pytest.mark.parametrize(("salts", "verb"), [([], "generate"), ([bytes(16)], "delete")])
+def test_a_report_of_wrong_tags_is_written_as_the_deletion_that_it_is(
+    log: AuditLog, salts: list[bytes], verb: str
+) -> None:
+    request = pb.VerifyRequest(namespace="acme", keys=[bytes(32)], failed_salts=salts)
+    with ShardGuard(Access(), log).admit("verify", request, NoMetadata()):
+        pass
+    assert [(line["method"], line["verb"]) for line in lines(log)] == [("verify", verb)]
+
+
 @pytest.mark.parametrize(
     ("error", "result"), [(asyncio.CancelledError(), "CANCELLED"), (ZeroDivisionError(), "INTERNAL")]
 )

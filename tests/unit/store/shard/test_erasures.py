@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.erasure import records as erasures_module
+from kintsugi.store.shard.erasure.forgetting import MARKS_MAX, add_marks, find_mark
 from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
@@ -106,7 +110,7 @@ def test_an_erased_namespace_makes_room_instead_of_taking_it(monkeypatch: pytest
     erasures = Erasures(None)
     erasures.record([one(1, 1.0, "other"), *(one(number, 2.0) for number in range(3))])
     erasures.record([Erasure("acme", None, 3.0)])
-    assert erasures.forgotten == 0
+    assert erasures.forgotten == {}
     assert erasures.is_known(one(1, 1.0, "other"))
 
 
@@ -131,11 +135,85 @@ def test_the_oldest_are_forgotten_and_that_is_remembered(
     erasures = Erasures(tmp_path / "erasures")
     for number in range(5):
         erasures.record([one(number, float(number))])
-    assert (len(erasures), erasures.forgotten) == (3, 2)
+    assert (len(erasures), erasures.forgotten) == (3, {"acme": 2})
     erasures.close()
     again = Erasures(tmp_path / "erasures")
-    assert (len(again), again.forgotten, again.newest) == (3, 2, 5)
+    assert (len(again), again.forgotten, again.newest) == (3, {"acme": 2}, 5)
     again.close()
+
+
+def test_a_flood_of_erasures_costs_the_namespace_that_sends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 40)
+    erasures = Erasures(tmp_path / "erasures")
+    erasures.record([one(1, 1.0, "other"), Erasure("third", None, 1.0)])
+    for number in range(200):
+        erasures.record([one(number, 2.0 + number, "flood")])
+    for number in range(100):
+        erasures.record([one(1, 300.0, f"many/{number}")])
+    assert len(erasures) <= 40
+    erasures.close()
+    again = Erasures(tmp_path / "erasures")
+    assert again.newest == 302
+    assert again.is_known(one(1, 1.0, "other"))
+    assert again.is_known(one(1, 1.0, "third"))
+    assert not again.is_known(one(0, 2.0, "flood"))
+    assert not again.cover(("other", key(1)), 1), "a copy that saw its erasure is taken"
+    assert again.cover(("flood", key(250)), 1), "nobody knows whether it was erased"
+    assert {"other", "third"}.isdisjoint(again.forgotten)
+    again.close()
+
+
+def test_marks_are_bounded_and_join_a_tenants_namespaces_first() -> None:
+    marks = add_marks({"old": 1}, {2 + number: f"tenant/{number}" for number in range(MARKS_MAX)})
+    assert marks == {"old": 1, "tenant/*": MARKS_MAX + 1}
+    assert find_mark(marks, "tenant/7") == MARKS_MAX + 1
+    assert find_mark(marks, "tenant") == 0
+    many = add_marks({}, {number: f"tenant{number}" for number in range(1, 2 * MARKS_MAX)})
+    assert len(many) <= MARKS_MAX
+    assert all(find_mark(many, f"tenant{number}") >= number for number in range(1, 2 * MARKS_MAX))
+    assert find_mark(many, "unheard") < MARKS_MAX * 2 - 1, "who saw the later ones keeps what it holds"
+
+
+def test_a_folder_of_an_earlier_version_forgot_something_of_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 3)
+    value = struct.Struct("<dQ?")
+    with lmdb.open(str(tmp_path)) as old, old.begin(write=True) as transaction:
+        transaction.put(b"\0forgotten", struct.pack("<Q", 7))
+        transaction.put(b"\0peer\0b", struct.pack("<Q", 5))
+        for number in range(3):
+            transaction.put(b"acme\0" + key(number).digest, value.pack(1.0, 8 + number, False))
+    erasures = Erasures(tmp_path)
+    assert (erasures.forgotten, erasures.newest, erasures.seen_of("b")) == ({"*": 7}, 10, 5)
+    erasures.record([one(4, 2.0)])
+    erasures.close()
+    with lmdb.open(str(tmp_path)) as back, back.begin() as transaction:
+        highest = transaction.get(b"\0forgotten")
+        assert highest == struct.pack("<Q", 8), "an earlier version takes it for everybody's"
+        stored = {name: data for name, data in transaction.cursor() if name != b"\0forgotten"}
+        sizes = {8 if name.startswith(b"\0peer\0") else value.size for name in stored}
+        assert {len(data) for data in stored.values()} == sizes, "an earlier version can read each"
+    again = Erasures(tmp_path)
+    assert again.forgotten == {"*": 7, "acme": 8}
+    again.close()
+
+
+def test_a_shard_that_missed_a_flood_gives_up_that_namespace_alone(shard: Shard) -> None:
+    for namespace in ("acme", "team/a", "other"):
+        manifest, frames = make_chunk(range(8))
+        manifest = replace(manifest, namespace=namespace)
+        put = shard.begin_put(manifest)
+        assert put is not None
+        for layer, frame in enumerate(frames):
+            put.write(layer, memoryview(frame))
+        shard.commit(put)
+    shard.obey("b", [], seen=9, forgotten={"acme": 3, "team/*": 4, "other": 0})
+    assert {entry.manifest.namespace for entry in shard.table.entries()} == {"other"}
+    shard.obey("b", [], seen=20, forgotten={"other": 9})
+    assert len(shard) == 1, "it had seen those"
 
 
 def test_a_shard_that_was_away_obeys_once(shard: Shard) -> None:
@@ -155,19 +233,19 @@ def test_a_shard_that_was_away_obeys_once(shard: Shard) -> None:
     for index in range(3):
         put(index)
     missed = [Erasure("acme", manifests[0][0].key, 1.0)]
-    shard.obey("b", missed, seen=1, forgotten=0)
+    shard.obey("b", missed, seen=1, forgotten={})
     assert held() == [False, True, True]
     put(0)
-    shard.obey("b", missed, seen=1, forgotten=0)
-    shard.obey("c", missed, seen=4, forgotten=0)
+    shard.obey("b", missed, seen=1, forgotten={})
+    shard.obey("c", missed, seen=4, forgotten={})
     assert held() == [True, True, True], "what was put again stays"
     shard.erase(Scope.of("acme", [manifests[1][0].key]), 2.0)
     put(1)
-    shard.obey("b", [Erasure("acme", manifests[1][0].key, 2.0)], seen=2, forgotten=0)
+    shard.obey("b", [Erasure("acme", manifests[1][0].key, 2.0)], seen=2, forgotten={})
     assert held() == [True, True, True], "it had erased this itself"
-    shard.obey("b", [], seen=9, forgotten=2)
+    shard.obey("b", [], seen=9, forgotten={"*": 2})
     assert held() == [True, True, True], "it has seen those that are forgotten"
-    shard.obey("b", [], seen=20, forgotten=12)
+    shard.obey("b", [], seen=20, forgotten={"*": 12})
     assert held() == [False, False, False], "nobody knows what it missed"
 
 

@@ -2,8 +2,9 @@
 
 An erasure names a namespace or a chunk by its key and holds nothing of the chunk. Records are numbered in the
 order in which they came; the latest of a chunk or namespace replaces the one before, and one of a namespace
-replaces those of its chunks. They are in memory, and in the data directory if there is one. The oldest beyond
-`ERASURES_MAX` are forgotten: a shard that has not seen them when it returns has to give up all that it holds.
+replaces those of its chunks. They are in memory, and in the data directory if there is one. Beyond
+`ERASURES_MAX` the namespaces that recorded the most forget their oldest (`forgetting`): a shard that has not
+seen these when it returns has to give up what it holds of those namespaces.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,20 @@ import lmdb
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.private_files import PRIVATE_MODE
 from kintsugi.store.shard.entry import Address
+from kintsugi.store.shard.erasure.forgetting import (
+    add_marks,
+    choose_to_forget,
+    find_mark,
+)
 
 ERASURES_MAX = 200_000
+FORGOTTEN_AT_ONCE = 1 / 8
+"""Share of `ERASURES_MAX` that makes room at a time: choosing looks at all that is recorded."""
 AFTER_S = 1e-3
 """So much later than the last erasure of the same chunk does a new one count as asked for, at least: the
 clocks of those who ask may differ."""
@@ -32,8 +41,10 @@ _MAP_BYTES = 1 << 30
 _VALUE = struct.Struct("<dQ?")
 """When it was asked for, its number, and whether another shard told of it."""
 _FORGOTTEN = b"\0forgotten"
+"""The highest of all marks. Earlier versions know no other, and take it for one of every namespace."""
 _PEER = b"\0peer\0"
-"""Prefixes of names that no namespace can have."""
+_MARK = _PEER + b"\0forgotten\0"
+"""Prefixes of names that no namespace can have. Earlier versions read a mark as a peer that never asks."""
 _NUMBER = struct.Struct("<Q")
 
 _Name = tuple[str, ChunkKey | None]
@@ -53,6 +64,8 @@ class ErasureRange:
     erasures: Sequence[Erasure]
     next: int
     """The number up to which they were looked at."""
+    forgotten: Mapping[str, int]
+    """As `Erasures.forgotten`, at the same moment."""
 
 
 class Erasures:
@@ -63,8 +76,8 @@ class Erasures:
         self._records: dict[_Name, _Record] = {}
         self._order: dict[int, _Name] = {}
         """Names by number, in ascending order."""
-        self.forgotten = 0
-        """Erasures up to this number are forgotten."""
+        self.forgotten: dict[str, int] = {}
+        """Up to which number erasures may be forgotten, by pattern (`forgetting`). Replaced, not changed."""
         self._peers: dict[str, int] = {}
         self._env = None
         if folder is not None:
@@ -72,21 +85,26 @@ class Erasures:
             self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
             sync_folder(folder)
             self._load(self._env)
-        self._last = max(self._order, default=self.forgotten)
+        self._last = max([*self._order, *self.forgotten.values()], default=0)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def _load(self, env: lmdb.Environment) -> None:
+        highest = 0
         with env.begin() as transaction:
             for name, value in transaction.cursor():
                 if name == _FORGOTTEN:
-                    (self.forgotten,) = _NUMBER.unpack(value)
+                    (highest,) = _NUMBER.unpack(value)
+                elif name.startswith(_MARK):
+                    (self.forgotten[name[len(_MARK) :].decode()],) = _NUMBER.unpack(value)
                 elif name.startswith(_PEER):
                     (self._peers[name[len(_PEER) :].decode()],) = _NUMBER.unpack(value)
                 else:
                     at_s, number, learned = _VALUE.unpack(value)
                     self._records[_decode_name(name)] = _Record(at_s, number, learned)
+        if highest > max(self.forgotten.values(), default=0):  # an earlier version forgot the oldest of all
+            self.forgotten[EVERY_NAMESPACE] = highest
         ordered = sorted(self._records.items(), key=lambda item: item[1].number)
         self._order = {record.number: name for name, record in ordered}
 
@@ -112,39 +130,40 @@ class Erasures:
                     ]
                 before_s = max((self._records[name].at_s for name in replaced), default=-math.inf)
                 changes[namespace, key] = _Record(_asked_s(erasure, before_s, peer), self._last, bool(peer))
-            added = sum((record is not None) - (name in self._records) for name, record in changes.items())
-            for number in list(self._order)[: max(0, len(self._order) + added - ERASURES_MAX)]:
-                changes.setdefault(self._order[number])
-                self.forgotten = number
-            self._write(changes, peer, seen)
-            for name, record in changes.items():
-                old = self._records.pop(name, None)
-                if old is not None:
-                    del self._order[old.number]
-                if record is not None:
-                    self._records[name] = record
-            for name, record in changes.items():
-                if record is not None:
-                    self._order[record.number] = name
+            self._change(changes, {_PEER + peer.encode(): seen} if peer else {})
             if peer:
                 self._peers[peer] = seen
+            if len(self._records) > ERASURES_MAX:
+                self._forget_some()
 
-    def _write(self, changes: dict[_Name, _Record | None], peer: str, seen: int) -> None:
-        if self._env is None:
-            return
-        try:
-            with self._env.begin(write=True) as transaction:
-                for name, record in changes.items():
-                    if record is None:
-                        transaction.delete(_encode_name(name))
-                    else:
-                        value = _VALUE.pack(record.at_s, record.number, record.learned)
-                        transaction.put(_encode_name(name), value)
-                transaction.put(_FORGOTTEN, _NUMBER.pack(self.forgotten))
-                if peer:
-                    transaction.put(_PEER + peer.encode(), _NUMBER.pack(seen))
-        except lmdb.Error as error:
-            raise Unavailable(f"the erasure could not be recorded: {error}; erase again") from error
+    def _forget_some(self) -> None:
+        """Make room for more erasures."""
+        count = max(len(self._records) - ERASURES_MAX, int(ERASURES_MAX * FORGOTTEN_AT_ONCE))
+        recorded = {number: namespace for number, (namespace, _) in self._order.items()}
+        numbers = choose_to_forget(recorded, count)
+        marks = add_marks(self.forgotten, {number: recorded[number] for number in numbers})
+        stored: dict[bytes, int | None] = dict.fromkeys(_MARK + name.encode() for name in self.forgotten)
+        stored |= {_MARK + name.encode(): number for name, number in marks.items()}
+        stored[_FORGOTTEN] = max(marks.values())
+        self._change({self._order[number]: None for number in numbers}, stored)
+        self.forgotten = marks
+
+    def _change(self, changes: Mapping[_Name, _Record | None], numbers: Mapping[bytes, int | None]) -> None:
+        """Store, or delete where there is None, records and the numbers beside them. Raises `Unavailable`;
+        then nothing changed."""
+        if self._env is not None:
+            values = {
+                name: None if number is None else _NUMBER.pack(number) for name, number in numbers.items()
+            }
+            values |= {_encode_name(name): _encode_record(record) for name, record in changes.items()}
+            _write(self._env, values)
+        for name in changes:
+            if (old := self._records.pop(name, None)) is not None:
+                del self._order[old.number]
+        for name, record in changes.items():
+            if record is not None:
+                self._records[name] = record
+                self._order[record.number] = name
 
     def is_known(self, erasure: Erasure) -> bool:
         """Whether it was obeyed here: the same erasure or a later one of the same chunk is recorded."""
@@ -157,7 +176,8 @@ class Erasures:
         """Whether a chunk may have been erased after the erasure with the number `seen`."""
         with self._lock:
             found = (self._records.get(address), self._records.get((address[0], None)))
-            return self.forgotten > seen or any(one is not None and one.number > seen for one in found)
+            numbers = [one.number for one in found if one is not None]
+            return max([*numbers, find_mark(self.forgotten, address[0])]) > seen
 
     def seen_of(self, peer: str) -> int:
         """The number up to which another shard's erasures were obeyed here; 0: none were asked for."""
@@ -168,12 +188,12 @@ class Erasures:
         """At most `limit` records with higher numbers; without `learned` none that another shard told of."""
         with self._lock:
             if number >= self._last:
-                return ErasureRange((), number)
+                return ErasureRange((), number, self.forgotten)
             numbers = [one for one in self._order if one > number][:limit]
             found = [(self._order[one], self._records[self._order[one]]) for one in numbers]
-            end = numbers[-1] if len(numbers) == limit else self._last
+            end, forgotten = numbers[-1] if len(numbers) == limit else self._last, self.forgotten
         erasures = [Erasure(*name, at_s=one.at_s) for name, one in found if learned or not one.learned]
-        return ErasureRange(erasures, end)
+        return ErasureRange(erasures, end, forgotten)
 
     def close(self) -> None:
         if self._env is not None:
@@ -189,6 +209,23 @@ def _asked_s(erasure: Erasure, before_s: float, peer: str) -> float:
     if peer or erasure.at_s >= before_s:
         return max(erasure.at_s, before_s)
     return before_s + AFTER_S
+
+
+def _write(env: lmdb.Environment, values: Mapping[bytes, bytes | None]) -> None:
+    """Put values, or delete where there is None, in one durable transaction. Raises `Unavailable`."""
+    try:
+        with env.begin(write=True) as transaction:
+            for name, value in values.items():
+                if value is None:
+                    transaction.delete(name)
+                else:
+                    transaction.put(name, value)
+    except lmdb.Error as error:
+        raise Unavailable(f"the erasure could not be recorded: {error}; erase again") from error
+
+
+def _encode_record(record: _Record | None) -> bytes | None:
+    return None if record is None else _VALUE.pack(record.at_s, record.number, record.learned)
 
 
 def _encode_name(name: _Name) -> bytes:

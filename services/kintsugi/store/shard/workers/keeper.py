@@ -5,56 +5,39 @@ Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.uses import SAVE_PERIOD_S
+from kintsugi.store.shard.workers.turns import Turns
 
 TURN_S = 1.0
 SCRUB_BYTES_PER_S = 16 << 20
 """A hundredth of what an SSD reads: 64 GiB take 70 minutes."""
 
 
-class Keeper:
-    """Runs `turn` every `turn_s`. If its thread dies, the shard fails."""
+class Keeper(Turns):
+    """Keeps one shard, a turn each `turn_s`."""
 
     def __init__(self, shard: Shard, scrub_bytes_per_s: float = 0.0, turn_s: float = TURN_S) -> None:
         """`scrub_bytes_per_s` 0 does not scrub."""
         if scrub_bytes_per_s < 0:
             raise InvalidField("scrub", f"{scrub_bytes_per_s} bytes per second is negative")
-        self.shard = shard
+        super().__init__(shard, "kintsugi-keeper", turn_s)
         self.scrubbed_chunks = 0
         self._scrub_bytes_per_turn = scrub_bytes_per_s * turn_s
-        self._turn_s = turn_s
         self._budget_bytes = 0.0
         self._unsaved_s = 0.0
         self._round: deque[Address] = deque()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kintsugi-keeper", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(self._turn_s):
-                self.turn()
-        except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
-            self.shard.table.fail(error)
 
     def turn(self) -> None:
         """One round of housekeeping."""
-        self.shard.table.expire()
+        self._shard.table.expire()
         self._unsaved_s += self._turn_s
         if self._unsaved_s >= SAVE_PERIOD_S:
-            self.shard.save_uses()
+            self._shard.save_uses()
             self._unsaved_s = 0.0
         self._budget_bytes = min(
             self._budget_bytes + self._scrub_bytes_per_turn, 2 * self._scrub_bytes_per_turn
@@ -68,13 +51,13 @@ class Keeper:
     def _scrub_one(self) -> int:
         """Verify the next chunk of the round; how many bytes that read, 0 if there is none."""
         if not self._round:
-            self._round.extend(entry.address for entry in self.shard.table.entries())
+            self._round.extend(entry.address for entry in self._shard.table.entries())
         while self._round:
             namespace, key = self._round.popleft()
-            entry = self.shard.table.get((namespace, key))
+            entry = self._shard.table.get((namespace, key))
             if entry is not None:
                 copies = max(1, len(entry.copies))
-                self.shard.verify(namespace, [key])
+                self._shard.verify(namespace, [key])
                 self.scrubbed_chunks += 1
                 return copies * entry.manifest.chunk_bytes
         return 0
