@@ -1,7 +1,7 @@
 """What decides a trained model: its architecture, the curriculum, the learning rates and the seed.
 
-The same recipe, code and torch give the same weights on one kind of processor. Training for a given time
-(`--minutes`) does not, and `--compile` rounds differently.
+The same recipe, code and torch give the same weights on one kind of processor with one thread. Training for a
+given time (`--minutes`) does not, and `--compile` rounds differently.
 """
 
 from __future__ import annotations
