@@ -34,13 +34,22 @@ def parser_of(title: str, sections: Sections, quick: str) -> argparse.ArgumentPa
 def measure(
     name: str, arguments: argparse.Namespace, sections: Sections, config: Mapping[str, Any], **given: Any
 ) -> None:
-    """Call the sections that were asked for with ``given``, and report with ``config`` as it is then."""
+    """Call the sections that were asked for with ``given``, and report with ``config`` as it is then.
+
+    Where one fails, what was measured before it is reported, and the process ends with its error."""
     chosen = arguments.only.split(",") if arguments.only else list(sections)
     if unknown := [section for section in chosen if section not in sections]:
         sys.exit(f"--only {','.join(unknown)}: the sections are {', '.join(sections)}")
     figures: list[Figure] = []
-    for section in chosen:
-        figures += sections[section](**given)
+    failure: Exception | None = None
+    for number, section in enumerate(chosen):
+        try:
+            figures += sections[section](**given)
+        except Exception as error:
+            if number == 0:
+                raise
+            failure, chosen = error, chosen[:number]
+            break
     settings = {
         "quick": arguments.quick,
         "sections": chosen,
@@ -49,3 +58,5 @@ def measure(
     }
     part = "" if len(chosen) == len(sections) else "-" + "-".join(chosen)
     report(name, settings, figures, save_as=f"{name}{part}" if arguments.save else None)
+    if failure is not None:
+        raise failure

@@ -50,6 +50,21 @@ def test_what_a_section_notes_is_reported(
     assert json.loads(capsys.readouterr().out)["config"]["details"] == {"mine": 5}
 
 
+def test_what_was_measured_before_a_failure_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(quick: bool) -> list[Figure]:
+        raise OSError("no such device")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("sys.argv", ["bench"])
+    with pytest.raises(OSError, match="no such device"):
+        run("toy", "A toy.", {"speed": SECTIONS["speed"], "broken": broken, "size": SECTIONS["size"]})
+    said = json.loads(capsys.readouterr().out)
+    assert said["config"]["sections"] == ["speed"]
+    assert [one["name"] for one in said["figures"]] == ["speed"]
+
+
 def test_an_unknown_section_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--only", "speed,sizes"])
     with pytest.raises(SystemExit, match="--only sizes: the sections are speed, size"):

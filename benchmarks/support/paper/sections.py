@@ -27,6 +27,7 @@ from kintsugi.quality.evaluate import FULL, Axes, EvaluationRow, evaluate
 from kintsugi.quality.measure import Case, tokenize_questions
 from kintsugi.quality.questions import ROUGE_DATASETS, Question
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
+from kintsugi.store.client.registry import ram_url
 
 PAPER = Selection(0.15, SelectorName.HKVD)
 """CacheBlend as published: 15 %, chosen at layer 1."""
@@ -156,11 +157,10 @@ SECTIONS = {
 
 @contextmanager
 def _engine(setup: PaperSetup, bytes_per_s: float | None = None) -> Iterator[LocalEngine]:
-    url = f"ram://paper-{uuid.uuid4().hex[:8]}"
     say(f"starting {setup.model}" + ("" if bytes_per_s is None else f", chunks at {bytes_per_s:g} bytes/s"))
     spec = MeasuringEngineSpec(
         setup.model,
-        store=url if bytes_per_s is None else f"{url}?bytes_per_s={bytes_per_s:g}",
+        store=ram_url(f"paper-{uuid.uuid4().hex[:8]}", bytes_per_s),
         form=setup.form,
         vllm_args={"dtype": "bfloat16", "max_model_len": MODEL_TOKENS_MAX},
     )

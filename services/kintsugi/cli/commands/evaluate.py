@@ -36,6 +36,7 @@ from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
+from kintsugi.store.client.registry import ram_url
 
 
 @dataclass
@@ -85,7 +86,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
         context = tokenize_context(task.context, task.model)
     found.form = form.name.value
     for number, (codec, speed) in enumerate(settings):
-        store = task.chunk_store or _memory(speed)
+        store = task.chunk_store or ram_url(f"eval-{uuid.uuid4().hex[:8]}", speed)
         spec = MeasuringEngineSpec(
             task.model,
             codec=codec,
@@ -111,12 +112,6 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
                     bench.store_chunks()
                     best = best_by_selector(found.rows)
                     found.rates += measure_rates(engine, bench, best, axes.rates_per_s, say)
-
-
-def _memory(speed: float | None) -> str:
-    """The URL of a new store in memory, throttled if a speed is given."""
-    url = f"ram://eval-{uuid.uuid4().hex[:8]}"
-    return url if speed is None else f"{url}?bytes_per_s={speed:g}"
 
 
 def _axes(task: EvaluateTask, num_layers: int) -> Axes:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT, load
@@ -35,6 +35,11 @@ class _RamQuery:
     __pydantic_config__ = STRICT
 
     bytes_per_s: float | None = None
+
+
+def ram_url(name: str, bytes_per_s: float | None = None) -> str:
+    """The URL of this process's store of that name, throttled if a speed is given."""
+    return f"ram://{name}" + ("" if bytes_per_s is None else "?" + urlencode({"bytes_per_s": bytes_per_s}))
 
 
 def _open_ram(url: str) -> ChunkStore:

@@ -6,7 +6,8 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.store.client.grpc_store import GrpcStore
-from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.client.registry import open_store, ram_url
 from tests.contracts.store_contract import make_chunk
 
 
@@ -17,6 +18,13 @@ def test_a_store_in_memory_outlives_those_who_close_it() -> None:
     assert store.prefetch("acme", [manifest.key]) == 1
     store.close()
     assert open_store("ram://shared").lookup("acme", [manifest.key]) == [manifest]
+
+
+def test_a_store_in_memory_is_throttled_to_any_speed() -> None:
+    for number, bytes_per_s in enumerate((2.5e7, 4e8, 1e30)):
+        store = open_store(ram_url(f"throttled-{number}", bytes_per_s))
+        assert isinstance(store, RamStore)
+        assert store.bytes_per_s == bytes_per_s
 
 
 def test_a_store_in_memory_has_no_pins() -> None:
