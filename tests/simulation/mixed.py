@@ -174,7 +174,7 @@ def _ask(kind: str, pool: Sequence[tuple[int, ...]], generator: random.Random) -
         NAMESPACE,
         spans=tuple(spans),
         ratio=generator.choice((0.0, 0.05, 0.15, 0.5, 1.0)),
-        selector=generator.choice(list(SelectorName)),
+        selector=generator.choice([name for name in SelectorName if name is not SelectorName.PRIOR]),
     )
     return Ask(kind, _scored(Prompt(token_ids, params, max_tokens)), tuple(chunks), arrives, aborted)
 

@@ -141,9 +141,10 @@ def open_session(
     max_tokens: int,
     trust: Trust,
     context: str = NONE,
+    with_priors: bool = False,
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end. ``context`` is as
-    for `tokenize_context`."""
+    for `tokenize_context`; ``with_priors`` is whether the selector `prior` will be asked for."""
     prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
         positions_max = read_context_length(model.path)
@@ -169,6 +170,7 @@ def open_session(
                     "prefix_token_ids": list(prompt.prefix),
                     "context_token_ids": list(context_ids),
                     "loading_controller": False,  # the one prompt is blended, whatever it takes
+                    "priors": with_priors,
                     **trust.extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),

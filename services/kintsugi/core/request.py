@@ -73,6 +73,8 @@ class SelectorName(StrEnum):
     """Chunk heads, and what the question attends to where it deviates at the check layer."""
     RANDOM = "random"
     """Control."""
+    PRIOR = "prior"
+    """What scored highest when the chunk was saved: needs chunks that were saved with a prior."""
 
 
 @dataclass(frozen=True)

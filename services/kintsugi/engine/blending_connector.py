@@ -30,7 +30,7 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerReport
 from kintsugi.engine.scheduler.events import announce_exact_only
-from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
+from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of, prior_text_of
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.parking import Parking
 from kintsugi.engine.scheduler.salts import Salts
@@ -91,6 +91,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 salts=Salts(store).start(),
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
+                prior_text=prior_text_of(config, vllm_config),
                 hash_block_size=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
                 declined_because=(
                     find_unsupported(vllm_config)

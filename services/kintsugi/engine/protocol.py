@@ -50,6 +50,8 @@ class SaveJob:
     """The tier that the store keeps it in; empty: its client's default."""
     is_audit: bool = False
     """Compare the chunk with what the store holds under its key, and store nothing."""
+    other_lead: tuple[int, ...] | None = None
+    """The tokens that the chunk is prefilled behind once more, for its prior. None: it gets none."""
 
 
 @dataclass(frozen=True)

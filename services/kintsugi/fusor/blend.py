@@ -4,8 +4,8 @@ For each layer: `fetch_kv` (the loader has already started it), write the loaded
 the selector filter the hit tokens, and `prefill_layer` for the tokens that are active. The question and
 missed tokens are always active; hit tokens that are exact as loaded are active only at a ratio of 1. If the
 selector needs to know what the question attends to, the question first runs alone through the first layers
-(`fusor.question`). The pass is cut into units of bounded work, so that an engine can run a few of them
-between two decode steps.
+(`fusor.question`); if it needs the chunks' priors, those are loaded before the first layer. The pass is cut
+into units of bounded work, so that an engine can run a few of them between two decode steps.
 
 Cost, in token-layers: the active tokens of every layer; plus, at each layer that filters by deviation,
 `projection_share` of every token that was active before (including the question, whose K and V are projected
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
-from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
+from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadedPriors, LoadFailed
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
 from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
@@ -212,7 +212,10 @@ class BlendPass(SlicedWork):
         filters = 0 < ratio < 1 and self._num_candidates > 0
         self._activate(self._initial_set(filters, ratio))
         self._attention = None
+        self._prior = None
         written = 0
+        if filters and selector.uses_prior:
+            self._prior = yield from self._fetch_priors()
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector.query_layers)
             written = max(selector.query_layers)  # which itself was only projected
@@ -297,17 +300,43 @@ class BlendPass(SlicedWork):
         """Take the layer that the loader has prepared; yields `WAITING` while it has not arrived."""
         if layer in self._fetched:
             return self._fetched.pop(layer)
-        assert self._loader is not None
+        loaded = yield from self._wait_for(lambda waited_s: self._poll_loader(layer, waited_s))
+        self.tally.bytes_loaded += loaded.num_bytes
+        return loaded
+
+    def _fetch_priors(self) -> Units[Tensor]:
+        """Take the priors of the hit tokens, uint8 `[hit tokens]`, the same on every rank."""
+        loaded = yield from self._wait_for(self._poll_priors)
+        self.tally.bytes_loaded += loaded.num_bytes
+        return upload(loaded.scores, self._stack.device)
+
+    def _wait_for(self, poll: Callable[[float], T | None]) -> Units[T]:
+        """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""
         asked = time.perf_counter()
         while True:
             looked = time.perf_counter()
-            loaded = self._poll_loader(layer, looked - asked)
+            arrived = poll(looked - asked)
             self.tally.polled_s += time.perf_counter() - looked
-            if loaded is not None:
+            if arrived is not None:
                 self.tally.load_wait_s += time.perf_counter() - asked
-                self.tally.bytes_loaded += loaded.num_bytes
-                return loaded
+                return arrived
             yield WAITING
+
+    def _poll_priors(self, waited_s: float) -> LoadedPriors | None:
+        """Poll the loader once. Raises `LoadFailed`, on every rank if on any: ranks must choose alike."""
+        assert self._loader is not None
+        loader, alone = self._loader, self._stack.world_size == 1
+        loaded = None
+        try:
+            loaded = loader.take_priors(POLL_S if alone else loader.patience_s)
+            if loaded is None and not (alone and waited_s <= loader.patience_s):
+                raise self._time_out(loader, "the priors")
+        except LoadFailed as failure:
+            if alone:
+                raise
+            self._lost = failure
+        self._agree_on_losses()
+        return loaded
 
     def _poll_loader(self, layer: int, waited_s: float) -> LoadedLayer | None:
         """Poll the loader once. Raises `LoadFailed`."""
@@ -317,7 +346,7 @@ class BlendPass(SlicedWork):
         loaded = self._loader.take(layer, POLL_S)
         if loaded is None and waited_s > self._loader.patience_s:
             # Stores enforce a deadline of their own; one that does not must not hold a request forever.
-            raise self._time_out(self._loader, layer)
+            raise self._time_out(self._loader, f"layer {layer}")
         return loaded
 
     def _take_in_step(self, loader: LayerLoader, layer: int) -> LoadedLayer:
@@ -328,18 +357,16 @@ class BlendPass(SlicedWork):
         if self._lost is None:
             try:
                 loaded = loader.take(layer, loader.patience_s)
-                self._lost = None if loaded is not None else self._time_out(loader, layer)
+                self._lost = None if loaded is not None else self._time_out(loader, f"layer {layer}")
             except LoadFailed as failure:
                 self._lost = failure
         if layer == 0:
             self._agree_on_losses()
         return loaded or loader.zeros(layer)
 
-    def _time_out(self, loader: LayerLoader, layer: int) -> LoadFailed:
+    def _time_out(self, loader: LayerLoader, missing: str) -> LoadFailed:
         every_key = frozenset(hit.key for hit in self.plan.hits)
-        return LoadFailed(
-            every_key, f"load_timeout: layer {layer} did not arrive within {loader.patience_s:g} s"
-        )
+        return LoadFailed(every_key, f"load_timeout: {missing} did not arrive within {loader.patience_s:g} s")
 
     def _agree_on_losses(self) -> None:
         """Raise `LoadFailed` on every rank for what any of them has lost."""
@@ -367,12 +394,13 @@ class BlendPass(SlicedWork):
         if signal:
             measuring = self._measure_deviation(layer, hidden, loaded, signal)
             deviation = yield from self._time_units(measuring)
-        attention = self._attention
         positions = active.positions[active.candidates]
-        if attention is not None:
-            attention = attention[torch.searchsorted(self._hits, positions)]
+        attention, prior = (
+            None if known is None else known[torch.searchsorted(self._hits, positions)]
+            for known in (self._attention, self._prior)
+        )
         kept = selector.keep(
-            layer, Candidates(positions, self._offsets, self._num_candidates, attention, deviation)
+            layer, Candidates(positions, self._offsets, self._num_candidates, attention, deviation, prior)
         )
         self._offsets = self._offsets[kept]
         active, rows = active.keep(kept)

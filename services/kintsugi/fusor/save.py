@@ -3,11 +3,14 @@
 Every token passes through every layer; nothing is selected or loaded. The pass captures V and K before RoPE.
 It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk. The KV of
 prefix and context is not captured.
+
+For a prior (`fusor.priors`) a chunk is prefilled once more in the same pass, behind other text. Layer by
+layer, its K and V are compared with the stored ones and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.codecs import as_frame, encode
+from kintsugi.fusor.priors import encode_scores, relative_deviation
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
 from kintsugi.fusor.staging import download
@@ -33,11 +37,35 @@ class SaveItem:
     """KV of the positions `[chunk_start, chunk_end)` is kept."""
 
 
+@dataclass(frozen=True)
+class SecondPrefill:
+    """Chunks that are prefilled once more, behind other text."""
+
+    items: Mapping[int, SaveItem]
+    """By the index of the chunk's own item."""
+    stack: DecoderStack
+    """Its sequences are these items, in this order."""
+
+
+@dataclass(frozen=True)
+class _ChunkKV:
+    """Every KV head's K before RoPE and V of one chunk at one layer, `[tokens, heads, head_dim]`."""
+
+    key: Tensor
+    value: Tensor
+
+
 class SavePass(SlicedWork):
-    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i][layer]` holds its frame."""
+    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i]` holds its frames, one for each layer, and
+    before them the prior frame if the chunk is in `second`."""
 
     def __init__(
-        self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int, codec: Codec
+        self,
+        items: Sequence[SaveItem],
+        stack: DecoderStack,
+        unit_tokens_max: int,
+        codec: Codec,
+        second: SecondPrefill | None = None,
     ) -> None:
         self.status = PassStatus.RUNNING
         self.frames: list[list[memoryview]] = []
@@ -47,6 +75,7 @@ class SavePass(SlicedWork):
         self._stack = stack
         self._codec = codec
         self._unit_tokens_max = unit_tokens_max
+        self._second = second
         self._units = self._layers()
 
     def next_unit(self) -> float:
@@ -62,33 +91,74 @@ class SavePass(SlicedWork):
         self._units.close()
 
     def _layers(self) -> Units[None]:
-        items, size = self._items, self._unit_tokens_max
-        positions = torch.cat([torch.arange(i.start, i.start + len(i.token_ids)) for i in items])
-        owners = torch.cat([torch.full((len(i.token_ids),), n) for n, i in enumerate(items)])
-        cuts = [slice(start, start + size) for start in range(0, len(positions), size)]
-        batches = [self._stack.batch(positions[rows], owners[rows]) for rows in cuts]
-        token_ids = torch.cat([item.token_ids for item in items])
-        hidden = [self._stack.embed(token_ids[rows]) for rows in cuts]
-        for layer in range(self._stack.num_layers):
-            self._stack.begin_layer(layer)
-            captured = []
-            for part, batch in zip(hidden, batches, strict=True):
-                captured.append(self._run_layer(layer, part, batch))
-                yield float(batch.num_tokens)
-            self._stack.end_layer(layer)
-            keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
-            self._encode_chunks(keys, values)
+        num_layers = self._stack.num_layers
+        first = _Prefill(self._items, self._stack, self._unit_tokens_max)
+        comparison = None if self._second is None else _Comparison(self._second, self._unit_tokens_max)
+        for layer in range(num_layers):
+            chunks = yield from first.run_layer(layer)
+            for chunk, encoded in zip(chunks, self._encoded, strict=True):
+                encoded.append(download(encode(chunk.key, chunk.value, self._codec)))
+            if comparison is not None:
+                yield from comparison.run_layer(layer, chunks)
+        if comparison is not None:
+            for index, deviation in comparison.deviations.items():
+                self._encoded[index].insert(0, download(encode_scores(deviation / num_layers)))
         self._stack.synchronize()
         self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
 
-    def _run_layer(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
+
+class _Prefill:
+    """Sequences on their way through the layers."""
+
+    def __init__(self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int) -> None:
+        positions = torch.cat([torch.arange(i.start, i.start + len(i.token_ids)) for i in items])
+        owners = torch.cat([torch.full((len(i.token_ids),), n) for n, i in enumerate(items)])
+        cuts = [slice(first, first + unit_tokens_max) for first in range(0, len(positions), unit_tokens_max)]
+        token_ids = torch.cat([item.token_ids for item in items])
+        self._stack = stack
+        self._batches = [stack.batch(positions[rows], owners[rows]) for rows in cuts]
+        self._hidden = [stack.embed(token_ids[rows]) for rows in cuts]
+        self._chunks = list(_chunk_rows(items))
+
+    def run_layer(self, layer: int) -> Units[list[_ChunkKV]]:
+        """Run one layer over all tokens. Returns the KV of each item's chunk."""
+        self._stack.begin_layer(layer)
+        captured = []
+        for part, batch in zip(self._hidden, self._batches, strict=True):
+            captured.append(self._run_unit(layer, part, batch))
+            yield float(batch.num_tokens)
+        self._stack.end_layer(layer)
+        keys, values = (torch.cat(parts) for parts in zip(*captured, strict=True))
+        return [_ChunkKV(keys[rows], values[rows]) for rows in self._chunks]
+
+    def _run_unit(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
         assert fresh is not None
         return self._stack.gather_heads(fresh.key_before_rope), self._stack.gather_heads(fresh.value)
 
-    def _encode_chunks(self, keys: Tensor, values: Tensor) -> None:
-        first_row = 0
-        for item, encoded in zip(self._items, self._encoded, strict=True):
-            rows = slice(first_row + item.chunk_start - item.start, first_row + item.chunk_end - item.start)
-            encoded.append(download(encode(keys[rows], values[rows], self._codec)))
-            first_row += len(item.token_ids)
+
+class _Comparison:
+    """The second prefill, compared with the first layer by layer."""
+
+    def __init__(self, second: SecondPrefill, unit_tokens_max: int) -> None:
+        self.deviations: dict[int, Tensor] = {}
+        """By the chunk's index, fp32 `[tokens]`: summed over the layers so far."""
+        self._indices = list(second.items)
+        self._prefill = _Prefill(list(second.items.values()), second.stack, unit_tokens_max)
+
+    def run_layer(self, layer: int, chunks: Sequence[_ChunkKV]) -> Units[None]:
+        """`chunks`: all of the first prefill at this layer."""
+        others = yield from self._prefill.run_layer(layer)
+        for index, other in zip(self._indices, others, strict=True):
+            mine = chunks[index]
+            found = relative_deviation(mine.key, other.key) + relative_deviation(mine.value, other.value)
+            self.deviations[index] = self.deviations.get(index, 0.0) + found
+
+
+def _chunk_rows(items: Sequence[SaveItem]) -> Iterator[slice]:
+    """The rows of each item's chunk among the tokens of all items."""
+    first_row = 0
+    for item in items:
+        shift = first_row - item.start
+        yield slice(item.chunk_start + shift, item.chunk_end + shift)
+        first_row += len(item.token_ids)

@@ -1,10 +1,12 @@
 """Selectors choose which cached tokens to recompute: plug-ins behind one interface.
 
 A selector declares which signals it needs at which layer; the blend pass measures them and asks the selector
-which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
+which candidates stay. Active sets only shrink with depth. There are four signals about a token of a hit
 chunk:
 
 - its offset in its chunk: known from the start, at no cost;
+- its prior (`uses_prior`): stored with the chunk when it was saved, so it costs a byte to load
+  (`fusor.priors`);
 - how much the question attends to it (`query_layers`): known before layer 0, at the cost of an extra pass of
   the question over the loaded KV, up to the last of these layers;
 - how far its loaded K and V are from fresh ones at a layer (`signal_at`): costs that layer's projections of
@@ -64,6 +66,8 @@ class Candidates:
     """fp32 `[n]`: see `fusor.question`. None if the selector names no query layers."""
     deviation: Tensor | None = None
     """fp32 `[n]`. None if `signal_at` asks for no signal."""
+    prior: Tensor | None = None
+    """uint8 `[n]`: see `fusor.priors`. None if the selector does not use it."""
 
 
 class Selector(ABC):
@@ -71,6 +75,8 @@ class Selector(ABC):
 
     query_layers: tuple[int, ...] = ()
     """Layers whose attention from the question counts; empty if it is not used."""
+    uses_prior = False
+    """Whether every hit that has candidates needs a prior."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         self.selection = selection
@@ -196,6 +202,16 @@ class RandomSelector(_UpfrontSelector):
         return splitmix64(candidates.positions)
 
 
+class PriorSelector(_UpfrontSelector):
+    """The tokens with the highest prior. A prior is no share of anything, so the ratio is used as it is."""
+
+    uses_prior = True
+
+    def scores(self, layer: int, candidates: Candidates) -> Tensor:
+        assert candidates.prior is not None
+        return candidates.prior
+
+
 class QuerySelector(AdaptiveSelector, _UpfrontSelector):
     """The tokens that the question attends to most."""
 
@@ -278,12 +294,18 @@ _REGISTRY: dict[SelectorName, type[Selector]] = {
     SelectorName.QUERY: QuerySelector,
     SelectorName.HYBRID: HybridSelector,
     SelectorName.RANDOM: RandomSelector,
+    SelectorName.PRIOR: PriorSelector,
 }
 
 
 def depends_on_question(selection: Selection) -> bool:
     """Whether the choice of tokens depends on the question."""
     return bool(make_selector(selection, num_layers=1).query_layers)
+
+
+def depends_on_prior(selection: Selection) -> bool:
+    """Whether the choice of tokens depends on the chunks' priors. At a ratio of 0 or 1 there is no choice."""
+    return 0 < selection.ratio < 1 and make_selector(selection, num_layers=1).uses_prior
 
 
 def make_selector(selection: Selection, num_layers: int) -> Selector:

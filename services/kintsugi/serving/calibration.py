@@ -27,7 +27,7 @@ NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 PUBLISH_RETRY_S = 0.5
-BOUND = ("portable", "query_layers")
+BOUND = ("portable", "query_layers", "priors")
 """Fields of the connector's configuration that calibration must share with the engines that serve."""
 
 
@@ -87,10 +87,12 @@ class Calibrator:
 
     def _measure_report(self, engine: Any, form: PromptForm) -> CalibrationReport:
         from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
+        from kintsugi.quality.grid import candidate_names
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
 
-        budget, thresholds = Budget(), Thresholds()
+        names = candidate_names(self._engines.connector.get("priors") is True)
+        budget, thresholds = Budget(selectors=names), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
         bench, _ = prepare_bench(engine, form, given, budget)

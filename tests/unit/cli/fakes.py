@@ -73,6 +73,8 @@ class FakeEngine:
         self.prompts: list[Prompt] = []
         self.resets = 0
         self.limits_lifted = 0
+        self.with_priors = False
+        """Whether it was started to save chunks with priors."""
 
     def __enter__(self) -> FakeEngine:
         return self

@@ -23,6 +23,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
@@ -45,6 +46,14 @@ class RunningEngine(FakeEngine):
     binding = BINDING
     spec: MeasuringEngineSpec | None = None
     """As it was started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: set[SelectorName] = set()
+
+    def plan_with(self, selection: Selection) -> None:
+        super().plan_with(selection)
+        self.tried.add(selection.selector)
 
     def generate(self, prompts: Any, arrivals_s: list[float] | None = None) -> Any:
         """One word, unless the answer is forced."""
@@ -125,6 +134,10 @@ def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path:
     assert engine.spec is not None
     assert engine.spec.vllm_args == {"tensor_parallel_size": 2, "dtype": "float16"}
     assert engine.spec.extra_config == {"portable": False}
+    assert SelectorName.PRIOR not in engine.tried
+    assert calibrated(tmp_path, "--connector", '{"priors": true}').exit_code == ExitCode.OK
+    assert engine.spec.extra_config == {"priors": True}
+    assert SelectorName.PRIOR in engine.tried
     assert engine.spec.form is not None
     assert engine.spec.form.head == (0,)
 
@@ -367,6 +380,8 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
     arguments += ["--ratios", "0.1,0.3", "--selectors", "hkvd", "--check-layers", "1", "--rates", "2"]
     result = RUNNER.invoke(app, [*arguments, "--plots", str(tmp_path / "plots")], env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.OK, result.stderr
+    assert engine.spec is not None
+    assert engine.spec.extra_config == {"priors": False}
     assert "hkvd r=0.3 @1" in result.stdout
     assert "TTFT by request rate" in result.stdout
     assert (tmp_path / "plots/quality-cost.svg").is_file()
@@ -378,6 +393,15 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
         "hkvd r=0.3 @1",
     ]
     assert len(document["rates"]) == 3
+
+
+def test_chunks_get_priors_where_the_selector_prior_is_evaluated(
+    engine: RunningEngine, tmp_path: Path
+) -> None:
+    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
+    assert RUNNER.invoke(app, [*arguments, "--selectors", "query,prior", "--ratios", "0.3"]).exit_code == 0
+    assert engine.spec is not None
+    assert engine.spec.extra_config == {"priors": True}
 
 
 def test_an_engine_that_fails_costs_only_its_own_rows(

@@ -28,7 +28,12 @@ NEXT = 7
 """The token behind the prompt."""
 LAYERS = 4
 EVERY_SELECTOR = list(SelectorName)
-WITHOUT_DEVIATION = (SelectorName.RANDOM, SelectorName.CHUNK_HEAD, SelectorName.QUERY)
+WITHOUT_DEVIATION = (
+    SelectorName.RANDOM,
+    SelectorName.CHUNK_HEAD,
+    SelectorName.QUERY,
+    SelectorName.PRIOR,
+)
 STEPS_MAX = 100_000
 
 
@@ -277,8 +282,8 @@ def test_the_tally_is_the_cost_formula(
     assert pass_work(plan.selection, workload).token_layers == pytest.approx(expected)
     assert work.tally.tokens_hit == hit
     assert work.tally.tokens_recomputed == active[-1] - must
-    assert work.tally.bytes_loaded == sum(m.chunk_bytes for m in scene.manifests.values())
-    assert work.tally.bytes_loaded == LAYERS * 2 * hit * model().kv_heads * HEAD_DIM * 4
+    prior_bytes = hit if selector is SelectorName.PRIOR and 0 < ratio < 1 else 0
+    assert work.tally.bytes_loaded == prior_bytes + LAYERS * 2 * hit * model().kv_heads * HEAD_DIM * 4
     assert len(work.tally.timeline) == LAYERS
     for timing in work.tally.timeline:
         assert timing.load_start_ms <= timing.load_end_ms

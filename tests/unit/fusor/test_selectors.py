@@ -19,6 +19,7 @@ from kintsugi.fusor.selectors import (
     Selector,
     Signal,
     count_covering,
+    depends_on_prior,
     depends_on_question,
     make_selector,
     quota,
@@ -28,7 +29,7 @@ from kintsugi.fusor.selectors import (
 
 FLAT = [SelectorName.HKVD, SelectorName.HKVD_K, SelectorName.HKVD_V]
 HKVD = [*FLAT, SelectorName.HKVD_GRADUAL]
-FROM_THE_START = [SelectorName.CHUNK_HEAD, SelectorName.QUERY, SelectorName.RANDOM]
+FROM_THE_START = [SelectorName.CHUNK_HEAD, SelectorName.QUERY, SelectorName.RANDOM, SelectorName.PRIOR]
 CHUNK = 50
 RATIOS = st.one_of(st.sampled_from([0.01, 0.15, 0.5, 0.99]), st.floats(0.001, 0.999))
 
@@ -55,6 +56,8 @@ def run(selector: Selector, positions: Tensor, seed: int = 0) -> list[Tensor]:
                 known["deviation"] = torch.rand(len(active), generator=generator)
             if selector.query_layers:
                 known["attention"] = attention[active]
+            if selector.uses_prior:
+                known["prior"] = (256 * attention[active]).to(torch.uint8)
             kept = selector.keep(layer, candidates_of(positions[active], len(positions), **known))
             assert kept.dtype == torch.int64
             assert bool((kept.diff() > 0).all()), "ascending and unique"
@@ -295,7 +298,7 @@ def test_adaptive_sets_lie_between_floor_and_ceiling(
         assert 1 <= len(kept) <= quota(ceiling, 150)
 
 
-@pytest.mark.parametrize("name", [SelectorName.RANDOM, SelectorName.CHUNK_HEAD])
+@pytest.mark.parametrize("name", [SelectorName.RANDOM, SelectorName.CHUNK_HEAD, SelectorName.PRIOR])
 def test_without_a_signal_the_ratio_is_as_it_is(name: SelectorName) -> None:
     assert len(run(make_selector(Selection(0.5, name, adaptive_mass=0.01), 4), torch.arange(100))[-1]) == 50
 
@@ -314,6 +317,21 @@ def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> N
 def test_which_selectors_depend_on_the_question() -> None:
     dependent = {name for name in SelectorName if depends_on_question(Selection(0.1, name))}
     assert dependent == {SelectorName.QUERY, SelectorName.HYBRID}
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e-6, 0.5, 1.0])
+def test_which_selectors_depend_on_the_prior(ratio: float) -> None:
+    dependent = {name for name in SelectorName if depends_on_prior(Selection(ratio, name))}
+    assert dependent == ({SelectorName.PRIOR} if 0 < ratio < 1 else set())
+
+
+def test_the_highest_priors_are_kept() -> None:
+    """Bytes are compared as numbers without a sign, and the earlier token wins a tie."""
+    prior = torch.tensor([3, 200, 127, 200, 0, 128], dtype=torch.uint8)
+    kept = selector_of(SelectorName.PRIOR, 0.5).keep(0, candidates_of(torch.arange(10, 16), prior=prior))
+    assert kept.tolist() == [1, 3, 5]
+    kept = selector_of(SelectorName.PRIOR, 1 / 6).keep(0, candidates_of(torch.arange(10, 16), prior=prior))
+    assert kept.tolist() == [1]
 
 
 def test_every_name_has_a_selector() -> None:

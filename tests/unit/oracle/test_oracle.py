@@ -109,6 +109,7 @@ def test_what_is_fresh() -> None:
         ("random", 0.15, []),
         ("chunk_head", 0.15, []),
         ("query", 0.15, []),
+        ("prior", 0.15, []),
         ("hybrid", 0.15, [1]),
         ("hkvd", 0.0, []),
         ("hkvd_gradual", 1.0, []),

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.plan import ChunkSource
+from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
+from kintsugi.fusor.priors import has_prior
+from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -44,6 +47,27 @@ def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
     if codecs is None:
         return match
     return replace(match, manifests={key: m for key, m in match.manifests.items() if m.codec in codecs})
+
+
+def usable_hits(
+    hits: tuple[ChunkHit, ...], match: Match, selection: Selection, exact_end: int
+) -> tuple[ChunkHit, ...]:
+    """The hits that a blend with `selection` can load.
+
+    With the selector `prior`, a chunk without a prior is computed instead: an answer is then as good as was
+    calibrated, and none of its tokens is chosen by another rule. Chunks before `exact_end` need none. Raises
+    `NotBlendable` if nothing is left.
+    """
+    if not depends_on_prior(selection):
+        return hits
+    usable = tuple(hit for hit in hits if hit.end <= exact_end or has_prior(match.stored[hit.key]))
+    if hits and not usable:
+        raise NotBlendable(
+            "no_priors",
+            "none of the prompt's chunks was saved with a prior; delete them and put them again with the "
+            "connector's `priors` on, or use another selector",
+        )
+    return usable
 
 
 def match_spans(

@@ -35,11 +35,11 @@ from kintsugi.engine.protocol import (
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
-from kintsugi.engine.scheduler.matching import Match, match_content, match_spans
+from kintsugi.engine.scheduler.matching import Match, match_content, match_spans, usable_hits
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.spans import add_span_keys, check_save, saved_copy
+from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lead, saved_copy
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
@@ -123,6 +123,8 @@ class SchedulerSide:
     cached tokens, and prefixes are computed again."""
     caches_prefixes: bool = True
     """Whether vLLM's prefix cache is on."""
+    prior_text: tuple[int, ...] = ()
+    """See `scheduler.gate.prior_text_of`."""
     _states: dict[str, _State] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _context_savers: dict[bytes, str] = field(default_factory=dict)
@@ -393,8 +395,7 @@ class SchedulerSide:
             loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
             plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
         else:
-            exact = exact_end(match.spans, state.space, request.all_token_ids)
-            plan = self._plan_blend(request, state, hits, num_computed, exact)
+            plan = self._plan_blend(request, state, match, hits, num_computed)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -422,15 +423,13 @@ class SchedulerSide:
         )
 
     def _plan_blend(
-        self, request: Request, state: _State, hits: tuple[ChunkHit, ...], num_computed: int, exact: int
+        self, request: Request, state: _State, match: Match, hits: tuple[ChunkHit, ...], num_computed: int
     ) -> BlendPlan:
+        exact = exact_end(match.spans, state.space, request.all_token_ids)
+        usable = usable_hits(hits, match, apply_options(state.planner.selection, state.params.options), exact)
         is_trial = self._timing.trial_is_due()
-        asked = dataclasses.replace(
-            self._plan_request(request, num_computed, hits),
-            options=state.params.options,
-            exact_end=exact,
-            is_trial=is_trial,
-        )
+        asked = self._plan_request(request, num_computed, usable)
+        asked = dataclasses.replace(asked, options=state.params.options, exact_end=exact, is_trial=is_trial)
         plan = state.planner.plan(asked)
         if is_trial:
             self._timing.record_trial()
@@ -480,6 +479,7 @@ class SchedulerSide:
             span.end,
             state.params.tier,
             is_audit=state.params.op is Op.AUDIT,
+            other_lead=other_lead(state.params.op, state.space, self.prior_text, self.config),
         )
 
     def update(self, report: WorkerReport) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan
-from kintsugi.core.request import KintsugiParams, check_spans
+from kintsugi.core.request import KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.config import EngineConfig
 
 
 def add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
@@ -34,6 +35,21 @@ def saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> C
     assert params.spans is not None
     before = tuple(prompt[: params.spans[0].start])
     return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
+
+
+def other_lead(
+    op: Op, space: ChunkSpace, prior_text: tuple[int, ...], config: EngineConfig
+) -> tuple[int, ...] | None:
+    """What a chunk of ``space`` is prefilled behind once more, for its prior; None if it gets none.
+
+    A prepared chunk is compared with the chunk behind the prefix alone, any other with the chunk behind
+    ``prior_text``. A plain copy needs no prior: it is used in first place, where it is exact.
+    """
+    if op is not Op.SAVE or not config.priors:
+        return None
+    if space.context_token_ids:
+        return space.prefix_token_ids
+    return None if config.context_token_ids else (*space.prefix_token_ids, *prior_text)
 
 
 def check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:

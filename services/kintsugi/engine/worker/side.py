@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, NotFound, SelfTestFailed
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, codec_named
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -41,8 +41,9 @@ from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
-from kintsugi.fusor.save import SaveItem, SavePass
-from kintsugi.fusor.selectors import depends_on_question
+from kintsugi.fusor.priors import PRIOR
+from kintsugi.fusor.save import SaveItem, SavePass, SecondPrefill
+from kintsugi.fusor.selectors import depends_on_prior, depends_on_question
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -200,12 +201,13 @@ class WorkerSide:
         layout = manifests[0].layout
         heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
         deadline_s = self._config.layer_deadline_ms / 1e3
+        with_priors = depends_on_prior(plan.selection)
+        layers = range(PRIOR_LAYER if with_priors else 0, layout.num_layers)
 
         def open_frames(share: slice) -> Frames:
             meter = Meter([hit.source for hit in plan.hits[share]], self._config.prefetch_layers)
             meters.append(meter)
-            every_layer = range(layout.num_layers)
-            return meter.measure(stream_chunks(self._store, manifests[share], every_layer, heads, deadline_s))
+            return meter.measure(stream_chunks(self._store, manifests[share], layers, heads, deadline_s))
 
         return LayerLoader(
             open_frames,
@@ -215,6 +217,7 @@ class WorkerSide:
             len(heads),
             depth=self._config.prefetch_layers,
             patience_s=2 * deadline_s,
+            with_priors=with_priors,
         )
 
     def _check_weights(self, metadata: StepMetadata) -> None:
@@ -445,8 +448,25 @@ class WorkerSide:
         stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
-        work = SavePass(items, stack, self._unit_tokens_max, codec)
+        work = SavePass(items, stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
         return _SaveBatch(jobs, work, time.perf_counter(), set())
+
+    def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
+        """What to prefill once more for the chunks' priors. No cache block holds any of it."""
+        assert self._model is not None
+        length_max = self._vllm_config.model_config.max_model_len
+        items = {}
+        for index, job in enumerate(jobs):
+            if job.other_lead is None:
+                continue
+            chunk = job.tokens.token_ids[job.chunk_start - job.tokens.start :]
+            lead = job.other_lead[: length_max - len(chunk)]
+            token_ids = torch.tensor([*lead, *chunk], dtype=torch.int64)
+            items[index] = SaveItem(token_ids, 0, len(lead), len(token_ids))
+        if not items:
+            return None
+        ends = [item.chunk_end for item in items.values()]
+        return SecondPrefill(items, VllmStack.without_blocks(self._model, ends))
 
     def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
         request_id = job.tokens.request_id
@@ -479,6 +499,7 @@ class WorkerSide:
             self._model.layout,
             self._codec,
             frames,
+            () if job.other_lead is None else (PRIOR,),
         )
         self._store.put(manifest, frames, accounting.compute_ms, job.tier)
         return accounting

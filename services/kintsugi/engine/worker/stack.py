@@ -63,7 +63,7 @@ class _GroupTables:
     A sliding-window group has null blocks where the window has moved on. Tokens before the window's last
     position still need those layers' KV while they are computed, so such a group works in a scratch
     cache of one layer and copies the live blocks in and out. So does any group where a sequence's last
-    position has no block yet: what is written there is dropped.
+    position has no block yet, or no position has one: what is written there is dropped.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _GroupTables:
         tables = []
         for ids, end in zip(block_ids, ends, strict=True):
             count = -(-end // group.block_size)
-            assert len(ids) >= count - 1
+            assert len(ids) >= count - 1 or not ids
             used = torch.tensor([*ids[:count], *[NULL_BLOCK] * (count - len(ids))], dtype=torch.int64)
             kernel_ids = used[:, None] * per_block + torch.arange(per_block)
             tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
@@ -150,6 +150,12 @@ class VllmStack:
             index: _GroupTables(group, [ids[index] for ids in block_ids], ends, model.device)
             for index, group in groups.items()
         }
+
+    @staticmethod
+    def without_blocks(model: LoadedModel, ends: Sequence[int]) -> VllmStack:
+        """A stack for sequences that no cache block holds: a layer's KV is gone once the layer ends."""
+        num_groups = 1 + max(layer.group.index for layer in model.layers)
+        return VllmStack(model, [((),) * num_groups for _ in ends], ends)
 
     @property
     def num_layers(self) -> int:
