@@ -12,7 +12,6 @@ from kintsugi.engine.local import LocalEngine
 from kintsugi.fusor.priors import PRIOR, encode_scores, read_scores
 from kintsugi.models.context import encode_prior_text
 from kintsugi.models.factory import make_checkpoint_once
-from kintsugi.models.shapes import TINY_SHAPES
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -25,13 +24,17 @@ from tests.integration.engine.conftest import (
 )
 from tests.oracle import Oracle, measured_layers
 
-SHAPE = "tiny-llama"
-pytestmark = pytest.mark.engine("tiny-llama priors float32")
+pytestmark = pytest.mark.engine("{shape} priors float32")
 
 SIZES = (40, 33, 100, 257, 64)
 CANDIDATES = sum(SIZES[1:])
 """The first chunk stands where it was prefilled."""
-HEADS = TINY_SHAPES[SHAPE].kv_heads
+
+
+@pytest.fixture(scope="module", params=["tiny-llama", pytest.param("tiny-gemma3", marks=pytest.mark.full)])
+def shape(request: pytest.FixtureRequest) -> str:
+    """One cache group, and several with windows."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +43,14 @@ def chunks() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(make_checkpoint_once(SHAPE))
+def oracle(shape: str) -> Oracle:
+    return Oracle(make_checkpoint_once(shape))
 
 
 @pytest.fixture(scope="module")
-def engine(engine_slot: EngineSlot, chunks: list[list[int]]) -> LocalEngine:
+def engine(engine_slot: EngineSlot, shape: str, chunks: list[list[int]]) -> LocalEngine:
     config: dict[str, object] = {"store": "ram://priors", "priors": True}
-    engine = engine_slot.get(SHAPE, config, dtype="float32")
+    engine = engine_slot.get(shape, config, dtype="float32")
     for generation in engine.save(PREFIX, chunks, NAMESPACE):
         assert generation.accounting is not None
         assert generation.accounting["outcome"] == "saved", generation.accounting
@@ -61,7 +64,8 @@ def stored_scores(engine: LocalEngine, chunk: list[int]) -> torch.Tensor:
     (manifest,) = store.lookup(NAMESPACE, [key])
     assert manifest is not None
     assert (manifest.format, manifest.priors) == (FORMAT, (PRIOR,))
-    (frame,) = store.stream(NAMESPACE, [key], range(PRIOR_LAYER, 0), HeadRange(0, HEADS), 60.0)
+    heads = HeadRange(0, manifest.layout.num_kv_heads)
+    (frame,) = store.stream(NAMESPACE, [key], range(PRIOR_LAYER, 0), heads, 60.0)
     assert isinstance(frame, LayerFrame)
     return read_scores(frame.data, manifest)
 
@@ -125,8 +129,9 @@ def drop_priors(engine: LocalEngine, chunks: list[list[int]]) -> None:
         assert manifest is not None
         plain = manifest.as_plain()
         assert plain is not None
-        layers = range(manifest.layout.num_layers)
-        stream = store.stream(NAMESPACE, [key], layers, HeadRange(0, HEADS), 60.0)
+        layout = manifest.layout
+        heads, layers = HeadRange(0, layout.num_kv_heads), range(layout.num_layers)
+        stream = store.stream(NAMESPACE, [key], layers, heads, 60.0)
         frames = [bytes(frame.data) for frame in stream if isinstance(frame, LayerFrame)]
         store.delete(NAMESPACE, [key])
         store.put(plain, frames)
