@@ -123,7 +123,7 @@ class LayerLoader:
         self._taken = 0
         self._closed = False
         self._with_priors = with_priors
-        self._scores = torch.zeros(len(self._staging.positions), dtype=torch.uint8)
+        self._scores = [torch.zeros(len(one.positions), dtype=torch.uint8) for one in placements]
         self._prior_bytes = 0
         num_threads = self._staging.threads
         self._shares_without_priors = num_threads if with_priors else 0
@@ -160,7 +160,7 @@ class LayerLoader:
                 raise self._failure
             if self._shares_without_priors:
                 return None
-            return LoadedPriors(self._scores, self._prior_bytes)
+            return LoadedPriors(torch.cat(self._scores), self._prior_bytes)
 
     def zeros(self, layer: int) -> LoadedLayer:
         """A layer in the place of one that is lost."""
@@ -258,8 +258,9 @@ class LayerLoader:
             expected.remove(frame.chunk)
             placement = placements[frame.chunk]
             if has_prior(placement.manifest):
+                # Replaced, not written to: a tensor made in inference mode is read-only in this thread.
                 scores = read_scores(frame.data, placement.manifest)
-                self._scores[self._staging.rows[indices[frame.chunk]]] = scores[placement.stored_rows]
+                self._scores[indices[frame.chunk]] = scores[placement.stored_rows]
             num_bytes += len(frame.data)
         if lost:
             raise LoadFailed(frozenset(lost), "; ".join(lost.values()))

@@ -42,6 +42,15 @@ def test_the_tokens_with_the_highest_prior_are_recomputed_at_every_layer() -> No
     assert {what for what, _, _ in stack.calls} == {"run"}, "nothing is projected, and no question asked"
 
 
+def test_priors_are_read_for_a_pass_in_inference_mode() -> None:
+    """As engines run them; the loader's threads are in no such mode."""
+    scene = prompt()
+    expected = blended(scene, scene.plan(0.2, SelectorName.PRIOR))[0].tally.active_positions
+    with torch.inference_mode():
+        work, _ = blended(scene, scene.plan(0.2, SelectorName.PRIOR))
+    assert work.tally.active_positions == expected
+
+
 def test_priors_of_part_of_a_chunk_and_of_an_exact_one_without() -> None:
     """The region begins inside a chunk that is exact and has no prior, another one is cut by its end."""
     scene = ToyPrompt(model(), tokens(), BEHIND_PREFIX, without_prior=frozenset({0}))
