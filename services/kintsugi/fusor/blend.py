@@ -305,10 +305,12 @@ class BlendPass(SlicedWork):
         return loaded
 
     def _fetch_priors(self) -> Units[Tensor]:
-        """Take the priors of the hit tokens, uint8 `[hit tokens]`, the same on every rank."""
+        """Take the priors of the hit tokens, `[hit tokens]`, the same on every rank: ranks may have read
+        copies that different engines saved, so tokens rank by the sum of all ranks' scores."""
         loaded = yield from self._wait_for(self._poll_priors)
         self.tally.bytes_loaded += loaded.num_bytes
-        return upload(loaded.scores, self._stack.device)
+        scores = upload(loaded.scores, self._stack.device)
+        return scores if self._stack.world_size == 1 else self._stack.sum_over_ranks(scores.float())
 
     def _wait_for(self, poll: Callable[[float], T | None]) -> Units[T]:
         """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""

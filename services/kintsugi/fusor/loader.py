@@ -255,8 +255,10 @@ class LayerLoader:
             if frame is None or frame.layer != PRIOR_LAYER:
                 without = frozenset(placements[chunk].manifest.key for chunk in expected)
                 raise LoadFailed(without, "prior_lost: a chunk was put again without its prior")
-            expected.remove(frame.chunk)
             placement = placements[frame.chunk]
+            if frame.chunk not in expected or len(frame.data) != placement.manifest.prior_bytes:
+                raise _other_prior(placement.manifest.key)
+            expected.remove(frame.chunk)
             if has_prior(placement.manifest):
                 # Replaced, not written to: a tensor made in inference mode is read-only in this thread.
                 scores = read_scores(frame.data, placement.manifest)
@@ -273,19 +275,21 @@ class LayerLoader:
         """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,
         so the layer is read to its end."""
         num_bytes, lost = 0, {}
-        for chunk, index in enumerate(indices):
+        for _ in indices:
             frame = next(frames, None)
             if frame is None:
                 raise LoadFailed(self._every_key(), f"stream_ended: before layer {layer} was complete")
+            index = indices[frame.chunk]  # the chunks of one shard come before those of the next
+            key_lost = self._placements[index].manifest.key
             if isinstance(frame, ChunkLost):
-                key_lost = self._placements[indices[frame.chunk]].manifest.key
                 lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
                 continue
-            assert (frame.layer, frame.chunk) == (layer, chunk), "stores stream layer-major, in key order"
+            if frame.layer == PRIOR_LAYER:
+                raise _other_prior(key_lost)
+            assert frame.layer == layer, "stores stream layer-major"
             try:
                 filling.staging.put(index, frame.data)
             except Corrupted as error:
-                key_lost = self._placements[index].manifest.key
                 lost[key_lost] = f"corrupted: {key_lost} at layer {layer}, {error}"
                 continue
             num_bytes += len(frame.data)
@@ -309,3 +313,7 @@ class LayerLoader:
         with self._changed:
             self._done[layer] = loaded
             self._changed.notify_all()
+
+
+def _other_prior(key: ChunkKey) -> LoadFailed:
+    return LoadFailed(frozenset((key,)), f"prior_lost: {key} was put again with another prior")

@@ -67,7 +67,7 @@ class Candidates:
     deviation: Tensor | None = None
     """fp32 `[n]`. None if `signal_at` asks for no signal."""
     prior: Tensor | None = None
-    """uint8 `[n]`: see `fusor.priors`. None if the selector does not use it."""
+    """`[n]`, summed over ranks: see `fusor.priors`. None if the selector does not use it."""
 
 
 class Selector(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.cost import PassWorkload, pass_work
-from kintsugi.fusor.selectors import quota
+from kintsugi.fusor.loader import Frames
+from kintsugi.fusor.selectors import depends_on_prior, quota
 from kintsugi.fusor.sliced import WAITING, PassStatus
+from kintsugi.store.client.directory import ShardAddress
+from kintsugi.store.client.merge import ShardStream, merge_streams
 from tests.fakes.toy_chunks import Gate, ToyPrompt
 from tests.fakes.toy_stack import HEAD_DIM, VOCAB, ToyModel, ToyStack
 
@@ -534,3 +538,26 @@ def test_deviation_is_summed_over_ranks() -> None:
     work, _ = blended(scene, scene.plan(0.1), ToyStack(model(), world_size=2, other_ranks=other))
     hit = [p for start, end in SPANS for p in range(start, end)]
     assert set(work.tally.active_positions[1]) & set(hit) == set(hit[-4:])
+
+
+@pytest.mark.parametrize("selector", [SelectorName.HKVD, SelectorName.PRIOR])
+def test_chunks_may_lie_on_several_shards(selector: SelectorName) -> None:
+    """Within a layer, all chunks of one shard come before those of the next."""
+    alone, split = prompt(), prompt()
+    shards = (ShardAddress("even", "127.0.0.1:1"), ShardAddress("odd", "127.0.0.1:2"))
+
+    def stream(plan: BlendPlan, share: slice = slice(None)) -> Frames:
+        every_key = [hit.key for hit in plan.hits[share]]
+        owners = [[shards[chunk % 2]] for chunk in range(len(every_key))]
+
+        def open_part(_owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
+            return ShardStream(chunks, ToyPrompt._stream(split, [every_key[c] for c in chunks], first_layer))
+
+        first_layer = PRIOR_LAYER if depends_on_prior(plan.selection) else 0
+        return merge_streams(owners, range(first_layer, LAYERS), open_part, (), lambda parts: None)
+
+    split.stream = stream  # type: ignore[method-assign]
+    work, stack = blended(split, split.plan(0.3, selector))
+    expected, other = blended(alone, alone.plan(0.3, selector))
+    assert work.tally.active_positions == expected.tally.active_positions
+    assert_cache(stack, *cache_of(other), 0.0)
