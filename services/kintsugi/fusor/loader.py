@@ -275,7 +275,8 @@ class LayerLoader:
         """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,
         so the layer is read to its end."""
         num_bytes, lost = 0, {}
-        for _ in indices:
+        missing = set(range(len(indices)))
+        while missing:
             frame = next(frames, None)
             if frame is None:
                 raise LoadFailed(self._every_key(), f"stream_ended: before layer {layer} was complete")
@@ -283,10 +284,12 @@ class LayerLoader:
             key_lost = self._placements[index].manifest.key
             if isinstance(frame, ChunkLost):
                 lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
+                missing.discard(frame.chunk)
                 continue
             if frame.layer == PRIOR_LAYER:
                 raise _other_prior(key_lost)
             assert frame.layer == layer, "stores stream layer-major"
+            missing.remove(frame.chunk)
             try:
                 filling.staging.put(index, frame.data)
             except Corrupted as error:

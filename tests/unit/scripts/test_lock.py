@@ -123,6 +123,8 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder in which pip finds packages."""
     folder = tmp_path / "found"
     folder.mkdir()
+    # setuptools warns where pip is imported into a process that has imported distutils, as torch's kernels do.
+    monkeypatch.delitem(sys.modules, "distutils", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     lock_module._find_package.cache_clear()
