@@ -1,7 +1,8 @@
-"""A shard that drains: what it is left with, on disk and after a restart."""
+"""What leaves a full disk while RAM holds it: where it is after a drain, a restart and a crash."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -37,3 +38,17 @@ def test_what_leaves_a_disk_for_a_chunk_that_is_drained_does_not_stay_in_ram_alo
         assert len(kept) == len(before) if len(ssd_mib) == 2 else 8 <= len(kept) < len(before)
     with closing(open_shard(settings)) as shard:
         assert {entry.address for entry in shard.table.entries()} == {entry.address for entry in kept}
+
+
+def test_what_a_full_disk_gives_up_moves_down_while_ram_holds_it(tmp_path: Path) -> None:
+    """RAM is lost in a crash, and what was acknowledged must not go with it."""
+    chunks = many(24)
+    with closing(open_shard(spec(tmp_path / "shard", ram_mib=16, ssd_mib=(3, 16)))) as shard:
+        for manifest, frames in chunks:
+            put(shard, manifest, frames)
+        assert shard.disks[0].evictions > 0
+        assert shard.ram.evictions == 0
+        shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    with closing(open_shard(spec(tmp_path / "crashed", ssd_mib=(3, 16)))) as shard:
+        keys = [manifest.key for manifest, _ in chunks]
+        assert shard.verify("acme", keys) == dict.fromkeys(keys, True)

@@ -106,8 +106,11 @@ def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str],
 
 
 def may_leave_disk(entry: ChunkEntry) -> bool:
-    """Whether an SSD tier may give up its copy."""
-    return not entry.pins and entry.disk is not None and not entry.disk.readers
+    """Whether an SSD tier may give up its copy. One that moves stays until it has: the demotion
+    might write it to the tier that it moves to, whose catalog names one copy by the chunk's address."""
+    if entry.disk is None or entry.disk.readers or entry.pins:
+        return False
+    return entry.writing is None
 
 
 def bytes_to_evict(needed_bytes: int, capacity_bytes: int) -> int:

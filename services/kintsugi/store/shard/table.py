@@ -447,9 +447,9 @@ class EntryTable:
         return evictions
 
     def begin_copy(self, eviction: Eviction) -> bool:
-        """Hold the copy that leaves until `end_copy`; False for a chunk that is gone, or in RAM."""
+        """Hold the copy that leaves until `end_copy`; False for a chunk that is gone or being loaded."""
         with self._lock:
-            if eviction.entry.disk is not eviction.source or eviction.entry.ram is not None:
+            if eviction.entry.disk is not eviction.source or eviction.entry.is_loading:
                 return False
             life.acquire(eviction.source)
             return True

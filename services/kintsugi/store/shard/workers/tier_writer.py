@@ -54,7 +54,7 @@ class TierWriter:
         self.tier.commit(written)
 
     def demote(self, evictions: Sequence[Eviction]) -> None:
-        """Drop the copies that leave the tier. Chunks that RAM does not hold go one tier down, or away."""
+        """Drop the copies that leave the tier. They go one tier down, or away."""
         placed: Mapping[Eviction, Residence] = {}
         if self._below is not None:
             try:
@@ -64,7 +64,7 @@ class TierWriter:
         self._table.end_demotions(evictions, placed)
 
     def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
-        """Committed copies of what leaves a faster tier and RAM does not hold.
+        """Committed copies of what leaves a faster tier.
 
         Raises `OSError`, `lmdb.Error`; then there are none.
         """
