@@ -121,14 +121,22 @@ def test_a_failed_sync_takes_the_next_batch_with_it(tmp_path: Path, monkeypatch:
 def test_a_failed_sync_of_a_demotion_is_seen_by_the_tiers_own_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of the tier above syncs the tier below, too: the kernel tells only one of them."""
+    """The thread of the tier above syncs the tier below, too: the kernel tells only one of them. What the
+    tier below does not take stays above, and the put that needed the room is not acknowledged."""
     with closing(open_shard(spec(tmp_path, ssd_mib=(3, 16)))) as shard:
         slab = shard.disks[1].slab
         cache = PageCache(shard, monkeypatch, disk=1)
         since = slab.syncs_failed
         cache.fail_once()
-        for manifest, frames in many(16):
-            put(shard, manifest, frames)  # the first tier fills up and demotes
+        acknowledged, refused = [], 0
+        for manifest, frames in many(16):  # the first tier fills up and demotes
+            try:
+                put(shard, manifest, frames)
+                acknowledged.append(manifest.key)
+            except Unavailable:
+                refused += 1
+        assert refused == 1
+        assert all(entry and entry.disk for entry in shard.lookup("acme", acknowledged))
         assert slab.syncs_failed == since + 1
         with pytest.raises(OSError, match="an earlier sync failed"):
             slab.sync(since)

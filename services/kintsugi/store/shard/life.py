@@ -244,6 +244,17 @@ def await_progress(residence: Residence, callback: Callable[[], None]) -> None:
 # Demotion
 
 
+def is_in_ram_alone(entry: ChunkEntry) -> bool:
+    """Whether a present chunk is on no disk, nor on its way there."""
+    return not entry.gone and entry.disk is None and entry.writing is None
+
+
+def cancel_demotion(eviction: Eviction) -> None:
+    """Keep a copy that an SSD tier gave up: it may leave later."""
+    if eviction.entry.disk is eviction.source:
+        order_again(eviction.entry, eviction.source)
+
+
 def end_demotion(eviction: Eviction, target: Residence | None) -> bool:
     """Drop a copy that an SSD tier gave up; whether the chunk had no other one.
 
@@ -257,6 +268,5 @@ def end_demotion(eviction: Eviction, target: Residence | None) -> bool:
         return not entry.copies
     if target is not None:
         condemn(target)
-    if entry.disk is source:  # a promotion reads it
-        order_again(entry, source)
+    cancel_demotion(eviction)  # a promotion reads the copy, if it is still there
     return False

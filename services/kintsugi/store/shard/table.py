@@ -459,26 +459,26 @@ class EntryTable:
         with self._lock:
             life.release(eviction.source)
 
-    def end_demotions(self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence]) -> None:
-        """Drop the copies that leave. `placed`: new ones, which the next tier's catalog names."""
+    def end_demotions(
+        self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence] | None
+    ) -> None:
+        """Drop the copies that leave. `placed`: new ones in the next tier; None: it failed, so all stay."""
         with self._lock:
             self._demoting.difference_update(evictions)
             for eviction in evictions:
-                if life.end_demotion(eviction, placed.get(eviction)):
+                if placed is None:
+                    life.cancel_demotion(eviction)
+                elif life.end_demotion(eviction, placed.get(eviction)):
                     self._room.forget(eviction.entry)
-                elif self.draining:
-                    self._move_from_ram(eviction)
+                elif self.draining and life.is_in_ram_alone(eviction.entry):
+                    self._save_for_drain(eviction)
 
-    def _move_from_ram(self, eviction: Eviction) -> None:
-        """A chunk whose copy left an SSD tier because RAM holds it: RAM is about to go. The last tier takes
-        it, or has just given it up."""
-        entry, last = eviction.entry, self.queues[-1]
-        if entry.gone or entry.disk is not None or entry.writing is not None:
-            return
+    def _save_for_drain(self, eviction: Eviction) -> None:
+        last = self.queues[-1]
         if eviction.source.tier is last.tier:
-            self._room.forget(entry)
+            self._room.forget(eviction.entry)
         else:
-            self._begin_write(entry, last)
+            self._begin_write(eviction.entry, last)
 
     # Reading and promotion
 

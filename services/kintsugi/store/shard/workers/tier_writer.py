@@ -35,7 +35,7 @@ class TierWriter:
     def find_room(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, after evicting what the policy gives up first; None where that is not enough.
 
-        Raises `lmdb.Error`.
+        Raises `OSError`, `lmdb.Error`; what a slower tier then fails to take stays.
         """
         while True:
             residence = self.tier.allocate(entry)
@@ -54,13 +54,18 @@ class TierWriter:
         self.tier.commit(written)
 
     def demote(self, evictions: Sequence[Eviction]) -> None:
-        """Drop the copies that leave the tier. They go one tier down, or away."""
+        """Drop the copies that leave the tier. They go one tier down, or away.
+
+        Raises `OSError`, `lmdb.Error` if the next tier fails; then all of them stay, because chunks whose puts
+        were acknowledged as durable may be nowhere else."""
         placed: Mapping[Eviction, Residence] = {}
         if self._below is not None:
             try:
                 placed = self._below.copy_from(self.tier, evictions)
             except (OSError, lmdb.Error) as error:
                 log.error("%s: demotion to %s failed: %s", self.tier.name, self._below.tier.name, error)
+                self._table.end_demotions(evictions, None)
+                raise
         self._table.end_demotions(evictions, placed)
 
     def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
