@@ -78,6 +78,16 @@ def test_the_sdk_stores_chunks_and_they_are_hit(deployed: Deployed) -> None:
     assert answer.accounting["outcome"] == "blended"
 
 
+def test_a_prompt_whose_chunks_lie_on_both_shards_is_blended(deployed: Deployed) -> None:
+    """A layer comes from one shard after the other, so not in the order of the prompt's chunks."""
+    texts = [f"Harbour {number} has a lighthouse that was built of grey stone." for number in range(8)]
+    with Client(deployed.grpc, namespace="both") as client:
+        assert all(put.new for put in client.put_chunks(texts, wait=True))
+        answer = client.generate(texts, "Which harbour has a lighthouse?", sampling=GREEDY)
+    assert answer.accounting["chunks_hit"] == 8, answer.accounting
+    assert answer.accounting["outcome"] == "blended"
+
+
 def test_http_answers_and_says_how_it_is(deployed: Deployed) -> None:
     with httpx.Client(base_url=deployed.http, timeout=60) as http:
         assert http.get("/readyz").json()["blending"] == "on"

@@ -123,7 +123,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder in which pip finds packages."""
     folder = tmp_path / "found"
     folder.mkdir()
-    # setuptools warns where pip is imported into a process that has imported distutils, as torch's kernels do.
+    # setuptools warns where pip is imported after distutils, which building torch's kernels imports.
     monkeypatch.delitem(sys.modules, "distutils", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))

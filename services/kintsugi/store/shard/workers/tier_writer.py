@@ -56,8 +56,8 @@ class TierWriter:
     def demote(self, evictions: Sequence[Eviction]) -> None:
         """Drop the copies that leave the tier. They go one tier down, or away.
 
-        Raises `OSError`, `lmdb.Error` if the next tier fails; then all of them stay, because chunks whose puts
-        were acknowledged as durable may be nowhere else."""
+        Raises `OSError`, `lmdb.Error` if the next tier fails; then all of them stay, because chunks whose
+        puts were acknowledged as durable may be nowhere else."""
         placed: Mapping[Eviction, Residence] = {}
         if self._below is not None:
             try:
