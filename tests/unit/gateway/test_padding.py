@@ -1,5 +1,5 @@
-"""Answers that leave at multiples of a time step. The event loop's own clock is not waited for: steps are
-milliseconds, and only orders and differences are asserted."""
+"""Answers that leave at multiples of a time step. Steps are milliseconds; a busy machine only makes events
+later, and what is asserted is how early they may leave."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ def test_first_tokens_leave_at_multiples_of_the_step(first_s: float, step_s: flo
 
 
 def run(first_s: float, gap_s: float, late_s: float, fails: bool = False) -> list[tuple[str, float]]:
-    """Events with the times at which they left."""
+    """Events, and how long after they came they left."""
     seen: list[tuple[str, float]] = []
+    came_s: dict[str, float] = {}
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        began_s, delay = loop.time(), [None, late_s][:1]
+        delay: list[float | None] = [None]
 
         async def events() -> AsyncGenerator[str, None]:
+            came_s["before"] = loop.time()
             yield "before"
             await asyncio.sleep(first_s)
             delay[0] = late_s
             for name in ("first", "second", "third"):
+                came_s[name] = loop.time()
                 yield name
                 await asyncio.sleep(gap_s)
             if fails:
                 raise ValueError("broke off")
 
         async for event in pad_events(events(), lambda: delay[0], loop.time):
-            seen.append((event, loop.time() - began_s))
+            seen.append((event, loop.time() - came_s[event]))
 
     asyncio.run(main())
     return seen
@@ -47,10 +50,9 @@ def run(first_s: float, gap_s: float, late_s: float, fails: bool = False) -> lis
 def test_every_event_is_as_late_as_the_first() -> None:
     seen = run(first_s=0.02, gap_s=0.03, late_s=0.1)
     assert [event for event, _ in seen] == ["before", "first", "second", "third"]
-    times = dict(seen)
-    assert times["before"] >= 0.12
-    assert times["first"] >= 0.12
-    assert times["second"] - times["first"] >= 0.02  # not in one burst with the first
+    waited_s = dict(seen)
+    assert waited_s["before"] >= 0.119  # what came before the first leaves with it
+    assert min(waited_s[event] for event in ("first", "second", "third")) >= 0.099
 
 
 def test_an_error_comes_behind_what_came_before_it() -> None:
