@@ -265,7 +265,7 @@ class LayerLoader:
                 self._scores[indices[frame.chunk]] = scores[placement.stored_rows]
             num_bytes += len(frame.data)
         if lost:
-            raise LoadFailed(frozenset(lost), "; ".join(lost.values()))
+            raise _all_lost(lost)
         with self._changed:
             self._prior_bytes += num_bytes
             self._shares_without_priors -= 1
@@ -308,7 +308,7 @@ class LayerLoader:
                 return
             del self._filling[layer]
         if filling.lost:
-            raise LoadFailed(frozenset(filling.lost), "; ".join(filling.lost.values()))
+            raise _all_lost(filling.lost)
         key, value, on_device = filling.staging.finish(self._rotary_of_layer[layer])
         loaded = LoadedLayer(
             layer, key, value, filling.num_bytes, filling.started_s, time.perf_counter(), on_device
@@ -316,6 +316,10 @@ class LayerLoader:
         with self._changed:
             self._done[layer] = loaded
             self._changed.notify_all()
+
+
+def _all_lost(lost: Mapping[ChunkKey, str]) -> LoadFailed:
+    return LoadFailed(frozenset(lost), "; ".join(lost.values()))
 
 
 def _other_prior(key: ChunkKey) -> LoadFailed:

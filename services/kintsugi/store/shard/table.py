@@ -374,8 +374,7 @@ class EntryTable:
             self.draining = True
             if self.queues:
                 for entry in self._index:
-                    is_unwritten = entry.disk is None and entry.writing is None
-                    if is_unwritten and self.shares.may_be_on_ssd(entry.manifest):
+                    if life.is_in_ram_alone(entry) and self.shares.may_be_on_ssd(entry.manifest):
                         self._begin_write(entry, self.queues[0])
             self._changed.wait_for(
                 lambda: self.failure or not any(queue.queue_bytes for queue in self.queues), timeout_s

@@ -9,7 +9,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.client.registry import open_store
+from kintsugi.store.client.registry import open_store, ram_url
 from kintsugi.store.protocol.interface import ChunkLost
 from tests.contracts.store_contract import StoreContract, make_chunk
 
@@ -64,7 +64,7 @@ def test_a_url_names_a_store() -> None:
 def test_a_throttled_store_is_read_no_faster_than_its_rate() -> None:
     manifest, frames = make_chunk(range(40))
     bytes_per_s = 20 * manifest.chunk_bytes
-    store = open_store(f"ram://slow?bytes_per_s={bytes_per_s}")
+    store = open_store(ram_url("slow", bytes_per_s))
     assert open_store("ram://slow") is store
     store.put(manifest, frames)
     started = time.perf_counter()
