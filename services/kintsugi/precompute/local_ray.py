@@ -1,4 +1,4 @@
-"""Starts a Ray that only this user of this machine can reach.
+"""Starts a Ray that only this user of this machine can reach, and joins one.
 
 Whoever reaches Ray's ports can run code in its workers. Left to itself, Ray 2.60 replaces a loopback address
 by the machine's own, so that its processes listen on every interface; keeps its authentication token in a
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ LOOPBACK = "127.0.0.1"
 TEMPORARY = Path("/tmp")
 """Ray's own choice, whatever `TMPDIR` is: paths of sockets have at most 107 characters."""
 TOKEN_BYTES = 32
+ANSWER_S = 2.0
+"""A machine connects to itself at once, or never."""
 
 
 def start_local_ray(**options: Any) -> None:
@@ -44,6 +47,38 @@ def start_local_ray(**options: Any) -> None:
             _node_ip_address=LOOPBACK,
             **options,
         )
+
+
+def join_ray(address: str) -> None:
+    """Joins the Ray at `address`, which `RAY_ADDRESS` says, too; raises what `ray.init` raises.
+
+    A Ray that `start_local_ray` started in another process is found at its loopback address.
+    """
+    import ray
+
+    with _keep_loopback() if is_on_loopback_alone(address) else nullcontext():
+        ray.init(log_to_driver=False, logging_level="ERROR")
+
+
+def is_on_loopback_alone(address: str) -> bool:
+    """Whether something listens at this `host:port` of the loopback interface and not at the same port of the
+    machine's own address."""
+    from ray._private.services import node_ip_address_from_perspective
+
+    host, _, port = address.rpartition(":")
+    if host not in ("localhost", LOOPBACK) or not port.isdecimal():
+        return False
+    return _is_answered(LOOPBACK, int(port)) and not _is_answered(
+        node_ip_address_from_perspective(), int(port)
+    )
+
+
+def _is_answered(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), ANSWER_S).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 @contextmanager

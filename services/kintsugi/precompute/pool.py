@@ -9,7 +9,7 @@ from typing import Any
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.precompute.batches import ChunkBatch
-from kintsugi.precompute.local_ray import start_local_ray
+from kintsugi.precompute.local_ray import join_ray, start_local_ray
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
 
@@ -37,7 +37,7 @@ def ensure_ray(workers: int, cpus_per_worker: float) -> None:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            ray.init(log_to_driver=False, logging_level="ERROR")
+            join_ray(address)
         else:
             start_local_ray(
                 num_cpus=(os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),

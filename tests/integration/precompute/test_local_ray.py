@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -13,6 +16,7 @@ pytest.importorskip("ray", reason="install the extra `precompute`")
 
 import ray
 
+from kintsugi.precompute.local_ray import is_on_loopback_alone
 from tests.ports import find_exposed
 
 NODES = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -47,3 +51,28 @@ def test_others_may_not_enter_rays_folder(running_ray: None) -> None:
     outer = session.parent.parent
     assert stat.S_IMODE(outer.stat().st_mode) == 0o700
     assert outer.stat().st_uid == os.getuid()
+
+
+def test_another_process_joins_it_at_its_loopback_address(running_ray: None) -> None:
+    address = ray.get_runtime_context().gcs_address
+    assert is_on_loopback_alone(address)
+    code = (
+        "import ray; from kintsugi.precompute.pool import ensure_ray; ensure_ray(1, 1.0);"
+        "print(ray.get_runtime_context().gcs_address)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": address}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert said.stdout.split() == [address], said.stderr
+
+
+def test_a_port_where_nothing_listens_and_other_machines_are_not_on_loopback_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert is_on_loopback_alone(f"127.0.0.1:{port}")
+        assert is_on_loopback_alone(f"localhost:{port}")
+    assert not is_on_loopback_alone(f"127.0.0.1:{port}")
+    assert not any(map(is_on_loopback_alone, ("auto", "10.0.0.9:6379", "127.0.0.1:99999", "127.0.0.1", "")))
+    with socket.create_server(("0.0.0.0", 0)) as everywhere:
+        assert not is_on_loopback_alone(f"127.0.0.1:{everywhere.getsockname()[1]}")
