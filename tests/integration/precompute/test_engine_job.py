@@ -16,6 +16,7 @@ from kintsugi.precompute.sources.files import list_source
 from kintsugi.precompute.sources.readers import Document, read
 from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
+from tests.integration.engine.conftest import EngineSlot
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -24,8 +25,11 @@ ENGINE = {"max_model_len": 4096, "block_size": 32, "kv_cache_memory_bytes": 128 
 
 
 @pytest.mark.parametrize("context", [[], pytest.param([*range(40, 90)], marks=pytest.mark.full)])
-def test_requests_hit_every_chunk_of_the_corpus(bench: Bench, context: list[int]) -> None:
+def test_requests_hit_every_chunk_of_the_corpus(
+    bench: Bench, context: list[int], engine_slot: EngineSlot
+) -> None:
     pytest.importorskip("vllm")
+    engine_slot.close()  # a process has one engine at a time
     write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(8))})
     spec = bench.spec(engine=ENGINE, batch_tokens=2048, context_token_ids=context)
     job = Job(spec, bench.ledger)
