@@ -7,6 +7,7 @@ deleted stays deleted, and nothing damaged is ever served. A failure prints its 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -25,7 +26,7 @@ import pytest
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.entry import Residence
+from kintsugi.store.shard.entry import Copying, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -191,6 +192,72 @@ def test_a_chunk_deleted_while_it_moves_down_is_gone_after_a_crash(
         assert again.table.get(("acme", key)) is None
 
 
+@pytest.mark.parametrize("late", ["ssd0", "ssd1"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_chunk_put_again_before_its_old_copy_is_committed_outlives_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, flushed: bool
+) -> None:
+    """The old chunk's frames are in the slab of tier `late`, written back or moved down; before the catalog
+    there names them, the chunk is deleted and put again, durably, on ssd1. The old copy is committed last."""
+    shard = open_shard(spec(tmp_path / "shard"))
+    chunks = {}
+    again: list[ChunkKey] = []
+    commit = TierWriter.sync_and_commit
+
+    def put_again_before(
+        writer: TierWriter, written: Sequence[tuple[Copying, Residence]], since: int
+    ) -> None:
+        if again or writer.tier.name != late:
+            commit(writer, written, since)
+            return
+        again.append(key := written[0][0].entry.manifest.key)
+        shard.delete("acme", [key])
+        put_durably(shard, *chunks[key], PutOptions("ssd1", durable=True))
+        commit(writer, written, since)
+        if not flushed:
+            shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+
+    monkeypatch.setattr(TierWriter, "sync_and_commit", put_again_before)
+    try:
+        for start in range(0, 100_000, 1000):
+            manifest, frames = make_chunk(range(start, start + 100))
+            chunks[manifest.key] = manifest, frames
+            put_durably(shard, manifest, frames, PutOptions(durable=True, ttl_s=3600.0))
+            if again:
+                break
+        (key,) = again
+        for done in shard.flush_writers():
+            done.result(10.0)
+        assert_as_put_again(shard, key)
+        if flushed:
+            shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    finally:
+        shard.close()
+    with closing(open_shard(spec(tmp_path / "crashed"))) as recovered:
+        assert_as_put_again(recovered, key)
+
+
+def test_a_chunk_put_again_on_a_slower_tier_outlives_a_crash(tmp_path: Path) -> None:
+    """The faster tier, which a restart reads first, has nothing to write meanwhile."""
+    manifest, frames = make_chunk(range(100))
+    with closing(open_shard(spec(tmp_path / "shard"))) as shard:
+        put_durably(shard, manifest, frames, PutOptions("ssd0", durable=True, ttl_s=3600.0))
+        shard.delete("acme", [manifest.key])
+        put_durably(shard, manifest, frames, PutOptions("ssd1", durable=True))
+        shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    with closing(open_shard(spec(tmp_path / "crashed"))) as recovered:
+        assert_as_put_again(recovered, manifest.key)
+
+
+def assert_as_put_again(shard: Shard, key: ChunkKey) -> None:
+    """A shard holds a chunk that was first put for an hour, then for good on ssd1."""
+    entry = shard.table.get(("acme", key))
+    assert entry is not None
+    assert entry.disk is not None
+    assert (entry.expires_at_s, entry.disk.tier.name) == (math.inf, "ssd1")
+    assert shard.verify("acme", [key]) == {key: True}
+
+
 def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
     """A shard of chunks that all lie on its first disk, closed."""
     chunks = {}
@@ -203,8 +270,13 @@ def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
     return chunks
 
 
-def put_durably(shard: Shard, manifest: ChunkManifest, frames: list[bytes]) -> None:
-    put = shard.begin_put(manifest, PutOptions(durable=True), wait_s=10.0)
+DURABLE = PutOptions(durable=True)
+
+
+def put_durably(
+    shard: Shard, manifest: ChunkManifest, frames: list[bytes], options: PutOptions = DURABLE
+) -> None:
+    put = shard.begin_put(manifest, options, wait_s=10.0)
     assert put is not None
     for layer, frame in enumerate(frames):
         put.write(layer, memoryview(frame))
