@@ -30,7 +30,7 @@ from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record, catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.work import Eviction
 from kintsugi.store.shard.workers.tier_writer import TierWriter
@@ -73,6 +73,7 @@ class Life:
                 for flushed in self._shard.flush_writers():
                     flushed.result(30.0)
                 print(f"deleted {key.hex}", flush=True)
+                self._check_catalogs()
             elif way < 0.4:
                 self._put_again()
             elif way < 0.45:
@@ -82,6 +83,16 @@ class Life:
                     self._shard.abort(put)
             else:
                 self._await_durable([self._put(self._any_chunk(), self._chance.choice(TIERS))])
+
+    def _check_catalogs(self) -> None:
+        """At rest, each tier's catalog names what the shard finds there."""
+        for disk in self._shard.disks:
+            named = dict(disk.catalog.records())
+            for entry in self._shard.table.entries():
+                if entry.disk is not None and entry.disk.tier is disk:
+                    record = named[catalog_key(entry.address)]
+                    assert record is not None
+                    assert record.expires_at_s == entry.expires_at_s
 
     def _any_chunk(self) -> Chunk:
         tokens = self._chance.choice((33, 100, 200, 400))
