@@ -7,6 +7,7 @@ deleted stays deleted, and nothing damaged is ever served. A failure prints its 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -25,11 +26,11 @@ import pytest
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.entry import Residence
+from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record, catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.work import Eviction
 from kintsugi.store.shard.workers.tier_writer import TierWriter
@@ -45,34 +46,103 @@ def spec(folder: Path) -> ShardSpec:
     return ShardSpec(MIB, folder / "data", ssds)
 
 
-def live(folder: Path, seed: int) -> None:
-    """The life of a shard until it is killed: prints what it was told is durable or deleted."""
-    chance = random.Random(seed)
-    shard = open_shard(spec(folder))
-    print("open", flush=True)
-    while True:
-        tokens = chance.choice((33, 100, 200, 400))
-        make = chance.choice((make_chunk, make_mixed_chunk))
-        manifest, frames = make(range(start := chance.randrange(60) * 1000, start + tokens))
-        if chance.random() < 0.25:
-            shard.delete("acme", [manifest.key])
-            for flushed in shard.flush_writers():
-                flushed.result(30.0)
-            print(f"deleted {manifest.key.hex}", flush=True)
-            continue
-        tier = chance.choice(("auto", "ssd0", "ssd1"))
-        put = shard.begin_put(manifest, PutOptions(tier=tier, durable=True), wait_s=30.0)
+TIERS = ("auto", "ssd0", "ssd1")
+DAY_S = 86400.0
+Chunk = tuple[ChunkManifest, list[bytes]]
+Putting = tuple[ChunkEntry, Future[None]]
+"""A chunk that was put, and the future that says that it is durable."""
+
+
+class Life:
+    """The life of a shard until it is killed: prints what it is about to put and to delete, and what it was
+    told is durable or deleted. Every put expires at a time of its own, which tells puts of one key apart."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._shard = open_shard(spec(folder))
+        self._ranges: dict[ChunkKey, tuple[Callable[[range], Chunk], range]] = {}
+        """How chunks that were put are made again."""
+        print("open", flush=True)
+
+    def live(self) -> None:
+        while True:
+            way = self._chance.random()
+            if way < 0.2:
+                key = self._any_chunk()[0].key
+                self._delete([key])
+                for flushed in self._shard.flush_writers():
+                    flushed.result(30.0)
+                print(f"deleted {key.hex}", flush=True)
+                self._check_catalogs()
+            elif way < 0.4:
+                self._put_again()
+            elif way < 0.45:
+                manifest, _ = self._any_chunk()
+                put = self._shard.begin_put(manifest, PutOptions("auto", durable=True), wait_s=30.0)
+                if put is not None:
+                    self._shard.abort(put)
+            else:
+                self._await_durable([self._put(self._any_chunk(), self._chance.choice(TIERS))])
+
+    def _check_catalogs(self) -> None:
+        """At rest, each tier's catalog names what the shard finds there."""
+        for disk in self._shard.disks:
+            named = dict(disk.catalog.records())
+            for entry in self._shard.table.entries():
+                if entry.disk is not None and entry.disk.tier is disk:
+                    record = named[catalog_key(entry.address)]
+                    assert record is not None
+                    assert record.expires_at_s == entry.expires_at_s
+
+    def _any_chunk(self) -> Chunk:
+        tokens = self._chance.choice((33, 100, 200, 400))
+        make = self._chance.choice((make_chunk, make_mixed_chunk))
+        chosen = range(start := self._chance.randrange(60) * 1000, start + tokens)
+        chunk = make(chosen)
+        self._ranges[chunk[0].key] = make, chosen
+        return chunk
+
+    def _put(self, chunk: Chunk, tier: str) -> Putting | None:
+        """Put a chunk, and do not wait until it is durable; None for one that is there."""
+        manifest, frames = chunk
+        put = self._shard.begin_put(manifest, PutOptions(tier, durable=True, ttl_s=DAY_S), wait_s=30.0)
         if put is None:
-            continue
-        if chance.random() < 0.1:
-            shard.abort(put)
-            continue
+            return None
         for layer, frame in zip(manifest.layers, frames, strict=True):
             put.write(layer, memoryview(frame))
-        durable = shard.commit(put).durable
+        print(f"putting {manifest.key.hex}", flush=True)
+        durable = self._shard.commit(put).durable
         assert durable is not None
-        durable.result(30.0)
-        print(f"durable {manifest.key.hex}", flush=True)
+        return put.entry, durable
+
+    def _await_durable(self, puts: Iterable[Putting | None]) -> None:
+        for entry, durable in filter(None, puts):
+            durable.result(30.0)
+            print(f"durable {entry.manifest.key.hex} {entry.expires_at_s!r}", flush=True)
+
+    def _put_again(self) -> None:
+        """While chunks are written to the first tier, which makes others leave it, delete some of either and
+        put them again, to any tier. Nothing is waited for in between."""
+        puts = [self._put(self._any_chunk(), "ssd0") for _ in range(4)]
+        held = sorted(entry.manifest.key for entry in self._shard.table.entries())
+        held = [key for key in held if key in self._ranges]
+        time.sleep(self._chance.choice((0.0, 0.001, 0.003, 0.01)))  # the writers have got somewhere
+        again = self._chance.sample(held, min(3, len(held)))
+        self._delete(again)
+        puts = [put for put in puts if put is not None and put[0].manifest.key not in again]
+        for key in again:
+            make, tokens = self._ranges[key]
+            puts.append(self._put(make(tokens), self._chance.choice(TIERS)))
+        self._await_durable(puts)
+
+    def _delete(self, keys: list[ChunkKey]) -> None:
+        for key in keys:
+            print(f"deleting {key.hex}", flush=True)
+        self._shard.delete("acme", keys)
+
+
+def live(folder: Path, seed: int) -> None:
+    Life(folder, seed).live()
 
 
 def life_and_death(folder: Path, seed: int, after_s: float) -> list[str]:
@@ -112,16 +182,21 @@ def die_in_start_up(folder: Path, chance: random.Random) -> None:
 def check(folder: Path, said: list[str]) -> None:
     """Everything is whole, and what was acknowledged is so."""
     last = {ChunkKey.from_hex(line.split()[1]): line.split()[0] for line in said}
+    expires_at_s = {
+        ChunkKey.from_hex(words[1]): float(words[2]) for words in map(str.split, said) if words[2:]
+    }
     durable = [ChunkKey.from_hex(line.split()[1]) for line in said if line.startswith("durable")]
     shard = open_shard(spec(folder))
     try:
         keys = {entry.manifest.key for entry in shard.table.entries()}
         assert shard.verify("acme", sorted(keys)) == dict.fromkeys(keys, True)
         assert shard.table.counters.quarantined == 0
-        # A put that nobody acknowledged may have made it; only the very last operation can be one.
-        assert len({key for key, word in last.items() if word == "deleted"} & keys) <= 1
+        assert not {key for key, word in last.items() if word == "deleted"} & keys
         if durable and last[durable[-1]] == "durable":
             assert durable[-1] in keys
+        # No chunk is an older one than that which was last acknowledged under its key.
+        for entry in shard.table.entries():
+            assert entry.expires_at_s >= expires_at_s.get(entry.manifest.key, 0.0)
         for disk in shard.disks:
             assert disk.allocator.used_bytes <= disk.capacity_bytes
     finally:
@@ -191,6 +266,72 @@ def test_a_chunk_deleted_while_it_moves_down_is_gone_after_a_crash(
         assert again.table.get(("acme", key)) is None
 
 
+@pytest.mark.parametrize("late", ["ssd0", "ssd1"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_chunk_put_again_before_its_old_copy_is_committed_outlives_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str, flushed: bool
+) -> None:
+    """The old chunk's frames are in the slab of tier `late`, written back or moved down; before the catalog
+    there names them, the chunk is deleted and put again, durably, on ssd1. The old copy is committed last."""
+    shard = open_shard(spec(tmp_path / "shard"))
+    chunks: dict[ChunkKey, Chunk] = {}
+    again: list[ChunkKey] = []
+    commit = TierWriter.sync_and_commit
+
+    def put_again_before(
+        writer: TierWriter, written: Sequence[tuple[Copying, Residence]], since: int
+    ) -> None:
+        if again or writer.tier.name != late:
+            commit(writer, written, since)
+            return
+        again.append(key := written[0][0].entry.manifest.key)
+        shard.delete("acme", [key])
+        put_durably(shard, *chunks[key], PutOptions("ssd1", durable=True))
+        commit(writer, written, since)
+        if not flushed:
+            shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+
+    monkeypatch.setattr(TierWriter, "sync_and_commit", put_again_before)
+    try:
+        for start in range(0, 100_000, 1000):
+            manifest, frames = make_chunk(range(start, start + 100))
+            chunks[manifest.key] = manifest, frames
+            put_durably(shard, manifest, frames, PutOptions(durable=True, ttl_s=3600.0))
+            if again:
+                break
+        (key,) = again
+        for done in shard.flush_writers():
+            done.result(10.0)
+        assert_as_put_again(shard, key)
+        if flushed:
+            shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    finally:
+        shard.close()
+    with closing(open_shard(spec(tmp_path / "crashed"))) as recovered:
+        assert_as_put_again(recovered, key)
+
+
+def test_a_chunk_put_again_on_a_slower_tier_outlives_a_crash(tmp_path: Path) -> None:
+    """The faster tier, which a restart reads first, has nothing to write meanwhile."""
+    manifest, frames = make_chunk(range(100))
+    with closing(open_shard(spec(tmp_path / "shard"))) as shard:
+        put_durably(shard, manifest, frames, PutOptions("ssd0", durable=True, ttl_s=3600.0))
+        shard.delete("acme", [manifest.key])
+        put_durably(shard, manifest, frames, PutOptions("ssd1", durable=True))
+        shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
+    with closing(open_shard(spec(tmp_path / "crashed"))) as recovered:
+        assert_as_put_again(recovered, manifest.key)
+
+
+def assert_as_put_again(shard: Shard, key: ChunkKey) -> None:
+    """A shard holds a chunk that was first put for an hour, then for good on ssd1."""
+    entry = shard.table.get(("acme", key))
+    assert entry is not None
+    assert entry.disk is not None
+    assert (entry.expires_at_s, entry.disk.tier.name) == (math.inf, "ssd1")
+    assert shard.verify("acme", [key]) == {key: True}
+
+
 def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
     """A shard of chunks that all lie on its first disk, closed."""
     chunks = {}
@@ -203,8 +344,13 @@ def filled(folder: Path, count: int = 6) -> dict[ChunkKey, list[bytes]]:
     return chunks
 
 
-def put_durably(shard: Shard, manifest: ChunkManifest, frames: list[bytes]) -> None:
-    put = shard.begin_put(manifest, PutOptions(durable=True), wait_s=10.0)
+DURABLE = PutOptions(durable=True)
+
+
+def put_durably(
+    shard: Shard, manifest: ChunkManifest, frames: list[bytes], options: PutOptions = DURABLE
+) -> None:
+    put = shard.begin_put(manifest, options, wait_s=10.0)
     assert put is not None
     for layer, frame in enumerate(frames):
         put.write(layer, memoryview(frame))

@@ -20,9 +20,12 @@ API_VERSION = f"{GROUP}/{VERSION}"
 T = TypeVar("T")
 
 
+_SECONDS = {"ramp_s": "rampSeconds", "erase_grace_s": "eraseGraceSeconds"}
+
+
 def yaml_name(field: str) -> str:
     """What a field is called in YAML."""
-    return "rampSeconds" if field == "ramp_s" else camel(field)
+    return _SECONDS.get(field) or camel(field)
 
 
 class ManifestSettings(Settings):

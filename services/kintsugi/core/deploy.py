@@ -175,6 +175,8 @@ class StoreSettings(Settings):
     """Size of each shard's RAM tier in GiB."""
     scrub_mib_per_s: float = setting(16.0, minimum=0)
     """MiB per second of what it holds that each shard verifies in the background; 0: it does not."""
+    erase_grace_s: float = setting(2.0, minimum=0, maximum=240)
+    """How long an erasure lets clients finish the reads and puts of its chunks before it cuts them."""
     cpus: float = setting(0.5, minimum=0)
     """CPU cores of each shard."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.replication.replicator import Replicator
+from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -38,7 +40,7 @@ SWITCH_INTERVAL_S = 0.0005
 def claim_shard(spec: StoreSpec) -> Shard:
     """Open the first shard of this host that no process holds. Raises what `open_shard` raises."""
     if not spec.data_dir:
-        return open_shard(ShardSpec(int(spec.ram_gib * (1 << 30))))
+        return open_shard(_shard_spec(spec))
     for index in range(SHARDS_MAX):
         try:
             return open_shard(_folders(spec, f"shard-{index}"))
@@ -48,9 +50,13 @@ def claim_shard(spec: StoreSpec) -> Shard:
     raise Unavailable(f"{SHARDS_MAX} folders of {spec.data_dir} are all in use")
 
 
+def _shard_spec(spec: StoreSpec) -> ShardSpec:
+    return ShardSpec(int(spec.ram_gib * (1 << 30)), config=ShardConfig(erase_grace_s=spec.erase_grace_s))
+
+
 def _folders(spec: StoreSpec, name: str) -> ShardSpec:
-    return ShardSpec(
-        int(spec.ram_gib * (1 << 30)),
+    return replace(
+        _shard_spec(spec),
         data_dir=Path(spec.data_dir) / name,
         ssds=tuple(SsdSpec(Path(tier.path) / name, int(tier.gib * (1 << 30))) for tier in spec.tiers),
     )

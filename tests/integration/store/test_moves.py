@@ -12,7 +12,7 @@ import pytest
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.placement import READS_OFTEN
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
@@ -113,9 +113,9 @@ def test_a_chunk_that_is_read_while_it_is_demoted_outlives_a_restart(
     commit = TierWriter.sync_and_commit
     demoted: list[ChunkEntry] = []
 
-    def read_before(writer: TierWriter, written: Sequence[tuple[ChunkEntry, Residence]], since: int) -> None:
+    def read_before(writer: TierWriter, written: Sequence[tuple[Copying, Residence]], since: int) -> None:
         if writer.tier is slow and not demoted:
-            demoted.append(written[0][0])
+            demoted.append(written[0][0].entry)
             read_often(shard, demoted[0])
         commit(writer, written, since)
 

@@ -124,6 +124,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "keysSecret": draw(optional),
         "tokensSecret": draw(optional),
         "scrubMibPerS": draw(st.sampled_from([0, 2.5, 64])),
+        "eraseGraceSeconds": draw(st.sampled_from([0, 2.5, 240])),
         "insecure": True,
         "podTemplate": draw(pod_templates),
         "env": draw(variables()),

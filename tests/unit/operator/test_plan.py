@@ -17,6 +17,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from kintsugi.gateway.access import check_exposure
+from kintsugi.store.shard.admission import ShardConfig
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.environment import RESERVED
 from kintsugi_operator.api.status import BlendServiceStatus
@@ -548,16 +549,18 @@ def test_keys_of_namespaces_reach_those_who_read_chunks_and_no_shard() -> None:
     assert roles == {"engine", "gateway"}
 
 
-def test_audit_logs_and_the_scrub_rate_reach_gateways_and_shards() -> None:
-    store = {"audit": True, "scrubMibPerS": 2.5, "volumes": {"dataGib": 2}}
+def test_audit_logs_the_scrub_rate_and_the_erase_grace_reach_gateways_and_shards() -> None:
+    store = {"audit": True, "scrubMibPerS": 2.5, "eraseGraceSeconds": 5, "volumes": {"dataGib": 2}}
     spec = spec_of(store=store, gateway={"tokensSecret": "acme-tokens", "audit": True})
     told, plain = service_spec(spec), service_spec(spec_of())
     assert (told.store.audit_dir, told.gateway.audit_dir) == ("/data/audit", "/data/audit")
     assert (plain.store.audit_dir, plain.gateway.audit_dir, plain.store.scrub_mib_per_s) == ("", "", 16)
+    assert plain.store.erase_grace_s == ShardConfig().erase_grace_s
     objects = objects_of(spec)
     shards = named(objects, "RayService", "acme-store")
     given = json.loads(shards["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
     assert (given["audit_dir"], given["scrub_mib_per_s"]) == ("/data/audit", 2.5)
+    assert given["erase_grace_s"] == 5
     folders = {
         template["metadata"]["labels"][LABEL_ROLE]: volume
         for template in pod_templates(objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -131,6 +132,14 @@ def test_the_scrub_rate_of_the_service_reaches_the_shard(tmp_path: Path) -> None
     finally:
         server.stop()
         shard.close()
+
+
+@pytest.mark.parametrize("folder", ["", "data"])
+def test_the_erase_grace_of_the_service_reaches_the_shard(tmp_path: Path, folder: str) -> None:
+    data_dir = str(tmp_path / folder) if folder else ""
+    store = StoreSpec(ram_gib=16 * MIB, data_dir=data_dir, erase_grace_s=0.25)
+    with closing(claim_shard(store)) as shard:
+        assert shard._erase_grace_s == 0.25
 
 
 def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
@@ -145,3 +146,14 @@ class ChunkEntry:
     def tier_name(self) -> str:
         """The fastest tier that holds it."""
         return next((residence.tier.name for residence in self.copies), "")
+
+
+class Copying(Protocol):
+    """A chunk that is copied to an SSD tier. Once its entry has let go of the source, the copy is not wanted:
+    the chunk may have been deleted and put again."""
+
+    @property
+    def entry(self) -> ChunkEntry: ...
+
+    @property
+    def source(self) -> Residence: ...

@@ -76,8 +76,8 @@ class Shard:
         self._home = home
         self._writers: list[WriteBack] = []
         below: TierWriter | None = None
-        for queue in reversed(self.table.queues):
-            below = TierWriter(self.table, queue.tier, below)
+        for rank, queue in reversed([*enumerate(self.table.queues)]):
+            below = TierWriter(self.table, queue.tier, below, disks[:rank])
             self._writers.insert(0, WriteBack(self.table, queue, below, ram.arena))
         self._promoter = Promoter(self.table, ram.arena)
         try:

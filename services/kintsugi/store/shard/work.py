@@ -33,12 +33,19 @@ def uncancellable_future() -> Future[None]:
 
 
 def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None]]:
-    """Begin each piece of work once the one before has ended, however it did; a future for each."""
+    """Begin each piece of work once the one before has ended, however it did; a future for each. Work that
+    cannot begin has ended: its future fails."""
     futures = [uncancellable_future() for _ in begin]
 
     def begin_next(index: int) -> None:
-        if index < len(begin):
-            begin[index]().add_done_callback(lambda done: end(index, done.exception()))
+        if index == len(begin):
+            return
+        try:
+            work = begin[index]()
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            end(index, error)
+        else:
+            work.add_done_callback(lambda done: end(index, done.exception()))
 
     def end(index: int, failure: BaseException | None) -> None:
         begin_next(index + 1)

@@ -35,7 +35,7 @@ class Tiers:
         """Room on a disk that its catalog names."""
         residence = disk.allocate(entry)
         assert residence is not None
-        disk.commit([(entry, residence)])
+        disk.commit([(Eviction(entry, residence), residence)])
         return residence
 
     def in_ram(self) -> ChunkEntry:

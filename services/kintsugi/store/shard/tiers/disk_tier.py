@@ -2,6 +2,10 @@
 
 A slab's bytes are reused only after the catalog forgot them: a residence that leaves waits until `bury` has
 committed its deletion. So a crash at any point leaves records that name intact frames.
+
+A catalog names a chunk by its address, and the chunk may be deleted and put again while its old copy is still
+being made. So `commit` leaves out copies whose source was let go of, and a chunk is committed only after
+faster tiers forgot older records of its address: a restart believes the fastest tier.
 """
 
 from __future__ import annotations
@@ -9,14 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.durable_files import sync_folder
-from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, Copying, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import ExtentAllocator, Strides
@@ -186,12 +190,28 @@ class DiskTier(CopyTier):
             with self._space_lock:
                 self.allocator.return_wiped(*run)
 
-    def commit(self, written: Sequence[tuple[ChunkEntry, Residence]]) -> None:
-        """Have the catalog name chunks whose frames are on disk. Raises `lmdb.Error`."""
+    def commit(self, written: Sequence[tuple[Copying, Residence]]) -> None:
+        """Have the catalog name chunks whose frames are on disk, without those that are not wanted any more.
+        Raises `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:
-            self.catalog.apply([self._record(entry, residence) for entry, residence in written])
+            wanted = [(one.entry, target) for one, target in written if not one.source.condemned]
+            self.catalog.apply([self._record(entry, target) for entry, target in wanted])
             with self._space_lock:
-                self._recorded.update((entry.address, residence) for entry, residence in written)
+                self._recorded.update((entry.address, target) for entry, target in wanted)
+
+    def forget_older(self, written: Iterable[Copying]) -> None:
+        """Have the catalog forget other copies than their own of chunks that a slower tier is about to name.
+        Raises `lmdb.Error`; then nothing changed."""
+        with self._catalog_lock:
+            entries = [one.entry for one in written if not one.source.condemned]
+            with self._space_lock:
+                older = [e.address for e in entries if self._recorded.get(e.address) not in (None, e.disk)]
+            if not older:
+                return  # and wait for no commit
+            self.catalog.apply((), [catalog_key(address) for address in older])
+            with self._space_lock:
+                for address in older:
+                    del self._recorded[address]
 
     def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
         manifest = wire.manifest_to_wire(entry.manifest)

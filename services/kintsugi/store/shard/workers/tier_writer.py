@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import lmdb
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.work import Eviction
@@ -26,11 +26,14 @@ _BOUNCE_BYTES = 4 << 20
 class TierWriter:
     """Writes chunks to a tier, for the thread that asks. Any number of threads."""
 
-    def __init__(self, table: EntryTable, tier: DiskTier, below: TierWriter | None) -> None:
-        """`below`: the writer of the next slower tier; None for the last."""
+    def __init__(
+        self, table: EntryTable, tier: DiskTier, below: TierWriter | None, above: Sequence[DiskTier] = ()
+    ) -> None:
+        """`below`: the writer of the next slower tier; None for the last. `above`: all faster tiers."""
         self.tier = tier
         self._table = table
         self._below = below
+        self._above = above
 
     def find_room(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, after evicting what the policy gives up first; None where that is not enough.
@@ -46,11 +49,14 @@ class TierWriter:
             if not self.tier.bury() and not evictions:
                 return None
 
-    def sync_and_commit(self, written: Sequence[tuple[ChunkEntry, Residence]], since: int) -> None:
-        """Have the catalog name chunks whose frames were written. `since`: as in `Slab.sync`.
+    def sync_and_commit(self, written: Sequence[tuple[Copying, Residence]], since: int) -> None:
+        """Have the catalog name chunks whose frames were written, and those of faster tiers nothing older of
+        their addresses. `since`: as in `Slab.sync`.
 
-        Raises `OSError`, `lmdb.Error`."""
+        Raises `OSError`, `lmdb.Error`; then this tier's catalog is as it was."""
         self.tier.slab.sync(since)
+        for faster in self._above:
+            faster.forget_older(one for one, _ in written)
         self.tier.commit(written)
 
     def demote(self, evictions: Sequence[Eviction]) -> None:
@@ -83,8 +89,7 @@ class TierWriter:
                     finally:
                         self._table.end_copy(eviction)
             if placed:
-                written = [(eviction.entry, target) for eviction, target in placed.items()]
-                self.sync_and_commit(written, since)
+                self.sync_and_commit([*placed.items()], since)
                 self.tier.failure = ""
         except BaseException as error:
             if isinstance(error, OSError | lmdb.Error):

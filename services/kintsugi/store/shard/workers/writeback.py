@@ -119,7 +119,7 @@ class WriteBack:
     def _commit(self, placed: Sequence[_Placed], since: int) -> KintsugiError | None:
         """Sync, name in the catalog, end the jobs. In the committer's thread. `since`: as in `Slab.sync`."""
         try:
-            self._writer.sync_and_commit([(job.entry, target) for job, target in placed], since)
+            self._writer.sync_and_commit(placed, since)
         except (OSError, lmdb.Error) as error:
             self._give_back(placed)
             return self._fail_jobs([job for job, _ in placed], error)
