@@ -29,6 +29,7 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
+from kintsugi.store.protocol.private_files import check_private
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
 
 
 def read_entries(path: Path) -> dict[str, KeyEntry]:
-    """The file's entries by namespace. Raises `InvalidField`."""
+    """The file's entries by namespace. Raises `InvalidField`, also for a file that others may read."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
@@ -101,6 +102,7 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
         raise InvalidField(
             "keys", f"{path} cannot be read ({error.strerror}); make one with kintsugi keys create"
         ) from None
+    check_private("keys", path)
     if len(text) > FILE_BYTES_MAX:
         raise InvalidField("keys", f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:

@@ -32,7 +32,17 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(path: Path, entry: object, namespace: str = "acme") -> Path:
     path.write_text(json.dumps({"namespaces": {namespace: entry}}))
+    path.chmod(0o600)
     return path
+
+
+def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
+    create_keys(path, "acme")
+    path.chmod(0o644)
+    with pytest.raises(InvalidField, match="chmod 600"):
+        KeyFile(path)
+    with pytest.raises(InvalidField, match="chmod 600"):
+        rotate_keys(path, "acme")
 
 
 def test_new_keys_are_random_and_their_owners_alone(path: Path) -> None:
@@ -146,6 +156,7 @@ def test_the_file_is_looked_at_once_a_second(path: Path, monkeypatch: pytest.Mon
 )
 def test_a_file_of_another_form_is_refused(path: Path, text: str, problem: str) -> None:
     path.write_text(text)
+    path.chmod(0o600)
     with pytest.raises(InvalidField, match=problem) as refused:
         KeyFile(path)
     assert SECRET not in str(refused.value)
@@ -184,6 +195,7 @@ def test_a_file_that_is_not_there_or_too_large_is_refused(
         create_keys(path.parent / "none" / "keys.json", "acme")
     monkeypatch.setattr(key_file, "FILE_BYTES_MAX", 8)
     path.write_text(" " * 9)
+    path.chmod(0o600)
     with pytest.raises(InvalidField, match="more than 8 bytes"):
         KeyFile(path)
 
