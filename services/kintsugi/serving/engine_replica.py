@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -58,6 +59,8 @@ class EngineReplica(AsyncEngine):
 
     _shadowing: Shadowing | None = None
     _keeper: FileKeeper | None = None
+    _serving: int | None = None
+    """How many engines of the service are no spares; None: all."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, host: str
@@ -79,6 +82,7 @@ class EngineReplica(AsyncEngine):
         with collector_off():
             super().__init__(spec, await launch(spec, prepare))
             await self.warm_up()
+        self._ready_unix_s = time.time()
         self.when_ended(end_with_core)
         self._keeper = FileKeeper(files_in_use(spec.model))
         self._shadowing = make_shadowing(config, self, REGISTRY)
@@ -88,11 +92,22 @@ class EngineReplica(AsyncEngine):
             self.serve_metrics(host, port)
             log.info("metrics are on %s", format_address(host, port))
 
+    def reconfigure(self, config: Mapping[str, Any] | None, rank: Any) -> None:
+        """Serve calls it at start and when `user_config` changes; because it takes a ``rank``, which is not
+        used, also when there is no `user_config` any more."""
+        self._serving = config["serving"] if config else None
+
     async def record_routing_stats(self) -> dict[str, Any]:
         """What `serving.engine_router` reads."""
         if self.client is None:
             return {}
-        return {**asdict(self.stats()), "host": self._host, "fingerprint": self.binding.model.hex}
+        return {
+            **asdict(self.stats()),
+            "host": self._host,
+            "fingerprint": self.binding.model.hex,
+            "ready_unix_s": self._ready_unix_s,
+            "serving": self._serving,
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `serving.autoscaling.EnginePolicy` reads."""

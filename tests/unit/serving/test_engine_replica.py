@@ -42,6 +42,15 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
     asyncio.run(ask())
 
 
+def test_spares_may_be_given_up_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(EngineReplica, "__del__")
+    replica = EngineReplica.__new__(EngineReplica)
+    replica.reconfigure({"serving": 2}, rank=0)
+    assert replica._serving == 2
+    replica.reconfigure(None, rank=0)
+    assert replica._serving is None
+
+
 @pytest.mark.parametrize("name", ["generate", "openai"])
 def test_what_serve_streams_is_a_generator_function(name: str) -> None:
     """Serve would run any other method in a thread, and refuse the generator that it returns."""
