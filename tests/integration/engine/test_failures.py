@@ -148,8 +148,8 @@ def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
             declined = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
             assert declined.accounting is not None
             assert declined.accounting["reason"].startswith("store_unavailable")
-    assert len(lookups) == FAILURES_MAX
-    engine._scheduler._lookups._breaker = CircuitBreaker()  # as if the while were over
+    assert len(lookups) <= 2, "one prompt asks, and at once a thread"
+    engine._scheduler._lookups._breaker = CircuitBreaker(failures_max=1)  # as if the while were over
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
     assert blended.accounting is not None
     assert blended.accounting["outcome"] == "blended"

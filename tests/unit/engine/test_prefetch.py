@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from kintsugi.engine import prefetch
-from kintsugi.engine.prefetch import prefetch_engine
+from kintsugi.engine.prefetch import FileKeeper, files_in_use, prefetch_engine, read_through
 
 
 @pytest.fixture
@@ -61,3 +63,44 @@ def test_a_model_that_is_no_folder_is_left_alone(
     monkeypatch.setattr(prefetch, "PACKAGES", ())
     assert prefetch_engine("some/model-name") == 0
     assert not asked
+
+
+def test_the_next_start_reads_what_this_one_has_mapped_and_imported_and_the_weights(
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    (tmp_path / "README.md").touch()
+    found = files_in_use(tmp_path)
+    assert {_ctypes.__file__, prefetch.__cached__, str(weights)} <= set(found)
+    assert all(".so" in name or name.endswith((".pyc", ".safetensors")) for name in found)
+    assert found[-1] == str(weights), "libraries count before a checkpoint that is too large"
+
+
+def test_files_are_read_to_their_end_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one").write_bytes(bytes(5_000_000))
+    (tmp_path / "two").write_bytes(bytes(10))
+    paths = [str(tmp_path / name) for name in ("one", "gone", "two")]
+    assert read_through(paths) == 5_000_010
+    monkeypatch.setattr(prefetch, "BYTES_MAX", 5_000_004)
+    assert read_through(paths) == 5_000_004
+
+
+def test_a_keeper_reads_again_and_again_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[str]] = []
+    again = threading.Event()
+
+    def count(paths: list[str]) -> None:
+        read.append(paths)
+        if len(read) == 3:
+            keeper.close()
+            again.set()
+
+    monkeypatch.setattr(prefetch, "read_through", count)
+    keeper = FileKeeper(["one"], period_s=0.001)
+    assert again.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "kintsugi-keeper":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert read == [["one"]] * 3

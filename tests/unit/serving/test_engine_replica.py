@@ -42,7 +42,31 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
     asyncio.run(ask())
 
 
+def test_spares_may_be_given_up_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(EngineReplica, "__del__")
+    replica = EngineReplica.__new__(EngineReplica)
+    replica.reconfigure({"serving": 2}, rank=0)
+    assert replica._serving == 2
+    replica.reconfigure(None, rank=0)
+    assert replica._serving is None
+
+
 @pytest.mark.parametrize("name", ["generate", "openai"])
 def test_what_serve_streams_is_a_generator_function(name: str) -> None:
     """Serve would run any other method in a thread, and refuse the generator that it returns."""
     assert inspect.isasyncgenfunction(getattr(EngineReplica, name))
+
+
+def test_what_a_start_leaves_is_looked_at_by_no_collection() -> None:
+    check = """
+import gc
+from kintsugi.serving.engine_replica import collector_off
+try:
+    with collector_off():
+        assert not gc.isenabled()
+        raise OSError
+except OSError:
+    pass
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+"""
+    assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0

@@ -529,10 +529,8 @@ class SchedulerSide:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
         self._timing.step_ended()
-        if self._stats.is_empty():
-            return None
         stats, self._stats = self._stats, BlendStats()
-        return stats
+        return None if stats.is_empty() else stats
 
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
@@ -542,6 +540,8 @@ class SchedulerSide:
         if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
             hashing.unfork(state.request, state.ordinary_hasher)
+        else:
+            self._lookups.doubt(state.lookup, accounting)
 
     def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
         """Add what only this side knows: which spans were hit, and what lay outside them."""
