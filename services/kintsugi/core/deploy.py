@@ -135,8 +135,8 @@ class EngineSpec(EngineSettings):
     """One group of equal engines."""
 
     spares: int = setting(0, minimum=0)
-    """Engines beyond `replicas` that have loaded the model and get requests only when one of those has ended.
-    Each takes the memory of an engine, and its GPUs. Needs `replicas.min` = `replicas.max`."""
+    """Engines beyond `replicas` that have loaded the model and get requests only if none of those can take
+    them. Each takes the memory of an engine, and its GPUs. Needs `replicas.min` = `replicas.max`."""
     calibrate: bool = True
     """Whether a model without a report is calibrated while it serves full prefill."""
     questions: str = ""
@@ -410,8 +410,8 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
-        # Routers hear of it from the engines: what stands in their own configuration restarts every replica.
-        **({"user_config": {"serving": engines.replicas.min}} if engines.spares else {}),
+        # Engines tell routers, because a change of the router's own configuration restarts every replica.
+        "user_config": {"num_serving": engines.replicas.min if engines.spares else None},
         **_health(engines.drain_s),
     }
     front = {

@@ -17,8 +17,8 @@ def register() -> None:
     """Called by vLLM when it loads plugins, once per process and possibly more often. Never raises: a vLLM
     without connectors serves on."""
     if multiprocessing.parent_process() is not None:
-        # A core or worker that vLLM starts. It collects its whole heap several times before it is ready, each
-        # time 0.3 s for what it has imported, none of which is garbage.
+        # A core or worker that vLLM starts collects its whole heap several times before it is ready. Each
+        # time takes 0.3 s for the modules that it has imported, which are not garbage.
         gc.freeze()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ PIECE_BYTES = 128 << 10
 """Linux reads no more at one request than the disk's largest transfer, which is seldom less."""
 KEEP_PERIOD_S = 60.0
 """Reading 1.4 GB that are in memory takes 0.06 s of CPU, as nothing is copied."""
+READING_SHARE_MAX = 0.01
+"""Of the time. Where memory is too short for the files, every read of them goes to the disk."""
 
 
 def prefetch_engine(model: str | Path) -> int:
@@ -62,8 +65,9 @@ def prefetch(folders: Iterable[Path]) -> int:
 
 
 def files_in_use(model: str | Path) -> list[str]:
-    """What the next start of the same engine reads: the libraries that this process has mapped (known on
-    Linux alone), the bytecode of the modules that it has imported, and the weights in folder `model`."""
+    """Paths of what the next start of the same engine reads: the libraries that this process has mapped (on
+    Linux; elsewhere none), the bytecode of the modules that it has imported, and the weights in folder
+    `model`, in this order."""
     found: dict[str, None] = {}
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -71,7 +75,7 @@ def files_in_use(model: str | Path) -> list[str]:
             if ".so" in name:
                 found[f"/{name}"] = None
     for module in list(sys.modules.values()):
-        # Not by `getattr`: some modules import others when they are asked for a name.
+        # `getattr` would run the `__getattr__` of modules that import others on demand.
         bytecode = getattr(module, "__dict__", {}).get("__cached__")
         if isinstance(bytecode, str):
             found[bytecode] = None
@@ -79,9 +83,9 @@ def files_in_use(model: str | Path) -> list[str]:
 
 
 def read_through(paths: Iterable[str]) -> int:
-    """Have the kernel read files, up to `BYTES_MAX`, and copy nothing; how many bytes that were.
+    """Make the kernel read files, up to `BYTES_MAX`, without copying them. Returns the number of bytes.
 
-    The kernel then takes them for used. A file that cannot be read is passed over.
+    The kernel then counts their pages as used. Skips files that cannot be read.
     """
     total = 0
     with open(os.devnull, "wb") as nowhere:
@@ -99,7 +103,8 @@ def read_through(paths: Iterable[str]) -> int:
 
 
 class FileKeeper:
-    """Reads files every `KEEP_PERIOD_S` on a thread, so that they stay in memory, until `close`."""
+    """Reads files on a thread until `close`, so that they stay in memory: every `period_s`, or as often as
+    keeps the time of reading below `READING_SHARE_MAX`."""
 
     def __init__(self, paths: Sequence[str], period_s: float = KEEP_PERIOD_S) -> None:
         self._paths = paths
@@ -108,8 +113,11 @@ class FileKeeper:
         threading.Thread(target=self._keep, name="kintsugi-keeper", daemon=True).start()
 
     def _keep(self) -> None:
-        while not self._closed.wait(self._period_s):
+        wait_s = self._period_s
+        while not self._closed.wait(wait_s):
+            began_s = time.monotonic()
             read_through(self._paths)
+            wait_s = max(self._period_s, (time.monotonic() - began_s) / READING_SHARE_MAX)
 
     def close(self) -> None:
         """Idempotent."""

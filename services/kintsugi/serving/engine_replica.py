@@ -42,7 +42,7 @@ def end_with_core() -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Collect no garbage meanwhile, and never look at what is there at the end.
+    """Turn the garbage collector off inside the block; afterwards it ignores what was made there.
 
     Importing vLLM makes hardly any garbage, and looking for it takes a quarter of the time.
     """
@@ -59,8 +59,8 @@ class EngineReplica(AsyncEngine):
 
     _shadowing: Shadowing | None = None
     _keeper: FileKeeper | None = None
-    _serving: int | None = None
-    """How many engines of the service are no spares; None: all."""
+    _num_serving: int | None = None
+    """How many engines of the service are not spares. None: all."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, host: str
@@ -92,10 +92,9 @@ class EngineReplica(AsyncEngine):
             self.serve_metrics(host, port)
             log.info("metrics are on %s", format_address(host, port))
 
-    def reconfigure(self, config: Mapping[str, Any] | None, rank: Any) -> None:
-        """Serve calls it at start and when `user_config` changes; because it takes a ``rank``, which is not
-        used, also when there is no `user_config` any more."""
-        self._serving = config["serving"] if config else None
+    def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve calls it with the `user_config` at start and when that changes."""
+        self._num_serving = config["num_serving"]
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What `serving.engine_router` reads."""
@@ -106,7 +105,7 @@ class EngineReplica(AsyncEngine):
             "host": self._host,
             "fingerprint": self.binding.model.hex,
             "ready_unix_s": self._ready_unix_s,
-            "serving": self._serving,
+            "num_serving": self._num_serving,
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -96,10 +96,11 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        reported = [replica.routing_stats.get("serving") or 0 for replica in candidate_replicas]
-        serving = max(reported, default=0) or None
+        # Reports of a moment ago may differ while the number of engines is being changed.
+        reported = [replica.routing_stats.get("num_serving") or 0 for replica in candidate_replicas]
+        num_serving = max(reported, default=0) or None
         wanted = self._memoize_wanted(pending_request)
-        order = rank_engines(views, wanted, self._memory, self._costs, serving)
+        order = rank_engines(views, wanted, self._memory, self._costs, num_serving)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:

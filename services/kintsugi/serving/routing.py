@@ -175,14 +175,14 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
     return per_token_ms * view.waiting_tokens + own_ms
 
 
-def spares_among(views: Mapping[str, EngineView], serving: int | None) -> frozenset[str]:
-    """All but the ``serving`` engines that have been ready longest; none if every engine serves.
+def spares_among(views: Mapping[str, EngineView], num_serving: int | None) -> frozenset[str]:
+    """All but the ``num_serving`` engines that have been ready longest. None: there are no spares.
 
-    Gateways decide alike without talking to each other. An engine that comes back is the youngest, so the
-    spare that took its place keeps it.
+    All gateways decide alike, without talking to each other. An engine that comes back is the youngest, so
+    the spare that took its place keeps it.
     """
     by_age = sorted(views, key=lambda name: (views[name].ready_unix_s, name))
-    return frozenset(by_age[serving:] if serving is not None else ())
+    return frozenset(by_age[num_serving:] if num_serving is not None else ())
 
 
 def rank_engines(
@@ -190,15 +190,15 @@ def rank_engines(
     wanted: Wanted,
     memory: PrefixMemory,
     costs: RouteCosts,
-    serving: int | None = None,
+    num_serving: int | None = None,
 ) -> list[str]:
-    """Engines, the best first, those of another model last, before them the spares; equals in the order of
-    their names' digests, which differs by prompt, so that idle engines share prompts that nobody holds.
+    """Engines, the best first. Spares come after all others, and engines of another model after those.
 
-    ``serving``: how many engines are no spares; None: all.
+    Equals come in the order of their names' digests, which differs by prompt, so that idle engines share
+    prompts that nobody holds. ``num_serving``: see `spares_among`.
     """
     salt = wanted.prefix[0] if wanted.prefix else 0
-    spares = spares_among(views, serving)
+    spares = spares_among(views, num_serving)
 
     def key(name: str) -> tuple[int, bool, float, int]:
         view = views[name]

@@ -122,7 +122,7 @@ def test_a_spare_is_one_replica_more_and_restarts_nothing() -> None:
     without, with_spare = made(0), made(1)
     engine, more = (deployments(one)[ENGINE_DEPLOYMENT] for one in (without, with_spare))
     assert (engine.pop("num_replicas"), more.pop("num_replicas")) == (2, 3)
-    assert more.pop("user_config") == {"serving": 2}
+    assert (engine.pop("user_config"), more.pop("user_config")) == ({"num_serving": None}, {"num_serving": 2})
     assert with_spare == without, "Serve starts replicas anew where anything else differs"
 
 

@@ -86,21 +86,45 @@ def test_files_are_read_to_their_end_up_to_a_bound(tmp_path: Path, monkeypatch: 
     assert read_through(paths) == 5_000_004
 
 
-def test_a_keeper_reads_again_and_again_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[list[str]] = []
-    again = threading.Event()
+class Clock:
+    """Waits and readings take no time but are counted. The keeper is closed during its fourth wait."""
 
-    def count(paths: list[str]) -> None:
-        read.append(paths)
-        if len(read) == 3:
-            keeper.close()
-            again.set()
+    def __init__(self, reading_s: float) -> None:
+        self.reading_s = reading_s
+        self.now_s = 0.0
+        self.waits_s: list[float] = []
 
-    monkeypatch.setattr(prefetch, "read_through", count)
-    keeper = FileKeeper(["one"], period_s=0.001)
-    assert again.wait(10)
-    for thread in threading.enumerate():
-        if thread.name == "kintsugi-keeper":
-            thread.join(10)
-            assert not thread.is_alive()
-    assert read == [["one"]] * 3
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def read(self, paths: list[str]) -> None:
+        assert paths == ["one"]
+        self.now_s += self.reading_s
+
+    def wait(self, seconds: float) -> bool:
+        self.waits_s.append(seconds)
+        return len(self.waits_s) == 4
+
+
+@pytest.mark.parametrize(("reading_s", "expected_s"), [(0.06, 60.0), (4.0, 400.0)])
+def test_a_keeper_reads_again_and_again_but_seldom_where_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, reading_s: float, expected_s: float
+) -> None:
+    clock = Clock(reading_s)
+    monkeypatch.setattr(prefetch, "read_through", clock.read)
+    monkeypatch.setattr(prefetch, "time", clock)
+    keeper = FileKeeper(["one"])
+    keeper.close()
+    monkeypatch.setattr(keeper, "_closed", clock)
+    keeper._keep()
+    assert clock.waits_s == [60.0, *[expected_s] * 3]
+
+
+def test_a_keeper_ends_when_it_is_closed() -> None:
+    before = set(threading.enumerate())
+    keeper = FileKeeper(["one"])
+    (thread,) = set(threading.enumerate()) - before
+    keeper.close()
+    keeper.close()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -42,13 +42,13 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
     asyncio.run(ask())
 
 
-def test_spares_may_be_given_up_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_come_and_go_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(EngineReplica, "__del__")
     replica = EngineReplica.__new__(EngineReplica)
-    replica.reconfigure({"serving": 2}, rank=0)
-    assert replica._serving == 2
-    replica.reconfigure(None, rank=0)
-    assert replica._serving is None
+    replica.reconfigure({"num_serving": 2})
+    assert replica._num_serving == 2
+    replica.reconfigure({"num_serving": None})
+    assert replica._num_serving is None
 
 
 @pytest.mark.parametrize("name", ["generate", "openai"])
@@ -57,7 +57,7 @@ def test_what_serve_streams_is_a_generator_function(name: str) -> None:
     assert inspect.isasyncgenfunction(getattr(EngineReplica, name))
 
 
-def test_what_a_start_leaves_is_looked_at_by_no_collection() -> None:
+def test_the_collector_is_off_during_a_start_and_ignores_what_that_leaves() -> None:
     check = """
 import gc
 from kintsugi.serving.engine_replica import collector_off

@@ -111,7 +111,7 @@ def test_a_spare_gets_what_no_other_engine_can_have() -> None:
     memory = PrefixMemory()
     memory.record_route(digests, "spare")
     wanted = Wanted(len(PROMPT), digests)
-    assert rank_engines(views, wanted, memory, COSTS, serving=1) == ["busy", "spare"]
+    assert rank_engines(views, wanted, memory, COSTS, num_serving=1) == ["busy", "spare"]
     assert rank_engines(views, wanted, memory, COSTS) == ["spare", "busy"]
 
 
@@ -121,7 +121,7 @@ def test_while_a_model_is_exchanged_an_engine_of_the_prompts_model_goes_before_o
         "new": EngineView(fingerprint="bb", ready_unix_s=20.0),
     }
     wanted = Wanted(100, fingerprint="bb")
-    assert rank_engines(views, wanted, PrefixMemory(), COSTS, serving=1) == ["new", "old"]
+    assert rank_engines(views, wanted, PrefixMemory(), COSTS, num_serving=1) == ["new", "old"]
 
 
 def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:

@@ -35,9 +35,10 @@ LOOKUPS_MAX = 256
 """Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of answers that may wait for their requests' turn."""
-SILENT = frozenset((DeadlineExceeded.__name__, Unavailable.__name__, "load_timeout"))
-"""What the reason of a failed transfer begins with where the store did not answer."""
-LEFT_ALONE = "it failed lately and is not used for a moment"
+SILENT = frozenset((DeadlineExceeded.__name__, Unavailable.__name__, "load_timeout", "chunk_lost"))
+"""What the reason of a failed load begins with if the store may not have answered. Chunks of a shard that
+does not answer are reported as lost."""
+SUSPENDED = "it failed lately and is not used for a moment"
 
 
 @dataclass(eq=False)
@@ -46,10 +47,11 @@ class Lookup:
 
     future: Future[Match]
     ask: Callable[[], Match]
-    """Asks the store the same."""
+    """Asks the store again for the same chunks."""
     answered_by_s: float
     """Monotonic time after which the lookup is given up."""
     is_taken: bool = False
+    """Whether its answer has been used."""
 
     @property
     def is_waiting(self) -> bool:
@@ -74,8 +76,8 @@ class Lookups:
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
         self._breaker = CircuitBreaker(failures_max=1)
-        """A store that does not answer costs one prompt its deadline: a thread finds out whether it was only
-        late."""
+        """Opens at the first failure, so that a store that does not answer costs one prompt its deadline.
+        Only `_probe` closes it: an answer from before the failure says nothing about the store now."""
         self._has_waited = False
         """Whether this step has waited for a lookup."""
         self._open: set[Lookup] = set()
@@ -119,23 +121,23 @@ class Lookups:
             return
         if self._breaker.allows():
             keys = [ChunkKey.of(space, token_ids)]
-            self._threads.submit(self._ask_again, partial(self._store.find, space.namespace, keys))
-        raise NotBlendable("store_unavailable", LEFT_ALONE)
+            self._threads.submit(self._probe, partial(self._store.find, space.namespace, keys))
+        raise NotBlendable("store_unavailable", SUSPENDED)
 
-    def doubt(self, lookup: Lookup | None, accounting: Accounting) -> None:
+    def record_outcome(self, lookup: Lookup | None, accounting: Accounting) -> None:
         """Suspend the store if the blend that followed ``lookup`` failed because the store did not answer."""
         reason = accounting.reason or ""
         if lookup and accounting.outcome is Outcome.FAILED and reason.partition(":")[0] in SILENT:
             self._suspend(lookup)
 
     def _suspend(self, lookup: Lookup) -> None:
-        """Use the store no more until it answers in time, and ask it the same at once: it may only have been
-        late."""
+        """Use the store no more until it answers a probe in time. The first probe starts at once, because the
+        store may only have been late, and asks for the same chunks: others may be in a shard that is well."""
         if self._breaker.is_closed:
             self._breaker.record_failure()
-            self._threads.submit(self._ask_again, lookup.ask)
+            self._threads.submit(self._probe, lookup.ask)
 
-    def _ask_again(self, ask: Callable[[], object]) -> None:
+    def _probe(self, ask: Callable[[], object]) -> None:
         """Find out whether the store answers in time again."""
         answered_by_s = time.monotonic() + self._deadline_s
         try:
@@ -176,8 +178,8 @@ class Lookups:
                 lookup.future.cancel()
                 self._suspend(lookup)
                 raise NotBlendable("store_timeout", "lookup took too long")
-            if not self._breaker.is_closed:  # another prompt has found out: this one need not wait, too
-                raise NotBlendable("store_unavailable", LEFT_ALONE)
+            if not self._breaker.is_closed:  # Another prompt found out, so this one need not wait, too.
+                raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()
         if error is None:
@@ -187,11 +189,6 @@ class Lookups:
         if isinstance(error, (Unavailable, DeadlineExceeded)):
             self._suspend(lookup)
         raise NotBlendable("store_unavailable", f"{type(error).__name__}: {error}")
-
-    def take(self, lookup: Lookup) -> None:
-        """Its answer is used, for the first time."""
-        lookup.is_taken = True
-        self._breaker.record_success()
 
     def release(self, lookup: Lookup | None) -> None:
         """The request has been planned or has ended, and its answer waits no more. Idempotent."""

@@ -14,8 +14,8 @@ BACKED_OFF_S_MAX = 40.0
 class CircuitBreaker:
     """Thread-safe. While it is closed, calls pass. After ``failures_max`` failures in a row it is open and no
     call passes for `OPEN_S`. Then one probe passes: its success closes the circuit, its failure opens it
-    again. With ``backs_off``, each further failed probe doubles the wait for the next, up to
-    `BACKED_OFF_S_MAX`: for calls whose probe somebody waits for."""
+    again. With ``backs_off``, each failed probe also doubles the wait for the next, up to `BACKED_OFF_S_MAX`:
+    for calls whose probe somebody waits for."""
 
     def __init__(
         self,

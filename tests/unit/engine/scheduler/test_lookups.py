@@ -64,7 +64,6 @@ def answered(lookups: Lookups) -> Match:
     match = lookups.result(lookup, lambda: False)
     assert match is not None
     assert match is lookup.answer
-    lookups.take(lookup)
     return match
 
 
@@ -150,15 +149,21 @@ def test_a_store_that_was_only_late_is_used_as_soon_as_it_answers(store: StubSto
 
 
 @pytest.mark.parametrize(
-    "reason", ["DeadlineExceeded: layer 3", "load_timeout: layer 3", "Unavailable: down"]
+    "reason",
+    [
+        "DeadlineExceeded: layer 3",
+        "load_timeout: layer 3",
+        "Unavailable: down",
+        "chunk_lost: no shard answers",
+    ],
 )
-def test_a_transfer_that_the_store_did_not_answer_suspends_it(
+def test_a_load_that_the_store_did_not_answer_suspends_it(
     store: StubStore, lookups: Lookups, reason: str
 ) -> None:
     lookup = asked(lookups)
     lookup.future.result(10)
     store.may_answer.clear()
-    lookups.doubt(lookup, Accounting(Outcome.FAILED, reason=reason))
+    lookups.record_outcome(lookup, Accounting(Outcome.FAILED, reason=reason))
     with pytest.raises(NotBlendable, match="it failed lately"):
         lookups.check_store(SPACE, [1])
     store.may_answer.set()
@@ -174,12 +179,12 @@ def test_a_transfer_that_the_store_did_not_answer_suspends_it(
         Accounting(Outcome.FAILED),
     ],
 )
-def test_a_transfer_that_failed_otherwise_says_nothing_of_the_store(
+def test_a_load_that_failed_otherwise_says_nothing_about_the_store(
     store: StubStore, lookups: Lookups, accounting: Accounting
 ) -> None:
     lookup = asked(lookups)
     lookup.future.result(10)
-    lookups.doubt(lookup, accounting)
+    lookups.record_outcome(lookup, accounting)
     lookups.check_store(SPACE, [1])
     assert store.lookups == 1
 
