@@ -27,7 +27,7 @@ PIECE_BYTES = 128 << 10
 KEEP_PERIOD_S = 60.0
 """Reading 1.4 GB that are in memory takes 0.06 s of CPU, as nothing is copied."""
 READING_SHARE_MAX = 0.01
-"""Of the time. Where memory is too short for the files, every read of them goes to the disk."""
+"""Share of the time that reading may take. Where memory is too short, the files come from the disk."""
 
 
 def prefetch_engine(model: str | Path) -> int:
