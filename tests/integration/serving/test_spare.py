@@ -72,7 +72,7 @@ def test_a_spare_restarts_nothing_and_is_replaced_when_it_is_killed(spared: Depl
             assert client.generate(TEXTS, "Tide?", sampling=GREEDY).text
             return len(engines(spared) - {spare}) == 2 and spared.ready()
 
-        assert eventually(is_replaced)
+        assert eventually(is_replaced, START_TIMEOUT_S)
     assert serving in engines(spared)
 
 
@@ -83,6 +83,6 @@ def test_a_spare_answers_while_a_killed_engine_is_started_again(spared: Deployed
     with Client(spared.grpc, namespace="spare") as client:
         assert client.generate(TEXTS, "Tide?", sampling=GREEDY).text
         assert answers_of(spare) > before
-        assert eventually(lambda: len(engines(spared)) == 2 and spared.ready())
+        assert eventually(lambda: len(engines(spared)) == 2 and spared.ready(), START_TIMEOUT_S)
         assert client.generate(TEXTS, "Tide?", sampling=GREEDY).text
     assert spare in engines(spared)
