@@ -46,8 +46,6 @@ class Setting:
     kv_cache_bytes: int
     engines: int = 1
     """Replicas of ours."""
-    spares: int = 0
-    """Spare engines of ours beside them."""
     ratio: float = 0.15
     loading_controller: bool = True
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
@@ -80,44 +78,30 @@ class Server:
 
     def cpu_s(self) -> float:
         """Consumed so far by everything that runs now."""
-        return sum(map(_cpu_s, self.processes()))
+        total = 0.0
+        for process in self.processes():
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += times.user + times.system
+        return total
 
-    def replicas(self, deployment: str) -> list[psutil.Process]:
-        """The processes of a deployment's Serve replicas, by Ray's title for them. The busiest comes
-        first, so an engine that serves comes before a spare."""
-        found = []
+    def replica(self, deployment: str) -> psutil.Process:
+        """The process of a Serve replica, by Ray's title for it."""
         for process in self.processes():
             try:
                 if re.search(rf"ServeReplica:[^:]*:{deployment}\b", " ".join(process.cmdline())):
-                    found.append((_tree_cpu_s(process), process))
+                    return process
             except psutil.NoSuchProcess:
                 continue
-        return [process for _, process in sorted(found, key=lambda one: -one[0])]
-
-    def replica(self, deployment: str) -> psutil.Process:
-        """The busiest of `replicas`."""
-        found = self.replicas(deployment)
-        assert found, f"no process of {deployment} runs"
-        return found[0]
+        raise AssertionError(f"no process of {deployment} runs")
 
     def metric(self, line: str) -> float:
         """A series of the gateway's, 0 where it is not there yet."""
         text = httpx.get(f"{self.endpoint.url.removesuffix('/v1')}/metrics", timeout=30).text
         found = [entry for entry in text.splitlines() if entry.startswith(line)]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Consumed so far by a process; 0 if it is gone."""
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system)
-
-
-def _tree_cpu_s(process: psutil.Process) -> float:
-    return sum(map(_cpu_s, [process, *process.children(recursive=True)]))
 
 
 @contextmanager
@@ -190,7 +174,6 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         },
         "engines": {
             "replicas": {"min": setting.engines, "max": setting.engines},
-            "spares": setting.spares,
             "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
             "allow_uncalibrated": True,
             "connector": connector,

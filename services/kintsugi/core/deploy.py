@@ -134,9 +134,6 @@ class EngineSettings(Settings):
 class EngineSpec(EngineSettings):
     """One group of equal engines."""
 
-    spares: int = setting(0, minimum=0)
-    """Engines beyond `replicas` that have loaded the model and get requests only if none of those can take
-    them. Each takes the memory of an engine, and its GPUs. Needs `replicas.min` = `replicas.max`."""
     calibrate: bool = True
     """Whether a model without a report is calibrated while it serves full prefill."""
     questions: str = ""
@@ -295,13 +292,7 @@ class ServiceSpec(Settings):
         check(self)
         _ = self.rules  # checks them
         codec_named(self.model.codec)
-        store, gateway, replicas = self.store, self.gateway, self.engines.replicas
-        if self.engines.spares and replicas.min != replicas.max:
-            raise InvalidField(
-                "engines.spares",
-                f"needs a fixed number of engines, and replicas go from {replicas.min} to {replicas.max}: "
-                "set replicas.min and .max alike, or spares to 0",
-            )
+        store, gateway = self.store, self.gateway
         if store.shards_max is not None and store.shards_max < store.shards:
             raise InvalidField(
                 "store.shards_max", f"{store.shards_max} is less than the {store.shards} shards"
@@ -402,7 +393,6 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
                 "policy_function": ENGINE_POLICY,
                 "policy_kwargs": {"queueing_ms_max": engines.queueing_ms_max},
             },
-            engines.spares,
         ),
         "ray_actor_options": _actor(engines.cpus, engines.gpus, placement.engine, engines.env),
         "max_ongoing_requests": REQUESTS_MAX,
@@ -412,8 +402,6 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
-        # Engines tell routers, because a change of the router's own configuration restarts every replica.
-        "user_config": {"num_serving": engines.replicas.min if engines.spares else None},
         **_health(engines.drain_s),
     }
     front = {
@@ -432,7 +420,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     args = {
         "model": non_default_fields(spec.model),
         "engines": non_default_fields(
-            engines, "replicas", "spares", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
+            engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
         ),
         "store_url": store_url,
         # Engine metrics listen on the same interface as shard metrics.
@@ -463,9 +451,9 @@ def _application(
     }
 
 
-def _replicas(scale: Scale, policy: dict[str, Any], spares: int = 0) -> dict[str, Any]:
+def _replicas(scale: Scale, policy: dict[str, Any]) -> dict[str, Any]:
     if scale.min == scale.max:
-        return {"num_replicas": scale.min + spares}
+        return {"num_replicas": scale.min}
     autoscaling = {
         "min_replicas": scale.min,
         "max_replicas": scale.max,

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -60,8 +58,6 @@ from kintsugi.store.protocol.readiness import with_readiness
 
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler.gate import Gate
-
-log = logging.getLogger(__name__)
 
 UNABLE = frozenset(
     ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
@@ -174,7 +170,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
     start.
     """
-    config, began_s = spec.config, time.monotonic()
+    config = spec.config
     # The kernel reads ahead what importing and loading read in small pieces.
     asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
     # A fingerprint reads all weights: from the disk while vLLM is imported.
@@ -188,7 +184,6 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
     from kintsugi.engine.worker.support import find_unsupported
 
-    imported_s = time.monotonic()
     try:
         vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         await digested
@@ -196,14 +191,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
         await asyncio.to_thread(prepare, binding)
         store = open_store(config.store)
         gate = await asyncio.to_thread(open_gate, config, store, binding)
-        configured_s = time.monotonic()
         client = AsyncLLM.from_vllm_config(vllm_config)
-        log.info(
-            "vLLM runs: %.1f s to import it, %.1f s to prepare, %.1f s to start its core with the model",
-            imported_s - began_s,
-            configured_s - imported_s,
-            time.monotonic() - configured_s,
-        )
     except KintsugiError:
         raise
     except Exception as error:

@@ -78,8 +78,7 @@ class EngineConfig:
 
     priors: bool = False
     """Whether chunks are saved with a prior for the selector `prior`: one byte a token, and a second prefill
-    of the chunk behind the prefix and other text. Saving computes at least twice as much, since nothing of
-    the second prefill is cached. Such chunks have stored format 3 (docs/adr/0009)."""
+    of the chunk behind other text. Such chunks have stored format 3 (docs/adr/0009)."""
 
     loading_controller: bool = True
     """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,

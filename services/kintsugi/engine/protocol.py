@@ -53,15 +53,6 @@ class SaveJob:
     other_lead: tuple[int, ...] | None = None
     """The tokens that the chunk is prefilled behind once more, for its prior. None: it gets none."""
 
-    @property
-    def prefill_tokens(self) -> int:
-        """How many tokens its longer prefill computes. Nothing of the second is cached, so that one may be
-        the longer by a whole prefix."""
-        second = 0
-        if self.other_lead is not None:
-            second = len(self.other_lead) + self.chunk_end - self.chunk_start
-        return max(len(self.tokens.token_ids), second)
-
 
 @dataclass(frozen=True)
 class ProbeJob:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -96,11 +95,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        # Reports of a moment ago may differ while the number of engines is being changed.
-        reported = [replica.routing_stats.get("num_serving") or 0 for replica in candidate_replicas]
-        num_serving = max(reported, default=0) or None
-        wanted = self._memoize_wanted(pending_request)
-        order = rank_engines(views, wanted, self._memory, self._costs, num_serving)
+        order = rank_engines(views, self._memoize_wanted(pending_request), self._memory, self._costs)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
@@ -113,7 +108,6 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
             str(report.get("fingerprint", "")),
-            float(report.get("ready_unix_s", math.inf)),
         )
 
     def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 
-from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, PermissionDenied, Unavailable
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
@@ -35,10 +33,6 @@ LOOKUPS_MAX = 256
 """Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of answers that may wait for their requests' turn."""
-SILENT = frozenset((DeadlineExceeded.__name__, Unavailable.__name__, "load_timeout", "chunk_lost"))
-"""What the reason of a failed load begins with if the store may not have answered. Chunks of a shard that
-does not answer are reported as lost."""
-SUSPENDED = "it failed lately and is not used for a moment"
 
 
 @dataclass(eq=False)
@@ -46,12 +40,9 @@ class Lookup:
     """One request's lookup."""
 
     future: Future[Match]
-    ask: Callable[[], Match]
-    """Asks the store again for the same chunks."""
     answered_by_s: float
     """Monotonic time after which the lookup is given up."""
     is_taken: bool = False
-    """Whether its answer has been used."""
 
     @property
     def is_waiting(self) -> bool:
@@ -75,9 +66,8 @@ class Lookups:
         self._store = store
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
-        self._breaker = CircuitBreaker(failures_max=1)
-        """Opens at the first failure, so that a store that does not answer costs one prompt its deadline.
-        Only `_probe` closes it: an answer from before the failure says nothing about the store now."""
+        self._breaker = CircuitBreaker()
+        """A store that does not answer costs a few prompts their deadline, not every one."""
         self._has_waited = False
         """Whether this step has waited for a lookup."""
         self._open: set[Lookup] = set()
@@ -120,28 +110,14 @@ class Lookups:
         if self._breaker.is_closed:
             return
         if self._breaker.allows():
-            keys = [ChunkKey.of(space, token_ids)]
-            self._threads.submit(self._probe, partial(self._store.find, space.namespace, keys))
-        raise NotBlendable("store_unavailable", SUSPENDED)
+            self._threads.submit(self._ask_again, space, token_ids)
+        raise NotBlendable("store_unavailable", "it failed lately and is not used for a moment")
 
-    def record_outcome(self, lookup: Lookup | None, accounting: Accounting) -> None:
-        """Suspend the store if the blend that followed ``lookup`` failed because the store did not answer."""
-        reason = accounting.reason or ""
-        if lookup and accounting.outcome is Outcome.FAILED and reason.partition(":")[0] in SILENT:
-            self._suspend(lookup)
-
-    def _suspend(self, lookup: Lookup) -> None:
-        """Use the store no more until it answers a probe in time. The first probe starts at once, because the
-        store may only have been late, and asks for the same chunks: others may be in a shard that is well."""
-        if self._breaker.is_closed:
-            self._breaker.record_failure()
-            self._threads.submit(self._probe, lookup.ask)
-
-    def _probe(self, ask: Callable[[], object]) -> None:
+    def _ask_again(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Find out whether the store answers in time again."""
         answered_by_s = time.monotonic() + self._deadline_s
         try:
-            ask()
+            self._store.find(space.namespace, [ChunkKey.of(space, token_ids)])
         except KintsugiError:
             self._breaker.record_failure()
         except Exception:
@@ -155,8 +131,8 @@ class Lookups:
 
     def start(self, match: Callable[..., Match], space: ChunkSpace, *where: Any) -> Lookup:
         """``where``: the further arguments of ``match``."""
-        ask = partial(self._find, match, space, *where)
-        lookup = Lookup(self._threads.submit(ask), ask, time.monotonic() + self._deadline_s)
+        future = self._threads.submit(self._find, match, space, *where)
+        lookup = Lookup(future, time.monotonic() + self._deadline_s)
         self._open.add(lookup)
         if self._room is not None:
             self._room -= 1
@@ -176,10 +152,8 @@ class Lookups:
         if lookup.is_waiting:
             if time.monotonic() > lookup.answered_by_s:
                 lookup.future.cancel()
-                self._suspend(lookup)
+                self._breaker.record_failure()
                 raise NotBlendable("store_timeout", "lookup took too long")
-            if not self._breaker.is_closed:  # Another prompt found out, so this one need not wait, too.
-                raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()
         if error is None:
@@ -187,8 +161,13 @@ class Lookups:
         if not isinstance(error, KintsugiError):
             logger.exception("Lookup failed", exc_info=error)
         if isinstance(error, (Unavailable, DeadlineExceeded)):
-            self._suspend(lookup)
+            self._breaker.record_failure()
         raise NotBlendable("store_unavailable", f"{type(error).__name__}: {error}")
+
+    def take(self, lookup: Lookup) -> None:
+        """Its answer is used, for the first time."""
+        lookup.is_taken = True
+        self._breaker.record_success()
 
     def release(self, lookup: Lookup | None) -> None:
         """The request has been planned or has ended, and its answer waits no more. Idempotent."""

@@ -43,7 +43,7 @@ from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lea
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
-from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond, plan_again
+from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -343,7 +343,7 @@ class SchedulerSide:
             return None
         if match is None or state.lookup.is_taken:
             return match
-        state.lookup.is_taken = True
+        self._lookups.take(state.lookup)
         if state.params.spans is None and match.spans:
             # What the prefix cache holds of this blend has just got a name: look there again.
             self._fork(request, state, match.spans)
@@ -388,7 +388,14 @@ class SchedulerSide:
 
     def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
         last = request.num_tokens - 1
-        plan = self._plan_blend(request, state, match, num_computed)
+        hits = hits_beyond(self._hits(request, match), num_computed)
+        if state.job is not None:
+            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
+            # plan, and a controller could change its mind.
+            loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
+            plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
+        else:
+            plan = self._plan_blend(request, state, match, hits, num_computed)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -415,15 +422,11 @@ class SchedulerSide:
             if span.key in match.manifests and span.start < last
         )
 
-    def _plan_blend(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendPlan:
-        hits = hits_beyond(self._hits(request, match), num_computed)
+    def _plan_blend(
+        self, request: Request, state: _State, match: Match, hits: tuple[ChunkHit, ...], num_computed: int
+    ) -> BlendPlan:
         exact = exact_end(match.spans, state.space, request.all_token_ids)
         usable = usable_hits(hits, match, apply_options(state.planner.selection, state.params.options), exact)
-        if state.job is not None:
-            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
-            # plan, and a controller could change its mind.
-            return plan_again(state.job.plan, usable, state.computed_instead)
-        self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
         asked = self._plan_request(request, num_computed, usable)
         asked = dataclasses.replace(asked, options=state.params.options, exact_end=exact, is_trial=is_trial)
@@ -526,8 +529,10 @@ class SchedulerSide:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
         self._timing.step_ended()
+        if self._stats.is_empty():
+            return None
         stats, self._stats = self._stats, BlendStats()
-        return None if stats.is_empty() else stats
+        return stats
 
     def _settle(self, state: _State, accounting: Accounting) -> None:
         state.in_flight = False
@@ -537,8 +542,6 @@ class SchedulerSide:
         if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
             hashing.unfork(state.request, state.ordinary_hasher)
-        else:
-            self._lookups.record_outcome(state.lookup, accounting)
 
     def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
         """Add what only this side knows: which spans were hit, and what lay outside them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -420,8 +420,17 @@ class WorkerSide:
                 self._fail(job.tokens.request_id, reason)
 
     def _next_saves(self) -> list[SaveJob]:
-        count = num_saves_together(self._saves_waiting, self._unit_tokens_max)
-        jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
+        """As many waiting chunks as fit in one unit of every layer, at least one; saves and audits apart."""
+        jobs: list[SaveJob] = []
+        tokens = 0
+        while self._saves_waiting:
+            size = len(self._saves_waiting[0].tokens.token_ids)
+            if jobs and tokens + size > self._unit_tokens_max:
+                break
+            if jobs and jobs[0].is_audit != self._saves_waiting[0].is_audit:
+                break
+            jobs.append(self._saves_waiting.pop(0))
+            tokens += size
         return jobs
 
     def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
@@ -522,20 +531,6 @@ class WorkerSide:
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )
-
-
-def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
-    """How many of the waiting chunks make the next batch, at least one; saves and audits go apart.
-
-    As many as fit in one unit of every layer. With priors the second prefill takes at most another unit, so a
-    batch with priors costs up to twice as much as one without.
-    """
-    tokens = 0
-    for index, job in enumerate(waiting):
-        tokens += job.prefill_tokens
-        if index and (tokens > unit_tokens_max or job.is_audit != waiting[0].is_audit):
-            return index
-    return len(waiting)
 
 
 @contextmanager

@@ -162,9 +162,8 @@ class GrpcStore(ChunkStore):
         self._manifests = _Manifests()
         self._same_host = SameHost()
         self._formats = StoredFormats(self._stats)
-        self._reads = CircuitBreaker(backs_off=True)
-        """Counts streams alone: a shard may answer lookups, and hang in what it sends. A prompt waits for
-        every probe."""
+        self._reads = CircuitBreaker()
+        """Counts streams alone: a shard may answer lookups, and hang in what it sends."""
         self._writes = CircuitBreaker()
         """Counts puts alone."""
 

@@ -38,7 +38,7 @@ from kintsugi.engine.scheduler.spans import add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner, PlanRequest
-from kintsugi.store.client.breaker import OPEN_S, CircuitBreaker
+from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
 from tests.unit.core.test_report import BINDING
@@ -165,11 +165,10 @@ def heard_back(side: SchedulerSide, store: StubStore) -> None:
 
 def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide, store: StubStore) -> None:
     now_s = 0.0
-    side._lookups._breaker = CircuitBreaker(lambda: now_s, failures_max=1)
+    side._lookups._breaker = CircuitBreaker(clock=lambda: now_s)
     store.is_down = True
-    assert said(side, asked(side, "first"))["reason"].startswith("store_unavailable: Unavailable")
-    while side._lookups._breaker._failures < 2:  # the first prompt's, and at once one on a thread
-        side._lookups._threads.submit(int).result(10)
+    for index in range(FAILURES_MAX):
+        assert said(side, asked(side, str(index)))["reason"].startswith("store_unavailable: Unavailable")
     for was_down in (True, False):
         store.is_down, store.lookups = was_down, 0
         now_s += OPEN_S
@@ -179,16 +178,6 @@ def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide
         heard_back(side, store)
         assert side._lookups._breaker.is_closed is not was_down
     assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")
-
-
-def test_a_pass_that_the_store_left_waiting_suspends_the_store(side: SchedulerSide, store: StubStore) -> None:
-    request = request_of("left waiting")
-    side.on_new_request(request)
-    store.is_down = True
-    side.update(WorkerReport({"left waiting": Accounting(Outcome.FAILED, reason="load_timeout: layer 3")}))
-    later = request_of("later")
-    side.on_new_request(later)
-    assert said(side, later)["reason"].startswith("store_unavailable: it failed lately")
 
 
 CONTEXT = list(range(500, 540))
