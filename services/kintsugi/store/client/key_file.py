@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import tempfile
 import threading
 import time
@@ -85,12 +86,12 @@ class KeyFile(KeySource):
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file does; zeros if there is none."""
+    """Changes whenever the file or its mode does; zeros if there is none."""
     try:
-        stat = path.stat()
+        found = path.stat()
     except OSError:
         return 0, 0, 0
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+    return found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def read_entries(path: Path) -> dict[str, KeyEntry]:
@@ -190,7 +191,8 @@ def _find_keys(path: Path, namespace: str) -> tuple[Entries, NamespaceKeys]:
 
 def _write(path: Path, entries: Entries) -> None:
     """Replace the file atomically and durably, then overwrite what it was with zeros: a destroyed key must
-    not stay readable in freed blocks. A file system that copies on write may still hold them."""
+    not stay readable in freed blocks. A file system that copies on write may still hold them. Owner, group
+    and mode stay, so that the service can read what an administrator wrote."""
     values = {name: _to_json(entry) for name, entry in sorted(entries.items())}
     path = path.resolve()  # a link stays one
     try:
@@ -199,6 +201,10 @@ def _write(path: Path, entries: Entries) -> None:
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # mode 0600
                 file.write(json.dumps({"namespaces": values}, indent=2) + "\n")
                 file.flush()
+                if old is not None:
+                    was = os.fstat(old)
+                    os.fchown(file.fileno(), was.st_uid, was.st_gid)
+                    os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
                 os.fsync(file.fileno())
             os.replace(file.name, path)
             sync_folder(path.parent)

@@ -45,6 +45,25 @@ def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
         rotate_keys(path, "acme")
 
 
+def test_a_file_that_was_refused_is_read_once_its_mode_is_right(path: Path) -> None:
+    source = create_keys(path, "acme") and KeyFile(path)
+    destroy_keys(path, "acme")
+    path.chmod(0o644)
+    assert source.find("acme") is not None, "the previous keys stay in use"
+    path.chmod(0o600)
+    with pytest.raises(PermissionDenied, match="destroyed"):
+        source.find("acme")
+
+
+def test_a_changed_file_keeps_its_group_and_mode(path: Path) -> None:
+    create_keys(path, "acme")
+    path.chmod(0o700)
+    before = path.stat()
+    rotate_keys(path, "acme")
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
 def test_new_keys_are_random_and_their_owners_alone(path: Path) -> None:
     first, second = create_keys(path, "acme"), create_keys(path, "other")
     assert len({first.name_key, second.name_key, *first.data_keys, *second.data_keys}) == 4
