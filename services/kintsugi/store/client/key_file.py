@@ -30,7 +30,7 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
-from kintsugi.store.protocol.private_files import check_private
+from kintsugi.store.protocol.private_files import check_private, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class KeyFile(KeySource):
         """Raises `InvalidField` for a file that cannot be read or parsed."""
         self.path = path
         self._lock = threading.Lock()
-        self._stamp = _stamp_of(path)
+        self._stamp = stamp_of(path)
         self._entries = read_entries(path)
         self._checked_s = time.monotonic()
 
@@ -75,7 +75,7 @@ class KeyFile(KeySource):
         with self._lock:
             if time.monotonic() - self._checked_s >= FILE_CHECK_S:
                 self._checked_s = time.monotonic()
-                stamp = _stamp_of(self.path)
+                stamp = stamp_of(self.path)
                 if stamp != self._stamp:
                     try:
                         self._entries = read_entries(self.path)
@@ -83,15 +83,6 @@ class KeyFile(KeySource):
                         log.warning("the key file is invalid; the previous keys stay in use: %s", error)
                     self._stamp = stamp
             return self._entries
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file or its mode does; zeros if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def read_entries(path: Path) -> dict[str, KeyEntry]:

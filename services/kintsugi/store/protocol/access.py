@@ -30,7 +30,7 @@ from kintsugi.core.errors import InvalidField, Unauthenticated
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
-from kintsugi.store.protocol.private_files import check_private
+from kintsugi.store.protocol.private_files import check_private, stamp_of
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class TokenFile(Access):
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamp = _stamp_of(path)
+        self._stamp = stamp_of(path)
         check_private("tokens_file", path)
         self._document = read_document(path)
         self._checked_s = time.monotonic()
@@ -121,7 +121,7 @@ class TokenFile(Access):
         with self._lock:
             if time.monotonic() - self._checked_s >= FILE_CHECK_S:
                 self._checked_s = time.monotonic()
-                stamp = _stamp_of(self._path)
+                stamp = stamp_of(self._path)
                 if stamp != self._stamp:
                     try:
                         check_private("tokens_file", self._path)
@@ -139,15 +139,6 @@ def open_access(tokens_file: str | Path | None) -> Access:
 
 def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file or its mode does; zeros if there is none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return stat.st_ctime_ns, stat.st_ino, stat.st_size
 
 
 def read_document(path: Path) -> AccessDocument:
