@@ -263,6 +263,7 @@ def lose_power(folder: Path, case: str, seed: int, monkeypatch: pytest.MonkeyPat
     with installed(power, monkeypatch):
         power.sync_fails = sync_fails
         live(power, source, ssd_mib, chance, deletes)
+    assert power.images, "the power never went"
     for image, acknowledged, deleted in power.images:
         check(image, ssd_mib, acknowledged, deleted)
 
