@@ -5,24 +5,28 @@ the tokens that are not fresh at that layer are replaced by those that were cach
 hidden state of a token that is not computed at a layer is garbage from there on, and nothing reads it:
 its K and V are replaced, and sets of computed tokens only shrink with depth.
 
-Works for every decoder whose layers have `self_attn` with `k_proj`, `v_proj`, perhaps `k_norm`, take
-`position_embeddings` and attend through transformers' attention interface.
+A chunk's keys are never rotated here: it is prefilled behind the prefix at positions that are all moved by as
+much as the chunk, so that the model itself gives them where the prompt has them.
+
+Works for every decoder that attends through transformers' attention interface, and GPT-J.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 ATTENTION = "kintsugi_oracle"
+WITHOUT_INTERFACE = ("gptj",)
+"""Model types whose attention is a method `_attn`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,15 @@ class CachedChunk:
     """What a store would hold of one chunk: lists by layer of `[tokens, kv_heads, head_dim]`."""
 
     keys_before_rope: list[Tensor]
+    values: list[Tensor]
+
+
+@dataclass(frozen=True)
+class PlacedChunk:
+    """One chunk's KV where a prompt has it: lists by layer of `[kv_heads, tokens, head_dim]`."""
+
+    keys: list[Tensor]
+    """After RoPE."""
     values: list[Tensor]
 
 
@@ -68,13 +81,26 @@ def fresh_positions(
 
 
 class Oracle:
-    """One checkpoint in memory. Not thread-safe."""
+    """One checkpoint in memory. Not thread-safe. Make it before an engine whose model vLLM runs through
+    transformers."""
 
-    def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32, **overrides: object) -> None:
+        """`overrides` are fields of the config."""
+        config = AutoConfig.from_pretrained(folder, **overrides)
+        has_interface = config.model_type not in WITHOUT_INTERFACE
+        implementation = ATTENTION if has_interface else "eager"
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION
+            folder, config=config, dtype=dtype, attn_implementation=implementation
         ).eval()
-        self._attentions: list[Any] = [layer.self_attn for layer in self.model.model.layers]
+        for module in self.model.modules():
+            # Where vLLM runs a model through transformers, it changes the decoder's class in this process.
+            module.do_not_compile = True
+        found = [module for module in self.model.modules() if _is_attention(module)]
+        self._attentions: list[Any] = sorted(found, key=lambda module: module.layer_idx)
+        if not has_interface:
+            for attention in self._attentions:
+                attention._attn = partial(_attend_without_interface, attention)
+        self._placed: dict[tuple[tuple[int, ...], tuple[int, ...], int], PlacedChunk] = {}
         self._cached: dict[tuple[tuple[int, ...], tuple[int, ...]], CachedChunk] = {}
 
     @property
@@ -173,6 +199,22 @@ class Oracle:
         return CachedChunk(keys, values)
 
     @torch.inference_mode()
+    def _place(self, prefix: Sequence[int], chunk: Sequence[int], first: int) -> PlacedChunk:
+        """The chunk alone behind the prefix, at positions from `first` on."""
+        name = (tuple(prefix), tuple(chunk), first)
+        if name not in self._placed:
+            rows = slice(len(prefix), len(prefix) + len(chunk))
+            notes = [_Note(rows) for _ in self._attentions]
+            with self._seeing(notes):
+                self._forward([*prefix, *chunk], first - len(prefix))
+            self._placed[name] = PlacedChunk([note.key for note in notes], [note.value for note in notes])
+        return self._placed[name]
+
+    def _forward(self, token_ids: list[int], start: int = 0) -> Any:
+        positions = torch.arange(start, start + len(token_ids))
+        return self.model(torch.tensor([token_ids]), position_ids=positions[None], use_cache=False)
+
+    @torch.inference_mode()
     def _run(
         self,
         prompt: Sequence[int],
@@ -182,10 +224,9 @@ class Oracle:
         continuation: Sequence[int],
         watched: Mapping[int, _Watch] | None = None,
     ) -> OracleAnswer:
-        chunks = [(first, end, self.cached(prefix, prompt[first:end])) for first, end in hits]
+        chunks = [(first, end, self._place(prefix, prompt[first:end], first)) for first, end in hits]
         swaps = [
             _Swap(
-                self._modeling(),
                 layer,
                 chunks,
                 stale.get(layer, []),
@@ -194,8 +235,8 @@ class Oracle:
             )
             for layer in range(self.num_layers)
         ]
-        with self._swapping(swaps):
-            output = self.model(torch.tensor([[*prompt, *continuation]]), use_cache=False)
+        with self._seeing(swaps):
+            output = self._forward([*prompt, *continuation])
         logprobs = output.logits[0, len(prompt) - 1 :].float().log_softmax(-1)
         return OracleAnswer(
             logprobs,
@@ -203,22 +244,29 @@ class Oracle:
             {swap.layer: swap.value_deviation for swap in swaps},
         )
 
-    def _modeling(self) -> Any:
-        """The module that defines the model: it has the model's own `apply_rotary_pos_emb`."""
-        return sys.modules[type(self._attentions[0]).__module__]
-
     @contextmanager
-    def _swapping(self, swaps: list[_Swap]) -> Iterator[None]:
-        handles = []
-        for attention, swap in zip(self._attentions, swaps, strict=True):
-            attention.kintsugi_swap = swap
-            handles.append(attention.register_forward_pre_hook(swap.note_rotation, with_kwargs=True))
+    def _seeing(self, seers: Sequence[_Swap | _Note]) -> Iterator[None]:
+        """Let each layer's K and V be seen, and changed, just before they are attended to."""
+        for attention, seer in zip(self._attentions, seers, strict=True):
+            attention.kintsugi_seer = seer
         try:
             yield
         finally:
-            for attention, handle in zip(self._attentions, handles, strict=True):
-                handle.remove()
-                attention.kintsugi_swap = None
+            for attention in self._attentions:
+                attention.kintsugi_seer = None
+
+
+@dataclass
+class _Note:
+    """Keeps some rows of one layer's K and V."""
+
+    rows: slice
+    watch: None = None
+    key: Tensor = field(default_factory=lambda: torch.zeros(0))
+    value: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    def __call__(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key[0, :, self.rows].clone(), value[0, :, self.rows].clone()
 
 
 @dataclass
@@ -231,7 +279,7 @@ class _Watch:
     """fp32 `[tokens]`."""
 
     def see(self, scores: Tensor) -> None:
-        """`scores` `[1, heads, tokens, tokens]`: logits, minus infinity where nothing is seen."""
+        """`scores` `[1, heads, tokens, tokens and a sink]`: logits, minus infinity where nothing is seen."""
         relevant = scores[0, :, self.asking.start : self.asking.stop].float().clone()
         relevant[..., : self.first] = float("-inf")
         self.weights = relevant.softmax(-1).sum((0, 1))
@@ -242,9 +290,8 @@ class _Swap:
 
     def __init__(
         self,
-        modeling: Any,
         layer: int,
-        chunks: list[tuple[int, int, CachedChunk]],
+        chunks: list[tuple[int, int, PlacedChunk]],
         stale: list[int],
         num_tokens: int,
         watch: _Watch | None = None,
@@ -253,20 +300,13 @@ class _Swap:
         self.watch = watch
         self.key_deviation = torch.zeros(num_tokens)
         self.value_deviation = torch.zeros(num_tokens)
-        self._modeling = modeling
         self._chunks = chunks
         self._stale = set(stale)
-        self._cos_sin: tuple[Tensor, Tensor] | None = None
-
-    def note_rotation(self, _module: object, _arguments: object, keywords: dict[str, Any]) -> None:
-        """Before the attention module runs: the cosines and sines of this layer at prompt positions."""
-        self._cos_sin = keywords["position_embeddings"]
 
     def __call__(self, key: Tensor, value: Tensor) -> None:
         """`key` (after RoPE) and `value`, `[1, kv_heads, tokens, head_dim]`, are changed in place."""
         for first, end, chunk in self._chunks:
-            cached_key = self._rotated(chunk.keys_before_rope[self.layer], first, end)
-            cached_value = chunk.values[self.layer].transpose(0, 1)
+            cached_key, cached_value = chunk.keys[self.layer], chunk.values[self.layer]
             span = slice(first, end)
             self.key_deviation[span] = _squared_distance(key[0, :, span], cached_key)
             self.value_deviation[span] = _squared_distance(value[0, :, span], cached_value)
@@ -274,14 +314,6 @@ class _Swap:
                 if position in self._stale:
                     key[0, :, position] = cached_key[:, position - first]
                     value[0, :, position] = cached_value[:, position - first]
-
-    def _rotated(self, key: Tensor, first: int, end: int) -> Tensor:
-        """`[tokens, kv_heads, head_dim]` before RoPE -> `[kv_heads, tokens, head_dim]` at the positions."""
-        assert self._cos_sin is not None
-        cos, sin = (table[:, first:end] for table in self._cos_sin)
-        heads_first = key.transpose(0, 1)[None]
-        rotated, _ = self._modeling.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
-        return rotated[0]
 
 
 def _attend(
@@ -292,25 +324,46 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_ignored: object,
 ) -> tuple[Tensor, None]:
     """Attention of `[1, heads, tokens, head_dim]` with a mask of its own: strictly causal, windowed."""
     assert attention_mask is None
-    swap = getattr(module, "kintsugi_swap", None)
-    if swap is not None:
+    seer = getattr(module, "kintsugi_seer", None)
+    if seer is not None:
         key, value = key.clone(), value.clone()
-        swap(key, value)
+        seer(key, value)
     groups = query.shape[1] // key.shape[1]
     key, value = (kv.repeat_interleave(groups, dim=1) for kv in (key, value))
     positions = torch.arange(query.shape[2])
     visible = positions[None, :] <= positions[:, None]
     if sliding_window is not None:
         visible &= positions[None, :] > positions[:, None] - sliding_window
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf"))
-    if swap is not None and swap.watch is not None:
-        swap.watch.see(scores)
-    output = scores.float().softmax(-1).to(query.dtype) @ value
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], 1)), -1)
+    if seer is not None and seer.watch is not None:
+        seer.watch.see(scores)
+    weights = scores.float().softmax(-1)[..., : key.shape[2]]
+    output = weights.to(query.dtype) @ value
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_without_interface(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """What GPT-J calls `_attn`; its mask is the causal one."""
+    output, weights = _attend(module, query, key, value, None, 1 / module.scale_attn)
+    return output.transpose(1, 2), weights
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module attends: the one of each layer that knows its layer, and no layer itself."""
+    return "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
 
 
 def _token_major(output: Tensor, shape: tuple[int, int, int]) -> Tensor:

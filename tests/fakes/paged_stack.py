@@ -109,7 +109,7 @@ class PagedStack:
     def _slots(self, positions: Tensor) -> Tensor:
         return self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
 
-    def embed(self, token_ids: Tensor) -> Hidden:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         return Hidden(self.model.embedding[upload(token_ids, self.device)], None)
 
     def begin_layer(self, layer: int) -> None:
@@ -179,7 +179,7 @@ class PagedStack:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def gather_heads(self, values: Tensor) -> Tensor:
+    def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         return values
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class PagedStack:
     def prefill(self, token_ids: Tensor, unit_tokens_max: int) -> Hidden:
         """The dense prefill that a blend is compared with. `token_ids` on the host."""
         cut = Cut.of(self, torch.arange(len(token_ids)), unit_tokens_max)
-        hidden = self.embed(token_ids)
+        hidden = self.embed(token_ids, torch.arange(len(token_ids)))
         for layer in range(self.num_layers):
             for _ in run_in_units(self, layer, hidden, cut):
                 pass

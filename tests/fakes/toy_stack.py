@@ -146,7 +146,7 @@ class ToyStack:
             assert bool((positions[owners == owner].diff() > 0).all()), "positions ascend within an owner"
         return LayerBatch(len(positions), (positions, owners))
 
-    def embed(self, token_ids: Tensor) -> Hidden:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         return Hidden(self.model.embedding[token_ids], None)
 
     def begin_layer(self, layer: int) -> None:
@@ -212,7 +212,7 @@ class ToyStack:
     def synchronize(self) -> None:
         """Nothing is queued: torch computes on the CPU at once."""
 
-    def gather_heads(self, values: Tensor) -> Tensor:
+    def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         return values
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

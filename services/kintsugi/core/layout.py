@@ -253,6 +253,10 @@ class KVLayout:
         assert layer >= 0
         return self._group_of_layer[layer]
 
+    def holds(self, codec: Codec) -> bool:
+        """Whether `codec` encodes every layer."""
+        return codec is Codec.RAW or all(group.has_k_and_v for group in self.layer_groups)
+
     def first_head(self, layer: int) -> int:
         """How many heads the layers before this one have together."""
         return self._first_heads[layer] if self.groups else layer * self.num_kv_heads
@@ -564,3 +568,5 @@ class ChunkLost:
     chunk: int
     layer: int
     reason: str
+    is_unanswered: bool = False
+    """Whether it may be there, in a shard that was asked and did not answer."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.core.layout import Codec, KVLayout
+from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 
 SLAB_FILL_MAX = 0.9
 """Share of an SSD tier to count on: above it the allocator fragments and eviction runs all the time."""
@@ -26,12 +26,14 @@ class ModelSize:
 
     layout: KVLayout
     heads: int
+    head_dim: int
+    """Mean of the widths of a query head and of its output."""
     active_parameters: int
     """Weights that one token passes through in the decoder's layers; embeddings and head left out."""
 
     def prefill_flops(self, num_tokens: int) -> float:
         """FLOPs of a causal prefill: two per weight and token, and attention over half a square per layer."""
-        attention = 2 * num_tokens**2 * self.heads * self.layout.head_dim * self.layout.num_layers
+        attention = 2 * num_tokens**2 * self.heads * self.head_dim * self.layout.num_layers
         return float(2 * self.active_parameters * num_tokens + attention)
 
 
@@ -41,23 +43,39 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
     Counts gated MLPs of three matrices, as all supported decoders have.
     """
     values = text_config(config)
-    if values.get("kv_lora_rank"):
-        raise NotBlendable("mla", "latent KV has no separate keys to rotate; such models are served in full")
     hidden = _positive(values, "hidden_size")
     layers = _positive(values, "num_hidden_layers")
     heads = _positive(values, "num_attention_heads")
-    kv_heads = _positive(values, "num_key_value_heads", heads)
-    head_dim = _positive(values, "head_dim", hidden // heads or 1)
-    projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    stored = engine_dtype(config, dtype)
+    if values.get("kv_lora_rank"):
+        layout, head_dim, projections = _latent_size(values, hidden, heads, layers, stored)
+    else:
+        kv_heads = _positive(values, "num_key_value_heads", heads)
+        head_dim = _positive(values, "head_dim", hidden // heads or 1)
+        projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+        layout = KVLayout(layers, kv_heads, head_dim, stored)
     width = _positive(values, "intermediate_size", 4 * hidden)
     if values.get("num_experts_per_tok"):
         width = _positive(values, "moe_intermediate_size", width)
     experts = _positive(values, "num_experts_per_tok", 1)
-    return ModelSize(
-        KVLayout(layers, kv_heads, head_dim, engine_dtype(config, dtype)),
-        heads,
-        layers * (projections + 3 * hidden * width * experts),
-    )
+    return ModelSize(layout, heads, head_dim, layers * (projections + 3 * hidden * width * experts))
+
+
+def _latent_size(
+    values: Mapping[str, Any], hidden: int, heads: int, layers: int, dtype: str
+) -> tuple[KVLayout, int, int]:
+    """Layout, head width and parameters of a layer's attention, where it is over latents (DeepSeek-V3)."""
+    if any(values.get(name) for name in ("index_topk", "compress_ratios")):
+        raise NotBlendable("indexed_attention", "layers attend to tokens that an index chooses")
+    rank, rotary = _positive(values, "kv_lora_rank"), _positive(values, "qk_rope_head_dim")
+    nope, out = _positive(values, "qk_nope_head_dim"), _positive(values, "v_head_dim")
+    parts = (Part(PartKind.LATENT, rank), Part(PartKind.ROTARY, rotary))
+    queries = heads * (nope + rotary)
+    narrow = values.get("q_lora_rank")
+    query = (hidden + queries) * narrow if narrow else hidden * queries
+    rest = hidden * (rank + rotary) + rank * heads * (nope + out) + heads * out * hidden
+    layout = KVLayout.of_groups([LayerGroup(layers, 1, parts)], dtype)
+    return layout, (nope + rotary + out) // 2, query + rest
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

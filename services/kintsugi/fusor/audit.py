@@ -45,8 +45,8 @@ def measure_errors(
     for frame, mine in zip(stored, computed, strict=True):
         if isinstance(frame, ChunkLost):
             raise NotFound(f"the chunk cannot be read any more ({frame.reason}); it is a miss from now on")
-        theirs = decode_frame(frame.data, layout, manifest.codec, num_tokens)
-        ours = decode_frame(mine, layout, Codec.RAW, num_tokens)
+        theirs = decode_frame(frame.data, layout, manifest.codec, num_tokens, layer=frame.layer)
+        ours = decode_frame(mine, layout, Codec.RAW, num_tokens, layer=frame.layer)
         errors.append([relative_error(*pair) for pair in zip(theirs, ours, strict=True)])
     keys, values = zip(*errors, strict=True)
     return ChunkAudit(manifest.codec.name.lower(), list(keys), list(values))

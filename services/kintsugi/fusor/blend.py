@@ -261,7 +261,7 @@ class BlendPass(SlicedWork):
         assert positions is not None
         if not len(positions):
             return Hidden(torch.empty(0), None)
-        return self._stack.embed(self.region.token_ids[positions - self.region.start])
+        return self._stack.embed(self.region.token_ids[positions - self.region.start], positions)
 
     def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
@@ -272,7 +272,7 @@ class BlendPass(SlicedWork):
             self._stack,
             self._hit_positions,
             tokens,
-            self._stack.embed(every_id[tokens - self.region.start]),
+            self._stack.embed(every_id[tokens - self.region.start], tokens),
             query_layers,
             self._unit_tokens_max,
             self.plan.exact_end,

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import EXPONENTS_BYTES, SCALE_BYTES, Codec, KVLayout
+from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import EXPONENTS_BYTES, SCALE_BYTES, Codec, KVLayout, LayerGroup, Part, PartKind
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -63,16 +63,56 @@ ELEMENTS = {
 }
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How one layer of a chunk is encoded."""
+
+    group: LayerGroup
+    dtype: str
+    codec: Codec
+    num_tokens: int
+
+    @staticmethod
+    def of(layout: KVLayout, layer: int | None, codec: Codec, num_tokens: int) -> Encoding:
+        """`layer` may be left out for a uniform layout. Encodes layers of K and V, and of a latent."""
+        return Encoding(layout.group_of(layer), layout.dtype, codec, num_tokens)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a head's K and V per token: of the rotary key and the latent where it has these."""
+        first, second = (part.width for part in self.group.parts)
+        return (second, first) if self.is_latent else (first, second)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a head is a latent, which takes V's place, and a rotary key, which takes K's. The latent
+        comes first in the frame."""
+        return self.group.parts[0].kind is PartKind.LATENT
+
+    @property
+    def head_bytes(self) -> int:
+        return self.group.head_bytes(self.codec, self.num_tokens, self.dtype)
+
+    @property
+    def sinks(self) -> int:
+        """Leading tokens that are not quantised."""
+        return self.codec.sinks_of(self.num_tokens)
+
+
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
     """`encode` to the host's memory."""
     return as_frame(encode(key, value, codec).cpu())
 
 
-def encode(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
-    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, head_dim]`, as a head-major frame on
-    their own device."""
+def encode(key: Tensor, value: Tensor, codec: Codec, is_latent: bool = False) -> Tensor:
+    """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, width]`, as a head-major frame on
+    their own device. `is_latent`: they are a rotary key and a latent. Raises `InvalidField` for those in a
+    codec that quantises."""
     if codec is Codec.RAW:
-        return torch.stack((key, value)).permute(2, 0, 1, 3).contiguous()
+        parts = (value, key) if is_latent else (key, value)
+        return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in parts], 1).contiguous()
+    if is_latent:
+        raise InvalidField("codec", f"{codec.name.lower()} encodes K and V alone; store latents in raw")
     return _quantize(key, value, codec)
 
 
@@ -83,19 +123,27 @@ def as_frame(encoded: Tensor) -> memoryview:
 
 
 def decode_frame(
-    data: memoryview, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice = EVERY_ROW
+    data: memoryview,
+    layout: KVLayout,
+    codec: Codec,
+    num_tokens: int,
+    rows: slice = EVERY_ROW,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, head_dim]`.
+    """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, width]`. `layer` may be
+    left out for a uniform layout.
 
     The results are contiguous and share no memory with `data`, which may be overwritten afterwards. Raises
     `Corrupted` for impossible scales.
     """
-    frame = as_bytes(data).view(len(data) // layout.head_bytes(codec, num_tokens), -1)
-    check_scales(frame, layout, codec, num_tokens)
+    encoding = Encoding.of(layout, layer, codec, num_tokens)
+    frame = as_bytes(data).view(len(data) // encoding.head_bytes, -1)
+    check_scales(frame, encoding)
     first, end, _ = rows.indices(num_tokens)
-    key = torch.empty(end - first, len(frame), layout.head_dim, dtype=DTYPES[layout.dtype])
-    value = torch.empty_like(key)
-    decode_into(frame, layout, codec, num_tokens, rows, key, value)
+    key, value = (
+        torch.empty(end - first, len(frame), width, dtype=DTYPES[layout.dtype]) for width in encoding.widths
+    )
+    decode_into(frame, encoding, rows, key, value)
     return key, value
 
 
@@ -104,26 +152,38 @@ def as_bytes(data: memoryview) -> Tensor:
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
-def check_scales(frame: Tensor, layout: KVLayout, codec: Codec, num_tokens: int) -> None:
+def check_scales(frame: Tensor, encoding: Encoding) -> None:
     """Raise `Corrupted` for scales that finite KV cannot have. `frame`: uint8 `[heads, head_bytes]`, on the
     host: asking a device would wait for it."""
-    if codec is Codec.RAW:
+    if encoding.codec is Codec.RAW:
         return
-    if bool((_Parts.of(frame, layout, codec, num_tokens).exponents > EXPONENT_MAX).any()):
+    if bool((_Parts.of(frame, encoding).exponents > EXPONENT_MAX).any()):
         raise Corrupted("a frame has scales that finite KV cannot have; put the chunk again")
 
 
-def decode_into(
-    frame: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice, key: Tensor, value: Tensor
-) -> None:
+def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, value: Tensor) -> None:
     """Decode a frame whose scales were checked, uint8 `[heads, head_bytes]`, on the device where it lies,
-    into `key` (before RoPE) and `value`, `[rows, heads, head_dim]`."""
-    if codec is not Codec.RAW:
-        _dequantize(frame, layout, codec, num_tokens, rows, (key, value))
+    into `key` (before RoPE) and `value`, `[rows, heads, width]`."""
+    if encoding.codec is not Codec.RAW:
+        _dequantize(frame, encoding, rows, (key, value))
         return
-    typed = frame.view(DTYPES[layout.dtype]).view(len(frame), 2, num_tokens, layout.head_dim)
-    key.copy_(typed[:, 0, rows].transpose(0, 1))
-    value.copy_(typed[:, 1, rows].transpose(0, 1))
+    typed = frame.view(DTYPES[encoding.dtype])
+    if encoding.is_latent:
+        key, value = value, key
+    for part, out in zip(_split(typed, encoding, encoding.num_tokens), (key, value), strict=True):
+        out.copy_(part[:, rows].transpose(0, 1))
+
+
+def _split(flat: Tensor, encoding: Encoding, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Views of a head's two parts `[heads, num_tokens, width]`, in frame order, of a row of elements per
+    head."""
+    widths = [part.width for part in encoding.group.parts]
+    sizes = [num_tokens * width for width in widths]
+    first, second = (
+        part.view(len(part), num_tokens, width)
+        for part, width in zip(torch.split(flat, sizes, dim=1), widths, strict=True)
+    )
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -139,22 +199,21 @@ class _Parts:
     sinks: Tensor
 
     @staticmethod
-    def of(flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int) -> _Parts:
+    def of(flat: Tensor, encoding: Encoding) -> _Parts:
         """Split `flat` `[heads, head_bytes]` into views."""
-        sinks = codec.sinks_of(num_tokens)
-        small, head_dim = num_tokens - sinks, layout.head_dim
-        elements = small * head_dim
-        sizes = (elements, elements, EXPONENTS_BYTES, SCALE_BYTES * head_dim, SCALE_BYTES * small)
+        small = encoding.num_tokens - encoding.sinks
+        elements = [small * width for width in encoding.widths]
+        sizes = (*elements, EXPONENTS_BYTES, SCALE_BYTES * encoding.widths[0], SCALE_BYTES * small)
         return _Parts(*torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], dim=1))
 
 
 def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
     """Encode K and V as uint8 `[heads, head_bytes]`."""
-    num_tokens, heads, head_dim = key.shape
-    layout = KVLayout(1, heads, head_dim, NAMES[key.dtype])
-    flat = torch.zeros(heads, layout.head_bytes(codec, num_tokens), dtype=torch.uint8, device=key.device)
-    parts, elements = _Parts.of(flat, layout, codec, num_tokens), ELEMENTS[codec]
-    sinks = codec.sinks_of(num_tokens)
+    num_tokens, heads, _ = key.shape
+    parts_stored = (Part(PartKind.K, key.shape[2]), Part(PartKind.V, value.shape[2]))
+    encoding = Encoding(LayerGroup(1, heads, parts_stored), NAMES[key.dtype], codec, num_tokens)
+    flat = torch.zeros(heads, encoding.head_bytes, dtype=torch.uint8, device=key.device)
+    parts, elements, sinks = _Parts.of(flat, encoding), ELEMENTS[codec], encoding.sinks
     for which, tensor, over, quantised, scales in (
         (0, key, 1, parts.key, parts.key_scale),
         (1, value, 2, parts.value, parts.value_scale),
@@ -169,7 +228,7 @@ def _quantize(key: Tensor, value: Tensor, codec: Codec) -> Tensor:
         scaled = (wide / _scales(exponent, codes).float().unsqueeze(over)).nan_to_num_(0.0)
         scaled = scaled.round_() if elements.dtype == torch.int8 else scaled
         quantised.copy_(scaled.to(elements.dtype).view(torch.uint8).flatten(1))
-    exact = torch.stack((key[:sinks], value[:sinks])).permute(2, 0, 1, 3).contiguous().flatten(1)
+    exact = encode(key[:sinks], value[:sinks], Codec.RAW)
     parts.sinks.copy_(exact.view(torch.uint8))
     return flat
 
@@ -192,24 +251,22 @@ def _scales(exponent: Tensor, codes: Tensor) -> Tensor:
     return (bits << 7 - MANTISSA_BITS).to(torch.int16).view(torch.bfloat16)
 
 
-def _dequantize(
-    flat: Tensor, layout: KVLayout, codec: Codec, num_tokens: int, rows: slice, outputs: tuple[Tensor, Tensor]
-) -> None:
-    parts, heads = _Parts.of(flat, layout, codec, num_tokens), len(flat)
-    sinks, head_dim = codec.sinks_of(num_tokens), layout.head_dim
+def _dequantize(flat: Tensor, encoding: Encoding, rows: slice, outputs: tuple[Tensor, Tensor]) -> None:
+    parts, heads = _Parts.of(flat, encoding), len(flat)
+    num_tokens, sinks = encoding.num_tokens, encoding.sinks
     small = num_tokens - sinks
     key_scale = _scales(parts.exponents[:, 0], parts.key_scale)[:, None]
     value_scale = _scales(parts.exponents[:, 1], parts.value_scale)[:, :, None]
-    exact = _view_as_dtype(parts.sinks, DTYPES[layout.dtype]).view(heads, 2, sinks, head_dim)
+    exact = _split(_view_as_dtype(parts.sinks, DTYPES[encoding.dtype]), encoding, sinks)
     first, end, _ = rows.indices(num_tokens)
     some = slice(max(first - sinks, 0), max(end - sinks, 0))
-    for which, quantised, scale, out in (
-        (0, parts.key, key_scale, outputs[0]),
-        (1, parts.value, value_scale[:, some], outputs[1]),
+    for quantised, scale, own, width, out in (
+        (parts.key, key_scale, exact[0], encoding.widths[0], outputs[0]),
+        (parts.value, value_scale[:, some], exact[1], encoding.widths[1], outputs[1]),
     ):
-        narrow = quantised.view(ELEMENTS[codec].dtype).view(heads, small, head_dim)[:, some]
+        narrow = quantised.view(ELEMENTS[encoding.codec].dtype).view(heads, small, width)[:, some]
         num_exact = len(out) - narrow.shape[1]
-        out[:num_exact] = exact[:, which, first : first + num_exact].transpose(0, 1)
+        out[:num_exact] = own[:, first : first + num_exact].transpose(0, 1)
         _multiply(narrow, scale, out[num_exact:].transpose(0, 1))
 
 

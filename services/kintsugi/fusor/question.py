@@ -87,11 +87,13 @@ class QuestionPass:
 
     def _add_attention(self, layer: int, loaded: LoadedLayer, fresh: list[FreshKV]) -> None:
         query = torch.cat([part.query for part in fresh])[self._queries]
-        loaded_key = loaded.key[self._weighed]
+        rule, loaded_key = self._stack.attention_rule(layer), loaded.key[self._weighed]
         key = torch.cat([loaded_key, torch.cat([part.key for part in fresh])[self._keyed]])
-        weights = attention_mass(
-            query, self._query_positions, key, self._key_positions, self._stack.attention_rule(layer)
-        )
+        if rule.absorb is not None:
+            latent = torch.cat([part.value for part in fresh])[self._keyed]
+            latent = torch.cat([loaded.value[self._weighed], latent])
+            query, key = rule.absorb(query), torch.cat((key, latent), -1)
+        weights = attention_mass(query, self._query_positions, key, self._key_positions, rule)
         self.attention[self._weighed] += weights[: len(loaded_key)]
 
 
@@ -106,10 +108,11 @@ def attention_mass(
     """Sum attention weights over queries and heads: fp32 `[keys]`.
 
     `query` `[queries, heads, head_dim]` and `key` `[keys, kv_heads, head_dim]` after RoPE; positions int64,
-    keys in any order. Every query must see at least one key.
+    keys in any order. Every query must see at least one key. Sinks take their part of each query's weight.
     """
     kernel = rule.kernel
-    if kernel is not None and kernel.serves(query, key, rule.softcap):
+    is_plain = rule.sinks is None and rule.slopes is None
+    if kernel is not None and is_plain and kernel.serves(query, key, rule.softcap):
         return kernel.attention_mass(
             query, query_positions, key, key_positions, rule.scale, rule.sliding_window
         )
@@ -128,5 +131,12 @@ def attention_mass(
             logits = torch.einsum("qgd,kd->gqk", grouped, key[:, head].float()) * rule.scale
             if rule.softcap is not None:
                 logits = rule.softcap * torch.tanh(logits / rule.softcap)
-            total += logits.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))
+            if rule.slopes is not None:
+                slopes = rule.slopes[head * group : (head + 1) * group].float()
+                logits -= slopes[:, None, None] * distance
+            logits.masked_fill_(hidden, float("-inf"))
+            if rule.sinks is not None:
+                sinks = rule.sinks[head * group : (head + 1) * group].float()
+                logits = torch.cat((logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)), -1)
+            total += logits.softmax(-1).sum((0, 1))[: len(key)]
     return total

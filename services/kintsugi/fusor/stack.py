@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,19 +23,29 @@ class Hidden:
     """`[tokens, hidden_size]`."""
     residual: Tensor | None
     """vLLM's layers carry the residual separately from the states; None before the first layer."""
+    beside: tuple[Tensor, ...] = ()
+    """What the model computes once and hands to its layers, each `[tokens, ...]`: positions, their cosines
+    and sines, embeddings per layer."""
 
     def take(self, index: Tensor | slice) -> Hidden:
-        return Hidden(self.states[index], None if self.residual is None else self.residual[index])
+        residual = None if self.residual is None else self.residual[index]
+        return Hidden(self.states[index], residual, tuple(one[index] for one in self.beside))
+
+    def copy(self) -> Hidden:
+        """The same over memory of its own, for a layer that changes its input in place."""
+        residual = None if self.residual is None else self.residual.clone()
+        return Hidden(self.states.clone(), residual, self.beside)
 
 
 @dataclass(frozen=True)
 class FreshKV:
-    """K (before and after RoPE) and V of a set of tokens, each `[tokens, kv_heads of this rank,
-    head_dim]`."""
+    """K (before and after RoPE) and V of a set of tokens, each `[tokens, kv_heads of this rank, width]`. With
+    latent attention K is the rotary key and V the latent, of one head."""
 
     query: Tensor
     """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
-    key_before_rope: Tensor
+    key_before_rope: Tensor | None
+    """None where it was not asked for: `project_kv` may leave it out."""
     key: Tensor
     value: Tensor
 
@@ -49,6 +60,17 @@ class AttentionRule:
     softcap: float | None = None
     kernel: MassKernel | None = None
     """Sums weights in the place of torch, where it can."""
+    sinks: Tensor | None = None
+    """`[query heads of this rank]`: logits that take probability and contribute no value."""
+    slopes: Tensor | None = None
+    """`[query heads of this rank]`: how much each position of distance lowers a logit (ALiBi)."""
+    absorb: Callable[[Tensor], Tensor] | None = None
+    """Latent attention: turns queries `[tokens, heads, width]` into those that are multiplied with a rotary
+    key and the latent behind it, `[tokens, heads, rotary + latent]`. None: plain attention."""
+
+    @property
+    def is_latent(self) -> bool:
+        return self.absorb is not None
 
 
 @dataclass(frozen=True)
@@ -106,8 +128,8 @@ class DecoderStack(Protocol):
         """Prepare `positions` of sequence 0, as for `batch`, for `write_kv`."""
         ...
 
-    def embed(self, token_ids: Tensor) -> Hidden:
-        """Embed int64 `token_ids` `[tokens]` on the host."""
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
+        """Embed int64 `token_ids` `[tokens]` at `positions` `[tokens]`, both on the host."""
         ...
 
     def begin_layer(self, layer: int) -> None:
@@ -140,8 +162,9 @@ class DecoderStack(Protocol):
         """Wait until all work queued on the device is done."""
         ...
 
-    def gather_heads(self, values: Tensor) -> Tensor:
-        """`[tokens, heads of this rank, head_dim]` -> `[tokens, all kv heads, head_dim]`, on every rank."""
+    def gather_heads(self, layer: int, values: Tensor) -> Tensor:
+        """`[tokens, heads of this rank, width]` of a layer -> `[tokens, all its kv heads, width]`, on every
+        rank."""
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

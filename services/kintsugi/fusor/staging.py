@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,8 +19,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kintsugi.core.layout import ChunkManifest
-from kintsugi.fusor.codecs import DTYPES, as_bytes, check_scales, decode_into
+from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.fusor.codecs import DTYPES, Encoding, as_bytes, check_scales, decode_into
 from kintsugi.fusor.rope import Rotary
 
 THREADS_ON_DEVICE = 4
@@ -61,9 +61,9 @@ class ChunkPlacement:
     def stored_rows(self) -> slice:
         return slice(self.first_row, self.first_row + len(self.positions))
 
-    def frame_bytes(self, num_heads: int) -> int:
-        """Bytes of `num_heads` heads of one of its frames."""
-        return num_heads * self.manifest.layout.head_bytes(self.manifest.codec, self.manifest.num_tokens)
+    def encoding(self, layer: int) -> Encoding:
+        """How a layer of it is encoded."""
+        return Encoding.of(self.manifest.layout, layer, self.manifest.codec, self.manifest.num_tokens)
 
 
 StagedLayer = tuple[Tensor, Tensor, torch.cuda.Event | None]
@@ -79,21 +79,21 @@ class LayerStaging(ABC):
         """Take the frame of placement `index`; `data` may be overwritten afterwards. Raises `Corrupted`."""
 
     @abstractmethod
-    def finish(self, rotary: Rotary) -> StagedLayer:
-        """Rotate the keys to their positions."""
+    def finish(self, rotary: Rotary | None) -> StagedLayer:
+        """Rotate the keys to their positions; None: they have no rotation."""
 
 
 class Staging:
     """What the layers of one pass have in common, and the stream that they use."""
 
     def __init__(self, placements: Sequence[ChunkPlacement], num_heads: int, device: torch.device) -> None:
-        layout = placements[0].manifest.layout
+        """`num_heads`: heads that this rank loads of the layer that has most."""
+        self.layout = placements[0].manifest.layout
         self.placements = placements
-        self.num_heads = num_heads
         self.device = device
+        self._heads = HeadRange(0, num_heads)
         self.positions = upload(torch.cat([placement.positions for placement in placements]), device)
-        self.shape = (len(self.positions), num_heads, layout.head_dim)
-        self.dtype = DTYPES[layout.dtype]
+        self.dtype = DTYPES[self.layout.dtype]
         ends = list(accumulate(len(placement.positions) for placement in placements))
         self.rows = [slice(end - len(p.positions), end) for p, end in zip(placements, ends, strict=True)]
         self._stream: torch.cuda.Stream | None = None
@@ -112,37 +112,41 @@ class Staging:
         """What a thread that stages works in."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def begin_layer(self) -> LayerStaging:
-        return _DecodedAtOnce(self) if self._stream is None else _GatheredBytes(self, self._stream)
-
-    def empty(self) -> tuple[Tensor, Tensor]:
-        """Room for K and V of a layer."""
-        key = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return key, torch.empty_like(key)
-
-    def zeros(self) -> tuple[Tensor, Tensor]:
-        """K and V in the place of those that are lost."""
-        key = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return key, torch.zeros_like(key)
-
-    def decode(self, index: int, frame: Tensor, key: Tensor, value: Tensor) -> None:
-        """Decode a frame's bytes into its rows of `key` and `value`."""
-        placement = self.placements[index]
-        manifest, rows = placement.manifest, self.rows[index]
-        decode_into(
-            frame,
-            manifest.layout,
-            manifest.codec,
-            manifest.num_tokens,
-            placement.stored_rows,
-            key[rows],
-            value[rows],
+    def begin_layer(self, layer: int) -> LayerStaging:
+        return (
+            _DecodedAtOnce(self, layer) if self._stream is None else _GatheredBytes(self, layer, self._stream)
         )
 
-    def check(self, index: int, frame: Tensor) -> None:
+    def num_heads(self, layer: int) -> int:
+        """Heads that this rank loads of a layer: the same share of each."""
+        return len(self.layout.heads_of(layer, self._heads))
+
+    def empty(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Room for K and V of a layer."""
+        key, value = (self._tensor(torch.empty, layer, which) for which in (0, 1))
+        return key, value
+
+    def zeros(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V in the place of those that are lost."""
+        key, value = (self._tensor(torch.zeros, layer, which) for which in (0, 1))
+        return key, value
+
+    def _tensor(self, make: Callable[..., Tensor], layer: int, which: int) -> Tensor:
+        width = self.placements[0].encoding(layer).widths[which]
+        return make(len(self.positions), self.num_heads(layer), width, dtype=self.dtype, device=self.device)
+
+    def decode(self, layer: int, index: int, frame: Tensor, key: Tensor, value: Tensor) -> None:
+        """Decode a frame's bytes into its rows of `key` and `value`."""
+        placement, rows = self.placements[index], self.rows[index]
+        decode_into(frame, placement.encoding(layer), placement.stored_rows, key[rows], value[rows])
+
+    def rotate(self, key: Tensor, rotary: Rotary | None) -> Tensor:
+        """Rotate the keys of a layer to their positions."""
+        return key if rotary is None else rotary.rotate(key, self.positions)
+
+    def check(self, layer: int, index: int, frame: Tensor) -> None:
         """Check the frame's scales on the host. Raises `Corrupted`."""
-        manifest = self.placements[index].manifest
-        check_scales(frame, manifest.layout, manifest.codec, manifest.num_tokens)
+        check_scales(frame, self.placements[index].encoding(layer))
 
     def consume(self, key: Tensor, value: Tensor, ready: torch.cuda.Event | None) -> None:
         """Let the computation's stream wait for a layer; called by the thread that computes."""
@@ -157,26 +161,29 @@ class Staging:
 class _DecodedAtOnce(LayerStaging):
     """On a CPU: every frame is decoded into its rows when it arrives."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, layer: int) -> None:
         self._staging = staging
-        self._key, self._value = staging.empty()
+        self._layer = layer
+        self._key, self._value = staging.empty(layer)
 
     def put(self, index: int, data: memoryview) -> None:
-        frame = as_bytes(data).view(self._staging.num_heads, -1)
-        self._staging.check(index, frame)
-        self._staging.decode(index, frame, self._key, self._value)
+        frame = as_bytes(data).view(self._staging.num_heads(self._layer), -1)
+        self._staging.check(self._layer, index, frame)
+        self._staging.decode(self._layer, index, frame, self._key, self._value)
 
-    def finish(self, rotary: Rotary) -> StagedLayer:
-        return rotary.rotate(self._key, self._staging.positions), self._value, None
+    def finish(self, rotary: Rotary | None) -> StagedLayer:
+        return self._staging.rotate(self._key, rotary), self._value, None
 
 
 class _GatheredBytes(LayerStaging):
     """On a GPU: frames are gathered in pinned memory, copied together and decoded there."""
 
-    def __init__(self, staging: Staging, stream: torch.cuda.Stream) -> None:
+    def __init__(self, staging: Staging, layer: int, stream: torch.cuda.Stream) -> None:
         self._staging = staging
+        self._layer = layer
         self._stream = stream
-        sizes = [placement.frame_bytes(staging.num_heads) for placement in staging.placements]
+        self._heads = staging.num_heads(layer)
+        sizes = [self._heads * placement.encoding(layer).head_bytes for placement in staging.placements]
         ends = accumulate(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
         starts = [0, *ends]
         self._frames = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
@@ -184,14 +191,14 @@ class _GatheredBytes(LayerStaging):
 
     def put(self, index: int, data: memoryview) -> None:
         frame = as_bytes(data)
-        self._staging.check(index, frame.view(self._staging.num_heads, -1))
+        self._staging.check(self._layer, index, frame.view(self._heads, -1))
         self._pinned[self._frames[index]].copy_(frame)
 
-    def finish(self, rotary: Rotary) -> StagedLayer:
+    def finish(self, rotary: Rotary | None) -> StagedLayer:
         staging = self._staging
         on_device = self._pinned.to(staging.device, non_blocking=True)
-        key, value = staging.empty()
+        key, value = staging.empty(self._layer)
         for index, frame in enumerate(self._frames):
-            staging.decode(index, on_device[frame].view(staging.num_heads, -1), key, value)
-        key = rotary.rotate(key, staging.positions)
+            staging.decode(self._layer, index, on_device[frame].view(self._heads, -1), key, value)
+        key = staging.rotate(key, rotary)
         return key, value, self._stream.record_event()

@@ -21,6 +21,7 @@ import blake3
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.models import hub
+from kintsugi.models.layers import longrope_factors
 from kintsugi.models.reference import resolve_model
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,12 @@ def model_fingerprint(
     kv_dtype: str,
     overrides: Mapping[str, object] | None = None,
     revision: str | None = None,
+    max_model_len: int | None = None,
 ) -> ModelFingerprint:
     """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
+
+    `max_model_len` is the engine's (None: vLLM's default). It counts for LongRoPE alone, whose factors
+    depend on it.
 
     A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``);
     `checkpoint_folder` downloads what is missing there. The reference model's name means its folder in the
@@ -77,6 +82,9 @@ def model_fingerprint(
     facts = {name: value for name, value in config.items() if name not in _IRRELEVANT_FIELDS}
     rope = {name: value for name, value in facts.items() if _ROPE_FIELD.search(name)}
     architecture = {name: value for name, value in facts.items() if name not in rope}
+    factors = longrope_factors({**config, **(overrides or {})}, max_model_len)
+    if factors is not None:
+        rope["longrope_factors"] = factors
     return ModelFingerprint.of(
         {
             "architecture": _canonical(architecture),

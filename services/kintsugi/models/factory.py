@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.models.shapes import ModelShape, find_shape
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
-from kintsugi.models.weights import fill_weights
+from kintsugi.models.weights import WeightTraits, fill_weights
 
 RECIPE = 2
 """Raised when the same shape and seed give other weights, so that older cached checkpoints are not used."""
@@ -22,23 +22,39 @@ def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
 
     The same shape and seed give the same bytes. Memory: one copy of the weights.
     """
+    config = shape.config(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    return _make(config, getattr(torch, shape.dtype), WeightTraits.of_shape(shape), folder, seed)
+
+
+def make_checkpoint_of(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """The same for any config of a decoder that transformers knows, with float32 weights. The ids of its
+    special tokens are set to the tokenizer's."""
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID
+    return _make(config, torch.float32, WeightTraits.of_config(config), folder, seed)
+
+
+def _make(
+    config: PretrainedConfig, dtype: torch.dtype, traits: WeightTraits, folder: Path, seed: int
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    model = _empty_model(shape)
-    fill_weights(model, shape, seed)
+    model = _empty_model(config, dtype)
+    fill_weights(model, traits, seed)
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID, do_sample=False
     )
     model.save_pretrained(folder)
-    train_tokenizer(shape.vocab, shape.max_positions).save_pretrained(folder)
+    text = config.get_text_config()
+    train_tokenizer(text.vocab_size, text.max_position_embeddings).save_pretrained(folder)
     return folder
 
 
-def _empty_model(shape: ModelShape) -> PreTrainedModel:
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Allocate a model without initialising it: every parameter is about to be overwritten."""
-    config = shape.config(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
-    return model.to_empty(device="cpu")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()  # `to_empty` parts what the config ties
+    return model
 
 
 def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) -> Path:

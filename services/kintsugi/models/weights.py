@@ -20,10 +20,13 @@ projection is scaled by its fan-in to a chosen gain (standard deviations, for in
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import dataclass
 
 import blake3
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from kintsugi.models.shapes import Architecture, ModelShape
 from kintsugi.models.vocabulary import EOS_ID
@@ -36,23 +39,65 @@ _GAINS = {
     "lm_head": 2.0,
     # A router: the best experts should lead clearly, or rounding would switch them.
     "gate": 2.0,
+    "router": 2.0,
 }
 _NORM_SPREAD = 0.1
 _BIAS_SPREAD = 0.3
 
 
+_NORM = re.compile(r"norm$|(^|_)ln_[a-z0-9]+$|layer_?norm|layer_scalar$")
+_EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte", "word_embeddings"})
+_ADDS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+"""Model types whose norms multiply by one plus the weight."""
+_TIED_SPREAD = 0.1
+"""Spread of embeddings that are the head, too: so small that layers decide, or the model repeats its last
+token."""
+
+
+@dataclass(frozen=True)
+class WeightTraits:
+    """What of a model decides how large its weights have to be."""
+
+    layers: int
+    embeddings_scaled_by: float = 1.0
+    """What the model multiplies embeddings by."""
+    norms_add_one: bool = False
+    """Whether norms multiply by one plus the weight, as Gemma's do."""
+    is_tied: bool = False
+    """Whether the embeddings are the head, too."""
+
+    @staticmethod
+    def of_shape(shape: ModelShape) -> WeightTraits:
+        is_gemma = shape.architecture is Architecture.GEMMA3
+        return WeightTraits(shape.layers, math.sqrt(shape.hidden) if is_gemma else 1.0, is_gemma)
+
+    @staticmethod
+    def of_config(config: PretrainedConfig) -> WeightTraits:
+        text = config.get_text_config()
+        is_gemma = text.model_type.startswith("gemma")
+        return WeightTraits(
+            text.num_hidden_layers,
+            math.sqrt(text.hidden_size) if is_gemma else 1.0,
+            text.model_type in _ADDS_ONE,
+            bool(config.tie_word_embeddings),
+        )
+
+
 @torch.no_grad()
-def fill_weights(model: nn.Module, shape: ModelShape, seed: int) -> None:
-    """Overwrite every parameter of `model` in place.
+def fill_weights(model: nn.Module, traits: WeightTraits, seed: int) -> None:
+    """Overwrite every parameter of `model` in place, and every buffer that its checkpoint holds.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, so a decoder layer's
     weights do not depend on how many layers there are.
     """
-    for name, parameter in model.named_parameters():
+    stored = model.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, tensor in (*model.named_parameters(), *buffers):
         generator = torch.Generator().manual_seed(_seed_of(name, seed))
-        parameter.copy_(_values(name, parameter.shape, shape, generator))
-    head = model.get_parameter("lm_head.weight")
-    head[EOS_ID].zero_()
+        tensor.copy_(_values(name, tensor.shape, traits, generator))
+    if not traits.is_tied:
+        head = model.get_parameter("lm_head.weight")
+        head[EOS_ID].zero_()
 
 
 def _seed_of(name: str, seed: int) -> int:
@@ -60,21 +105,20 @@ def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _values(name: str, size: torch.Size, shape: ModelShape, generator: torch.Generator) -> Tensor:
+def _values(name: str, size: torch.Size, traits: WeightTraits, generator: torch.Generator) -> Tensor:
     noise = torch.randn(size, generator=generator)
     module = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
-    if module.endswith("norm"):
-        return noise.mul_(_NORM_SPREAD).add_(_norm_centre(module, shape))
-    if name.endswith(".bias"):
+    if name.endswith("bias") or module == "sinks" or not size:
         return noise.mul_(_BIAS_SPREAD)
-    if module == "embed_tokens":
-        # Gemma multiplies embeddings by sqrt(hidden).
-        scaled_by = math.sqrt(shape.hidden) if shape.architecture is Architecture.GEMMA3 else 1.0
-        return noise.mul_(math.sqrt(shape.layers) / scaled_by)
+    if _NORM.search(module):
+        return noise.mul_(_NORM_SPREAD).add_(_norm_centre(module, traits))
+    if module in _EMBEDDINGS:
+        spread = _TIED_SPREAD if traits.is_tied else math.sqrt(traits.layers)
+        return noise.mul_(spread / traits.embeddings_scaled_by)
     return noise.mul_(_GAINS.get(module, 1.0) / math.sqrt(size[-1]))
 
 
-def _norm_centre(module: str, shape: ModelShape) -> float:
-    """Mean of a norm's weights; Gemma's norms multiply by one plus the weight."""
+def _norm_centre(module: str, traits: WeightTraits) -> float:
+    """Mean of a norm's weights."""
     scale = _QK_GAIN if module in ("q_norm", "k_norm") else 1.0
-    return scale - 1.0 if shape.architecture is Architecture.GEMMA3 else scale
+    return scale - 1.0 if traits.norms_add_one else scale

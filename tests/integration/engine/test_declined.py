@@ -24,6 +24,7 @@ from tests.integration.engine.conftest import (
     chunks_of,
     rag,
 )
+from tests.model_configs import ATTENTION_CHUNK
 
 pytestmark = pytest.mark.engine
 
@@ -76,6 +77,59 @@ def test_an_engine_with_adapters_blends_nothing(
     assert output.kv_transfer_params["kintsugi"]["outcome"] == "declined"
     assert list(output.outputs[0].token_ids) != full.token_ids
     supports("every", "LoRA", "declined")
+
+
+DECLINES = {
+    "hunyuan": "rope: layer 0 has keys that depend on more than their position",
+    "gpt2": "learned_positions: the model has learned embeddings of absolute positions",
+    "opt": "learned_positions: the model has learned embeddings of absolute positions",
+    "gemma3n": "shared_kv: layer 2 has the KV of model.layers.0",
+    "smollm3-dynamic": "rope_length: layer 0 has a rotation that depends on the prompt's total length",
+    "olmo2-longrope": "rope_length: layer 0 has a rotation that depends on the prompt's total length",
+    "llama-dynamic": "rope_length: the model has a rotation table of 2048 positions, fewer than",
+}
+"""By family of `tests.model_configs`. Keys normalised behind their rotation, positions added to embeddings,
+layers that share KV, and tables that depend on the longest prompt or end before it."""
+
+
+@pytest.mark.parametrize(
+    "family", [f if f == "hunyuan" else pytest.param(f, marks=pytest.mark.full) for f in DECLINES]
+)
+@pytest.mark.engine("{family} float32")
+def test_a_model_whose_keys_cannot_be_moved_is_served_without_blending(
+    engine_slot: EngineSlot, family: str, supports: Supports
+) -> None:
+    engine = engine_slot.get(family, dtype="float32")
+    chunks = chunks_of(100, 57, seed=9)
+    for save in engine.save(PREFIX, chunks, NAMESPACE):
+        assert save.accounting is not None
+        assert save.accounting["outcome"] != "saved"
+        assert save.accounting["reason"].startswith(DECLINES[family])
+    prompt = rag(*chunks)
+    full = ask_cold(engine, prompt.token_ids)
+    declined = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
+    assert reason_of(declined).startswith(DECLINES[family])
+    assert "prefix caching works as before; to blend, " in reason_of(declined)
+    assert declined.token_ids == full.token_ids
+    supports(family, "blending", "declined")
+
+
+@pytest.mark.full
+@pytest.mark.engine("llama4")
+def test_a_prompt_longer_than_an_attention_chunk_is_declined(engine_slot: EngineSlot) -> None:
+    engine = engine_slot.get("llama4", dtype="float32")
+    chunks = chunks_of(300, ATTENTION_CHUNK - 300, seed=9)
+    assert all(save.accounting for save in engine.save(PREFIX, chunks, NAMESPACE))
+    short, long = rag(chunks[0]), rag(*chunks)
+    blended = ask_cold(engine, short.token_ids, short.params(0.15))
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended"
+    full = ask_cold(engine, long.token_ids)
+    declined = ask_cold(engine, long.token_ids, long.params(0.15))
+    assert reason_of(declined).startswith(
+        f"attention_chunk: {len(long.token_ids)} tokens are more than the 512"
+    )
+    assert declined.token_ids == full.token_ids
 
 
 def test_an_engine_whose_self_test_breaks_serves_without_blending(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kintsugi.core.errors import SelfTestFailed
+from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker import selftest, stack
 from kintsugi.engine.worker.model import LoadedModel
@@ -84,6 +85,16 @@ def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_sound_engine_passes(model: LoadedModel) -> None:
     selftest.self_test(model)
+
+
+def test_every_check_has_a_name_that_doctor_lists(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one, `names`, is the scheduler's."""
+    ran: list[str] = []
+    monkeypatch.setattr(selftest, "_check", lambda _model, name, *_given: ran.append(name))
+    selftest.self_test(model)
+    assert tuple(ran) == SELF_TEST_CHECKS[:-1]
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,36 @@ def test_a_config_that_is_no_decoders_is_refused(change: dict[str, object], fiel
     assert caught.value.field == field
 
 
-def test_latent_attention_is_not_blended() -> None:
-    with pytest.raises(NotBlendable, match="mla"):
-        model_size(MISTRAL_7B | {"kv_lora_rank": 512})
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_latent_is_576_elements_a_layer() -> None:
+    size = model_size(DEEPSEEK_V3)
+    assert size.layout.chunk_bytes(Codec.RAW, 1) == 61 * 576 * 2
+    assert [codec for codec in Codec if size.layout.holds(codec)] == [Codec.RAW]
+    # As published: 187 M parameters of attention in each layer.
+    attention = size.active_parameters / 61 - 3 * 7168 * 2048 * 8
+    assert attention == pytest.approx(187.1e6, rel=1e-3)
+    assert size.head_dim == (192 + 128) / 2
+
+
+def test_attention_to_what_an_index_chooses_is_not_blended() -> None:
+    with pytest.raises(NotBlendable, match="indexed_attention"):
+        model_size(DEEPSEEK_V3 | {"index_topk": 2048})
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import ELEMENT_BYTES, Codec, HeadRange, KVLayout
+from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import ELEMENT_BYTES, Codec, HeadRange, KVLayout, LayerGroup, Part, PartKind
 from kintsugi.fusor.codecs import (
     DTYPES,
     ELEMENTS,
     EXPONENT_MAX,
     _scale_codes,
     _scales,
+    as_frame,
     decode_frame,
+    encode,
     encode_frame,
 )
 
@@ -50,6 +52,30 @@ def test_round_trip_is_bit_exact(shape: tuple[int, int, int], dtype: str, seed: 
     assert got_key.dtype == DTYPES[dtype]
     assert torch.equal(got_key, key)
     assert torch.equal(got_value, value)
+
+
+LATENT = KVLayout.of_groups(
+    [LayerGroup(2, 1, (Part(PartKind.LATENT, 8), Part(PartKind.ROTARY, 2)))], "float32"
+)
+
+
+def test_a_latent_s_frame_is_the_latent_and_then_the_rotary_key() -> None:
+    (rotary, _), (latent, _) = kv((3, 1, 2)), kv((3, 1, 8), seed=1)
+    frame = as_frame(encode(rotary, latent, Codec.RAW, is_latent=True))
+    assert frame.nbytes == LATENT.frame_bytes(Codec.RAW, 3, 1)
+    flat = np.frombuffer(frame, dtype=np.float32)
+    assert np.array_equal(flat[:24].reshape(3, 8), latent[:, 0].numpy())
+    assert np.array_equal(flat[24:].reshape(3, 2), rotary[:, 0].numpy())
+    key, value = decode_frame(frame, LATENT, Codec.RAW, 3, slice(1, 3), layer=1)
+    assert torch.equal(key, rotary[1:])
+    assert torch.equal(value, latent[1:])
+
+
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.RAW])
+def test_latents_are_not_quantised(codec: Codec) -> None:
+    (rotary, _), (latent, _) = kv((3, 1, 2)), kv((3, 1, 8), seed=1)
+    with pytest.raises(InvalidField, match="store latents in raw"):
+        encode(rotary, latent, codec, is_latent=True)
 
 
 def test_a_frame_is_head_major_k_before_v() -> None:
@@ -281,3 +307,25 @@ def test_a_doubled_scale_is_not_damage_that_can_be_seen() -> None:
     data[exponents_at(Codec.INT8, shape, head=0)] += 1
     twice, _ = decode_frame(memoryview(bytes(data)), layout, Codec.INT8, 12)
     assert torch.equal(twice, 2 * once)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+def test_values_of_another_width_than_keys(codec: Codec, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    key = torch.randn(num_tokens, 2, 12, generator=generator)
+    value = torch.randn(num_tokens, 2, 8, generator=generator)
+    wide = LayerGroup(1, 2, (Part(PartKind.K, 12), Part(PartKind.V, 8)))
+    plain = LayerGroup(1, 4, (Part(PartKind.K, 8), Part(PartKind.V, 8)))
+    layout = KVLayout.of_groups((plain, wide), "float32")
+    frame = encode_frame(key, value, codec)
+    assert len(frame) == layout.frame_bytes(codec, num_tokens, 1)
+    rows = slice(1, num_tokens)
+    for chosen in (slice(None), rows):
+        got_key, got_value = decode_frame(frame, layout, codec, num_tokens, chosen, layer=1)
+        assert got_key.shape == key[chosen].shape
+        assert got_value.shape == value[chosen].shape
+        assert torch.allclose(got_key, key[chosen], atol=0.3)
+        assert torch.allclose(got_value, value[chosen], atol=0.3)
+    if codec is Codec.RAW:
+        assert torch.equal(got_key, key[rows])

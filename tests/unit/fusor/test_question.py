@@ -48,10 +48,14 @@ def naive_mass(
             logits = key[:, head // group].double() @ row[head] * rule.scale
             if rule.softcap:
                 logits = rule.softcap * torch.tanh(logits / rule.softcap)
+            if rule.slopes is not None:
+                logits -= rule.slopes[head].double() * (at - key_positions)
             for i, position in enumerate(key_positions.tolist()):
                 if position > at or (rule.sliding_window and position <= at - rule.sliding_window):
                     logits[i] = float("-inf")
-            total += logits.softmax(0)
+            if rule.sinks is not None:
+                logits = torch.cat((logits, rule.sinks[head, None].double()))
+            total += logits.softmax(0)[: len(key)]
     return total
 
 
@@ -62,10 +66,19 @@ def naive_mass(
     kv_heads=st.sampled_from([1, 2, 4]),
     window=st.none() | st.integers(6, 12),
     softcap=st.none() | st.sampled_from([0.5, 30.0]),
+    has_sinks=st.booleans(),
+    has_slopes=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attention_mass_is_the_sum_of_softmax_weights(
-    queries: int, keys: int, kv_heads: int, window: int | None, softcap: float | None, seed: int
+    queries: int,
+    keys: int,
+    kv_heads: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    has_slopes: bool,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(queries, 4, 8, generator=generator)
@@ -73,12 +86,18 @@ def test_attention_mass_is_the_sum_of_softmax_weights(
     key_positions = torch.randperm(keys, generator=generator) + 3
     # Among the keys, so that some are masked; at least the first one is seen.
     query_positions = torch.arange(queries) + 3
-    rule = AttentionRule(0.6, window, softcap)
+    sinks, slopes = torch.randn(2, 4, generator=generator)
+    rule = AttentionRule(
+        0.6, window, softcap, None, sinks if has_sinks else None, slopes if has_slopes else None
+    )
     got = attention_mass(query, query_positions, key, key_positions, rule)
     assert got.dtype == torch.float32
     expected = naive_mass(query, query_positions, key, key_positions, rule)
     assert torch.allclose(got.double(), expected, atol=1e-5)
-    assert float(got.sum()) == pytest.approx(4 * queries, rel=1e-5)
+    if has_sinks:
+        assert float(got.sum()) < 4 * queries
+    else:
+        assert float(got.sum()) == pytest.approx(4 * queries, rel=1e-5)
 
 
 def test_long_contexts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +144,7 @@ def passed(
     hits = torch.tensor([p for start, end in scene.spans for p in range(start, end)])
     others = torch.tensor([p for p in range(LENGTH + 1) if p not in hits.tolist()])
     stack = stack or ToyStack(model())
-    hidden = stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others])
+    hidden = stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others], others)
     question = QuestionPass(stack, hits, others, hidden, layers, unit, exact_end=0)
     for layer in range(question.num_layers):
         key, value = (kv[hits] for kv in scene.loaded(layer))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.rope import Rotary, measure_rotary
 
 HEADS, HEAD_DIM, POSITIONS = 2, 32, 6000
 KINDS: dict[str, dict[str, Any]] = {
@@ -167,3 +167,39 @@ def test_any_layout_of_the_keys_and_none_at_all() -> None:
     strided = keys.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(rotary.rotate(strided, positions), rotary.rotate(keys, positions))
     assert rotary.rotate(keys[:0], positions[:0]).shape == (0, HEADS, HEAD_DIM)
+
+
+def rotations() -> dict[str, Rotary]:
+    table = table_of(transformers_rope("yarn"))
+    return {
+        "halves": Rotary.from_table(table, is_neox=True),
+        "neighbours": Rotary.from_table(table, is_neox=False),
+        "a quarter, halves": Rotary(table[:, :4].contiguous(), table[:, 16:20].contiguous(), True),
+        "a quarter, neighbours": Rotary(table[:, :4].contiguous(), table[:, 16:20].contiguous(), False),
+        "one pair": Rotary(table[:, :1].contiguous(), table[:, 16:17].contiguous(), True),
+    }
+
+
+@pytest.mark.parametrize("kind", rotations())
+def test_a_rotation_is_taken_off_again(kind: str) -> None:
+    rotary = rotations()[kind]
+    keys, positions = keys_and_positions()
+    assert torch.allclose(rotary.unrotate(rotary.rotate(keys, positions), positions), keys, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", rotations())
+def test_a_rotation_is_measured_from_what_it_does(kind: str) -> None:
+    rotary = rotations()[kind]
+    measured = measure_rotary(rotary.rotate, HEAD_DIM, POSITIONS, torch.zeros(1))
+    assert measured is not None
+    assert measured.rotary_dim == rotary.rotary_dim
+    assert torch.equal(measured.cos, rotary.cos)
+    assert torch.equal(measured.sin, rotary.sin)
+    keys, positions = keys_and_positions()
+    assert torch.equal(measured.rotate(keys, positions), rotary.rotate(keys, positions))
+
+
+def test_what_is_no_rotation_is_not_measured() -> None:
+    assert measure_rotary(lambda keys, _: keys, HEAD_DIM, POSITIONS, torch.zeros(1)) is None
+    mixing = torch.randn(HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    assert measure_rotary(lambda keys, _: keys @ mixing, HEAD_DIM, POSITIONS, torch.zeros(1)) is None

@@ -109,6 +109,16 @@ def test_kv_dtype_and_overrides_change_it(folder: Path) -> None:
     assert model_fingerprint(str(folder), "bfloat16", {}) == plain
 
 
+def test_the_engine_s_length_changes_it_only_where_it_chooses_longrope_s_factors(folder: Path) -> None:
+    plain = model_fingerprint(folder, "bfloat16")
+    assert model_fingerprint(folder, "bfloat16", max_model_len=131_072) == plain
+    longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    change_config(folder, rope_parameters=longrope, original_max_position_embeddings=4096)
+    short = model_fingerprint(folder, "bfloat16", max_model_len=4096)
+    assert model_fingerprint(folder, "bfloat16") == short
+    assert model_fingerprint(folder, "bfloat16", max_model_len=131_072) != short
+
+
 def test_what_does_not_decide_kv_leaves_it(folder: Path, tmp_path: Path) -> None:
     before = model_fingerprint(folder, "bfloat16")
     change_config(folder, transformers_version="6.0.0")

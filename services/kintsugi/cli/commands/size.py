@@ -98,9 +98,9 @@ class CodecRow:
 
 
 def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_s: float) -> list[CodecRow]:
-    """One row per codec, in the order of their ids."""
+    """One row for each codec that the model's KV can be stored in, in the order of their ids."""
     rows = []
-    for codec in Codec:
+    for codec in filter(model.layout.holds, Codec):
         size = codec_size(model.layout, codec, work)
         timed = (size.prompt_bytes, model.layout.num_layers, prefill.seconds, work.cost)
         rows.append(CodecRow(size, pace_to_hide_loading(*timed), blend_s(*timed, bytes_per_s)))

@@ -67,8 +67,13 @@ HOOKS = (
     *_connector("running slices beside engine steps", "register_kv_caches", "start_load_kv"),
     *_connector("reporting finished blends", "get_transfer_results", "update_connector_output"),
     *_connector("the accounting in responses", "request_finished"),
+    *_connector("naming exact blocks", "get_handshake_metadata", "set_xfer_handshake_metadata"),
     *_connector("surviving preemption", "requires_kv_delivery"),
     *_connector("keeping blended blocks out of events", "bind_gpu_block_pool"),
+    *_connector("saving discovered chunks while no request runs", "has_pending_push_work"),
+    Hook("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", "saving discovered chunks", ("num_blocks",)),
+    Hook("vllm.v1.core.block_pool", "BlockPool.free_blocks", "saving discovered chunks"),
+    Hook("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", "saving discovered chunks"),
     Hook(_BASE, "SupportsHMA.request_finished_all_groups", "models with sliding-window layers"),
     Hook(
         _BASE,
@@ -98,6 +103,7 @@ HOOKS = (
         ),
     ),
     Hook("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "finding cache groups"),
+    Hook("vllm.v1.kv_cache_interface", "MLAAttentionSpec", "finding cache groups"),
     Hook("vllm.v1.worker.utils", "select_common_block_size", "addressing kernel blocks"),
     Hook(_UTILS, "BlockHash", "naming blended blocks"),
     Hook(_UTILS, "resolve_kv_cache_block_sizes", "naming blended blocks", ("kv_cache_config", "vllm_config")),
@@ -131,7 +137,13 @@ HOOKS = (
         "tensor_model_parallel_all_gather",
         "tensor_model_parallel_all_reduce",
     ),
-    *_imports(_BASE, "KVConnectorMetadata", "KVConnectorRole", "KVConnectorWorkerMetadata"),
+    *_imports(
+        _BASE,
+        "KVConnectorHandshakeMetadata",
+        "KVConnectorMetadata",
+        "KVConnectorRole",
+        "KVConnectorWorkerMetadata",
+    ),
     *_imports(
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics", "KVConnectorStats"
     ),

@@ -1,4 +1,4 @@
-"""The loaded model as vLLM holds it: decoder layers, attention, rotary embedding, cache groups.
+"""The loaded model as vLLM holds it: decoder layers, attention, cache groups.
 
 Nothing has to register the model: its `Attention` objects are in the compilation config's static
 forward context, and the module that owns them is found among the live objects, once, at start.
@@ -17,34 +17,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import KVLayout
-from kintsugi.engine.worker.native import rotation_kernel
-from kintsugi.engine.worker.scattered import kernel_serves
-from kintsugi.fusor.rope import Rotary
+from kintsugi.engine.worker.attention.kv import HeadsKV, kv_of
+from kintsugi.engine.worker.attention.latent import needs_rows
+from kintsugi.engine.worker.attention.scattered import kernel_serves
+from kintsugi.engine.worker.calls import LayerCalls
+from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
+from kintsugi.fusor.stack import Hidden
+from kintsugi.fusor.staging import upload
+from kintsugi.models.layers import Decline, DeclineReason, LayerKind, ModelLayers
 
-ROTARY_CLASSES = frozenset(
-    {
-        "RotaryEmbedding",
-        "Llama3RotaryEmbedding",
-        "YaRNScalingRotaryEmbedding",
-        "LinearScalingRotaryEmbedding",
-        "NTKScalingRotaryEmbedding",
-    }
-)
-"""Rotations that depend on the position alone. The others depend on the prompt's length (LongRoPE,
-dynamic NTK), on several axes (MRoPE) or on the query's content, and cannot be applied to a stored key."""
+PLAIN_ATTENTIONS = frozenset({"Attention", "ChunkedLocalAttention"})
+"""vLLM's softmax attention over K and V, of all positions, of a window or of a local chunk."""
+
+LATENT_ATTENTION = "MLAAttention"
+"""vLLM's attention over latents."""
+
+MROPE_AXES = 3
+"""Axes of a position where vLLM counts several; text has the same on each."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """One KV cache group: layers that share block tables."""
+    """Layers that share block tables and have KV of one shape."""
 
     index: int
+    tables: int
+    """vLLM's KV cache group, whose block tables they share. Layers of one such group may differ in their
+    shape, and attention metadata is made for one shape."""
     spec: AttentionSpec
     layer_names: tuple[str, ...]
     block_size: int
@@ -54,7 +60,9 @@ class CacheGroup:
     builder: Any
     """Our own attention metadata builder: the model runner's hold buffers of its captured graphs."""
     kernel_serves: bool
-    """Whether scattered tokens attend through `engine.worker.scattered`."""
+    """Whether scattered tokens attend through `engine.worker.attention.scattered`."""
+    needs_latent_rows: bool = False
+    """Whether tokens behind cached ones attend through `engine.worker.attention.latent`."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,13 @@ class Layer:
     """The attention's name: the key of vLLM's per-layer dictionaries."""
     module: nn.Module
     attention: Any
-    rotary_module: nn.Module
-    rotary: Rotary
     group: CacheGroup
+    rotation: KeyRotation = UNROTATED
+
+    @property
+    def kv(self) -> HeadsKV:
+        """What it stores of a token."""
+        return kv_of(self.attention)
 
 
 @dataclass(frozen=True)
@@ -78,15 +90,14 @@ class LoadedModel:
     vllm_config: VllmConfig
     root: nn.Module
     """The whole model, its head included."""
-    trunk: nn.Module
-    """Owns the layers and embeds tokens."""
     layers: tuple[Layer, ...]
     device: torch.device
     dtype: torch.dtype
-    num_kv_heads: int
-    """KV heads that this rank holds."""
-    head_dim: int
     projection_share: float
+    calls: LayerCalls
+    """How the model calls its layers."""
+    described: ModelLayers
+    """The layers over all ranks."""
     disabled_ops: tuple[CustomOp, ...] = ()
     """Operations with a fused kernel that vLLM has replaced by plain ones."""
 
@@ -104,68 +115,98 @@ class LoadedModel:
                 op._forward_method = method
 
     @property
+    def kv_width(self) -> int:
+        """Elements of K and V that this rank holds of a token in the widest layer."""
+        stored = [kv_of(layer.attention) for layer in self.layers]
+        return max(one.heads * (one.key_width + one.value_width) for one in stored)
+
+    @property
     def layout(self) -> KVLayout:
         """The KV over all ranks."""
-        return KVLayout(
-            num_layers=len(self.layers),
-            num_kv_heads=self.vllm_config.model_config.get_total_num_kv_heads(),
-            head_dim=self.head_dim,
-            dtype=str(self.dtype).removeprefix("torch."),
+        return self.described.layout(str(self.dtype).removeprefix("torch."))
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Any:
+        """The model's own forward pass, called as vLLM's runner calls it. int64 `[tokens]` twice, on the
+        host."""
+        positions = upload(positions, self.device)
+        if self.vllm_config.model_config.uses_mrope:
+            positions = positions.expand(MROPE_AXES, -1).contiguous()
+        return self.root(
+            input_ids=upload(token_ids, self.device),
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=None,
         )
 
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
+        """The input of layer 0, and what the model computes beside it. int64 `[tokens]` twice."""
+        context = set_forward_context({}, self.vllm_config, num_tokens=len(token_ids), skip_compiled=True)
+        with context:
+            return self.calls.embed(self.forward, token_ids, positions)
 
-def find_model(
+
+def find_layers(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Tensor]
 ) -> LoadedModel:
-    """Raises `NotBlendable` where the architecture is not one of decoder layers that we can drive."""
+    """The model behind the caches, of which `anatomy.learn_model` has yet to learn calls and rotations.
+    Raises `NotBlendable` where it is not one of decoder layers that we can drive."""
     context = vllm_config.compilation_config.static_forward_context
     attentions = {name: context[name] for name in kv_caches if name in context}
-    for name, attention in attentions.items():
-        if type(attention).__name__ != "Attention":
-            raise NotBlendable("attention", f"{name} is a {type(attention).__name__}, not plain attention")
+    for name in kv_caches:
+        _require_attention(name, context.get(name))
     owner = _owner_of(list(attentions.values()))
     names = {id(module): name for name, module in owner.named_modules()}
     device = next(iter(kv_caches.values())).device
     groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
-    kernel = rotation_kernel(device)
-    layers, trunks = [], set()
+    layers, lists = [], set()
     for name, attention in attentions.items():
-        index, layer_path, trunk_path = _layer_path(names[id(attention)])
-        trunks.add(trunk_path)
-        module = owner.get_submodule(layer_path)
-        rotary_module = _rotary_of(module, layer_path)
-        rotary = Rotary.from_table(rotary_module.cos_sin_cache, rotary_module.is_neox_style, kernel)
-        layers.append(Layer(index, name, module, attention, rotary_module, rotary, groups[name]))
-    if len(trunks) != 1:
-        raise NotBlendable("architecture", f"decoder layers lie in several places: {sorted(trunks)}")
-    trunk = owner.get_submodule(trunks.pop())
-    if not hasattr(trunk, "embed_input_ids"):
-        raise NotBlendable("architecture", f"{type(trunk).__name__} has no embed_input_ids")
+        index, path = _layer_path(names[id(attention)])
+        lists.add(path.rpartition(".")[0])
+        layers.append(Layer(index, name, owner.get_submodule(path), attention, groups[name]))
+    if len(lists) != 1:
+        raise _architecture(f"decoder layers in several places ({', '.join(sorted(lists))})")
     layers.sort(key=lambda layer: layer.index)
-    if [layer.index for layer in layers] != list(range(len(layers))):
-        raise NotBlendable(
-            "architecture", "not every decoder layer has one attention with a cache of its own"
-        )
-    return _assemble(vllm_config, owner, trunk, layers)
-
-
-def _assemble(vllm_config: VllmConfig, root: nn.Module, trunk: nn.Module, layers: list[Layer]) -> LoadedModel:
-    shapes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
-    if len(shapes) != 1:
-        raise NotBlendable("architecture", f"KV heads differ between layers: {sorted(shapes)}")
-    ((num_kv_heads, head_dim),) = shapes
+    everything: Any = owner.get_submodule(lists.pop())
+    if [layer.index for layer in layers] != list(range(len(everything))):
+        raise _architecture("decoder layers without one attention with a cache of its own")
     return LoadedModel(
         vllm_config=vllm_config,
-        root=root,
-        trunk=trunk,
+        root=owner,
         layers=tuple(layers),
-        device=next(trunk.parameters()).device,
+        device=next(owner.parameters()).device,
         dtype=vllm_config.model_config.dtype,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         projection_share=_projection_share(vllm_config, layers[0]),
+        calls=LayerCalls((), (), ()),
+        described=ModelLayers(()),
         disabled_ops=_disabled_ops(vllm_config, [layer.module for layer in layers]),
     )
+
+
+def _require_attention(name: str, layer: Any) -> None:
+    """Raise `NotBlendable` for a cache that is not of plain attention, in the words of its kind."""
+    kind, kinds = type(layer).__name__, {base.__name__ for base in type(layer).__mro__}
+    is_plain = kind in PLAIN_ATTENTIONS
+    if is_plain and layer.kv_sharing_target_layer_name is None:
+        return
+    is_indexed = bool(getattr(layer, "use_sparse", False))
+    if kind == LATENT_ATTENTION and not is_indexed and getattr(layer, "sliding_window", None) is None:
+        return
+    digits = next((part for part in name.split(".") if part.isdigit()), None)
+    if is_plain:
+        reason, feature = DeclineReason.SHARED_KV, f"the KV of {layer.kv_sharing_target_layer_name}"
+    elif "index" in name.lower() or "index" in kind.lower() or is_indexed:
+        reason, feature = DeclineReason.INDEXED, "attention to tokens that an index chooses"
+    elif LATENT_ATTENTION in kinds:
+        reason, feature = DeclineReason.MLA, "multi-head latent attention of another kind than DeepSeek-V3's"
+    elif "MambaBase" in kinds:
+        reason, feature = DeclineReason.RECURRENT, "a recurrent state, which no stored chunk can be put into"
+    else:
+        reason, feature = DeclineReason.ATTENTION, "an attention that is not known"
+    raise Decline(reason, None if digits is None else int(digits), f"{feature} ({kind})").error()
+
+
+def _architecture(feature: str) -> NotBlendable:
+    return Decline(DeclineReason.ARCHITECTURE, None, feature).error()
 
 
 def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[CustomOp, ...]:
@@ -191,56 +232,54 @@ def _owner_of(attentions: list[nn.Module]) -> nn.Module:
         if wanted <= modules and (best is None or len(modules) < best[0]):
             best = (len(modules), candidate)
     if best is None:
-        raise NotBlendable("architecture", "no loaded model owns the attention layers that vLLM registered")
+        raise _architecture("attention layers that no loaded model owns")
     return best[1]
 
 
-def _layer_path(path: str) -> tuple[int, str, str]:
-    """`model.layers.3.self_attn.attn` -> (3, `model.layers.3`, `model`)."""
+def _layer_path(path: str) -> tuple[int, str]:
+    """`model.layers.3.self_attn.attn` -> (3, `model.layers.3`)."""
     parts = path.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if at is None or at < 2:
-        raise NotBlendable("architecture", f"attention at {path!r} does not lie in a list of decoder layers")
-    return int(parts[at]), ".".join(parts[: at + 1]), ".".join(parts[: at - 1])
-
-
-def _rotary_of(module: nn.Module, path: str) -> Any:
-    found = [child for name, child in module.named_modules() if name.split(".")[-1] == "rotary_emb"]
-    if len(found) != 1:
-        raise NotBlendable("rope", f"{path} has {len(found)} rotary embeddings; exactly one is supported")
-    rotary = found[0]
-    if type(rotary).__name__ not in ROTARY_CLASSES:
-        raise NotBlendable(
-            "rope", f"{type(rotary).__name__} does not depend on the position alone, or is not known to"
-        )
-    return rotary
+    if at is None or at < 1:
+        raise _architecture(f"an attention at {path!r}, which is not in a list of decoder layers")
+    return int(parts[at]), ".".join(parts[: at + 1])
 
 
 def _cache_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, attentions: dict[str, Any], device: torch.device
 ) -> dict[str, CacheGroup]:
     """Cache group of each layer, by layer name."""
-    groups: dict[str, CacheGroup] = {}
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        names = tuple(name for name in group.layer_names if name in attentions)
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = spec.kv_cache_specs[names[0]]
-        backends = {attentions[name].attn_backend for name in names}
-        if len(backends) != 1 or not isinstance(spec, AttentionSpec):
-            raise NotBlendable("attention", f"cache group {index} mixes attention backends or has no cache")
-        backend = backends.pop()
-        shared = CacheGroup(
-            index=index,
-            spec=spec,
-            layer_names=names,
-            block_size=spec.block_size,
-            kernel_block_size=_kernel_block_size(backend, spec),
-            builder=backend.get_builder_cls()(spec, list(names), _without_graphs(vllm_config), device),
-            kernel_serves=all(kernel_serves(attentions[name], device) for name in names),
-        )
-        groups.update(dict.fromkeys(names, shared))
-    return groups
+    groups: list[CacheGroup] = []
+    for tables, group in enumerate(kv_cache_config.kv_cache_groups):
+        names = [name for name in group.layer_names if name in attentions]
+        for spec, alike in _layers_by_spec(group.kv_cache_spec, names).items():
+            backends = {attentions[name].attn_backend for name in alike}
+            if len(backends) != 1 or not isinstance(spec, AttentionSpec):
+                feature = f"a cache group ({tables}) that mixes attention backends or has no cache"
+                raise Decline(DeclineReason.ATTENTION, None, feature).error()
+            backend = backends.pop()
+            made = CacheGroup(
+                index=len(groups),
+                tables=tables,
+                spec=spec,
+                layer_names=tuple(alike),
+                block_size=spec.block_size,
+                kernel_block_size=_kernel_block_size(backend, spec),
+                builder=backend.get_builder_cls()(spec, alike, _without_graphs(vllm_config), device),
+                kernel_serves=all(kernel_serves(attentions[name], device) for name in alike),
+                needs_latent_rows=any(needs_rows(attentions[name]) for name in alike),
+            )
+            groups.append(made)
+    return {name: group for group in groups for name in group.layer_names}
+
+
+def _layers_by_spec(spec: KVCacheSpec, names: list[str]) -> dict[KVCacheSpec, list[str]]:
+    """The layers of one of vLLM's cache groups, those of one spec together."""
+    found: dict[KVCacheSpec, list[str]] = {}
+    for name in names:
+        own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        found.setdefault(own, []).append(name)
+    return found
 
 
 def _kernel_block_size(backend: Any, spec: AttentionSpec) -> int:
@@ -266,10 +305,23 @@ def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
     config, attention = vllm_config.model_config.hf_text_config, layer.attention
     ranks = vllm_config.parallel_config.tensor_parallel_size
     hidden = vllm_config.model_config.get_hidden_size()
-    query = attention.num_heads * ranks * attention.head_size
-    kv = attention.num_kv_heads * ranks * attention.head_size
+    heads = attention.num_heads * ranks
+    if layer.kv.kind is LayerKind.LATENT:
+        fused, output = _latent_projections(attention, hidden, heads)
+    else:
+        query = heads * attention.head_size
+        kv = attention.num_kv_heads * ranks * (attention.head_size + attention.head_size_v)
+        fused, output = hidden * (query + kv), query * hidden
     experts = getattr(config, "num_experts_per_tok", None) or 1
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    fused, output, mlp = hidden * (query + 2 * kv), query * hidden, 3 * hidden * width * experts
-    share: float = fused / (fused + output + mlp)
+    names = ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim")
+    width = next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * hidden)
+    share: float = fused / (fused + output + 3 * hidden * width * experts)
     return share
+
+
+def _latent_projections(attention: Any, hidden: int, heads: int) -> tuple[int, int]:
+    """Multiplications per token before latent attention, and of those that take latents to heads and out."""
+    queries, rank = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim), attention.q_lora_rank
+    query = hidden * queries if rank is None else (hidden + queries) * rank
+    raised = attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    return query + hidden * attention.head_size, raised + heads * attention.v_head_dim * hidden

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
 from kintsugi.core.errors import SelfTestFailed
@@ -27,8 +26,9 @@ from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.engine.worker.anatomy import free_blocks, run_forward
 from kintsugi.engine.worker.model import LoadedModel
-from kintsugi.engine.worker.stack import Prepared, VllmStack, rank_and_size
+from kintsugi.engine.worker.stack import VllmStack, rank_and_size
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.loader import LayerLoader, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
@@ -79,7 +79,7 @@ def _prepare(model: LoadedModel) -> _Fixture:
     vocab = model.vllm_config.model_config.get_vocab_size()
     length = PREFIX + CHUNK + QUESTION + 1
     token_ids = (torch.arange(length, dtype=torch.int64) * 7919 + 13) % vocab
-    blocks = _free_blocks(model, length + SHIFT)
+    blocks = free_blocks(model, length + SHIFT)
     stack = VllmStack(model, [blocks], [PREFIX + CHUNK])
     item = SaveItem(token_ids[: PREFIX + CHUNK], 0, PREFIX, PREFIX + CHUNK)
     save = SavePass([item], stack, length, Codec.RAW)
@@ -91,18 +91,6 @@ def _prepare(model: LoadedModel) -> _Fixture:
     store = RamStore()
     store.put(manifest, frames)
     return _Fixture(model, token_ids, blocks, manifest, store)
-
-
-def _free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
-    """Block tables per cache group. Groups share memory, so their blocks are disjoint; 0 is null."""
-    groups = {layer.group.index: layer.group for layer in model.layers}
-    tables: list[list[int]] = []
-    first = 1
-    for index in range(max(groups) + 1):
-        count = -(-num_tokens // groups[index].block_size) if index in groups else 0
-        tables.append(list(range(first, first + count)))
-        first += count
-    return tuple(tables)
 
 
 def _own_prefill(fixture: _Fixture) -> Tensor:
@@ -137,9 +125,9 @@ def _check_shifted_keys(fixture: _Fixture) -> None:
         loader.close()
     if loaded is None:
         raise SelfTestFailed("check 'shifted keys': nothing was loaded")
-    stack = VllmStack(model, [fixture.blocks], [start + CHUNK])
-    hidden = stack.embed(fixture.token_ids[PREFIX : PREFIX + CHUNK])
-    fresh = stack.project_kv(0, hidden, stack.batch(torch.arange(start, start + CHUNK)))
+    stack, positions = VllmStack(model, [fixture.blocks], [start + CHUNK]), torch.arange(start, start + CHUNK)
+    hidden = stack.embed(fixture.token_ids[PREFIX : PREFIX + CHUNK], positions)
+    fresh = stack.project_kv(0, hidden, stack.batch(positions))
     _check(model, "shifted keys: K", loaded.key, fresh.key)
     _check(model, "shifted keys: V", loaded.value, fresh.value)
 
@@ -152,7 +140,7 @@ def _open_loader(fixture: _Fixture, plan: BlendPlan, end: int) -> LayerLoader:
     return LayerLoader(
         lambda share: fixture.store.stream("self-test", keys[share], range(layout.num_layers), heads, 30.0),
         placements_of(plan, {fixture.manifest.key: fixture.manifest}, 0, end),
-        [layer.rotary for layer in fixture.model.layers],
+        [layer.rotation.rotary for layer in fixture.model.layers],
         fixture.model.device,
         len(heads),
         depth=2,
@@ -172,16 +160,6 @@ def _forward(fixture: _Fixture, positions: Tensor) -> Tensor:
     """The engine's own forward pass over `positions`; final hidden state of the last of them."""
     model = fixture.model
     stack = VllmStack(model, [fixture.blocks], [len(fixture.token_ids)])
-    batch = stack.batch(positions)
-    prepared: Prepared = batch.prepared
-    with set_forward_context(
-        prepared.metadata,
-        model.vllm_config,
-        num_tokens=len(positions),
-        slot_mapping=prepared.slots,
-        skip_compiled=True,
-    ):
-        token_ids = fixture.token_ids[positions].to(model.device)
-        output = model.trunk(token_ids, prepared.positions, intermediate_tensors=None)
+    output = run_forward(model, stack, fixture.token_ids[positions], positions)
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden[-1]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -25,9 +27,12 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from kintsugi.engine.worker.attention.kv import LatentKV
+from kintsugi.engine.worker.attention.latent import LatentRows, replace_latent_attention
+from kintsugi.engine.worker.attention.scattered import ScatteredRows, replace_attention_impl, runs_min
+from kintsugi.engine.worker.calls import replace_forward
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
 from kintsugi.engine.worker.native import mass_kernel
-from kintsugi.engine.worker.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 from kintsugi.fusor.staging import upload
 
@@ -35,26 +40,46 @@ NULL_BLOCK = 0
 """vLLM's placeholder for blocks that a sliding window has left behind."""
 
 
-class _Projected(Exception):
+class LeftAtAttention(Exception):
     """Leaves a layer call once its K and V are known."""
 
 
-class _Captured:
-    """What the hooks of one layer call saw, `[tokens, heads · head_dim]` or `[tokens, heads, head_dim]`."""
+@dataclass
+class CapturedKV:
+    """What attention got in one layer call, `[tokens, heads, width]`, and the key before its rotation where a
+    module rotated it."""
 
-    query: Tensor
-    key_before_rope: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor = field(default_factory=lambda: torch.empty(0))
+    key: Tensor = field(default_factory=lambda: torch.empty(0))
+    value: Tensor = field(default_factory=lambda: torch.empty(0))
+    key_before_rope: Tensor | None = None
 
-    def fresh(self, num_heads: int, head_dim: int) -> FreshKV:
-        shape = (-1, num_heads, head_dim)
-        return FreshKV(
-            self.query.view(len(self.query), -1, head_dim),
-            self.key_before_rope.view(shape),
-            self.key.view(shape),
-            self.value.view(shape),
-        )
+
+@contextlib.contextmanager
+def capture_kv(layer: Layer, captured: CapturedKV, leave: bool) -> Iterator[None]:
+    """Capture K and V of one layer call; with `leave`, abandon the call before its attention."""
+    attention, source, kv = layer.attention, layer.rotation.source, layer.kv
+    attend = attention.forward
+
+    def note(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # By the names of plain attention; latent attention gets the latent first.
+        captured.query, captured.key, captured.value = kv.tell_apart(query, key, value)
+        if leave:
+            raise LeftAtAttention
+        return attend(query, key, value, *args, **kwargs)
+
+    def note_key(_module: object, args: Any, kwargs: Any) -> None:
+        assert source is not None
+        key = pytree.tree_leaves((args, kwargs))[source.key].clone()  # rotated in place
+        captured.key_before_rope = key.view(len(key), kv.heads, kv.key_width)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(LeftAtAttention))
+        stack.enter_context(replace_forward(attention, note))
+        if source is not None:
+            hook = source.module.register_forward_pre_hook(note_key, with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
 
 
 class _GroupTables:
@@ -135,6 +160,8 @@ class Prepared:
     slots: dict[str, Tensor]
     scattered: dict[str, ScatteredRows]
     """Rows by the name of each layer whose attention our own kernel computes."""
+    latent: dict[str, list[LatentRows]]
+    """Sequences by the name of each layer that `engine.worker.attention.latent` attends for."""
 
 
 class VllmStack:
@@ -147,14 +174,14 @@ class VllmStack:
         self._model = model
         groups = {layer.group.index: layer.group for layer in model.layers}
         self._tables = {
-            index: _GroupTables(group, [ids[index] for ids in block_ids], ends, model.device)
+            index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device)
             for index, group in groups.items()
         }
 
     @staticmethod
     def without_blocks(model: LoadedModel, ends: Sequence[int]) -> VllmStack:
         """A stack for sequences that no cache block holds: a layer's KV is gone once the layer ends."""
-        num_groups = 1 + max(layer.group.index for layer in model.layers)
+        num_groups = 1 + max(layer.group.tables for layer in model.layers)
         return VllmStack(model, [((),) * num_groups for _ in ends], ends)
 
     @property
@@ -177,7 +204,9 @@ class VllmStack:
         on_host = positions if positions.device.type == "cpu" else None
         owners = torch.zeros(len(positions), dtype=torch.int64) if owners is None else owners
         owners_there = upload(owners, self.device)
-        prepared = Prepared(upload(positions, self.device) if on_host is not None else positions, {}, {}, {})
+        prepared = Prepared(
+            upload(positions, self.device) if on_host is not None else positions, {}, {}, {}, {}
+        )
         for tables in self._tables.values():
             names = tables.group.layer_names
             slots = tables.slots(prepared.positions, owners_there)
@@ -189,6 +218,10 @@ class VllmStack:
                 continue
             # Its runs size the backend's metadata: for tokens that were selected there, the host waits here.
             on_host = positions.cpu() if on_host is None else on_host
+            if tables.group.needs_latent_rows and _reads_cache(on_host, owners):
+                prepared.latent.update(dict.fromkeys(names, _latent_rows(on_host, owners, tables)))
+                prepared.metadata.update(dict.fromkeys(names))
+                continue
             common = _common_metadata(on_host, owners, tables, prepared.positions, slots)
             prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
         return LayerBatch(len(positions), prepared)
@@ -200,9 +233,8 @@ class VllmStack:
             return False
         return on_host is None or int((on_host.diff() != 1).sum()) + 1 >= runs_min(self.device)
 
-    def embed(self, token_ids: Tensor) -> Hidden:
-        trunk: Any = self._model.trunk
-        return Hidden(trunk.embed_input_ids(upload(token_ids, self.device)), None)
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
+        return self._model.embed(token_ids, positions)
 
     def slots(self, positions: Tensor) -> Slots:
         if positions.device.type != self.device.type:
@@ -227,51 +259,56 @@ class VllmStack:
         if not len(key):
             return
         target, tables = self._model.layers[layer], self._tables_of(layer)
-        attention = target.attention
-        with tables.bound(attention):
-            attention.impl.do_kv_cache_update(
-                attention, key, value, attention.kv_cache, slots.prepared[target.group.index]
-            )
+        with tables.bound(target.attention):
+            target.kv.write(slots.prepared[target.group.index], key, value)
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         # Layers normalise in place, so the projection works on a copy.
-        copy = Hidden(hidden.states.clone(), None if hidden.residual is None else hidden.residual.clone())
-        captured = _Captured()
-        with contextlib.suppress(_Projected), self._capture_kv(layer, captured, leave=True):
-            self._call(self._model.layers[layer], copy, batch)
-        return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
+        target, captured = self._model.layers[layer], CapturedKV()
+        with capture_kv(target, captured, leave=True):
+            self._call(target, hidden.copy(), batch)
+        return FreshKV(captured.query, None, captured.key, captured.value)
 
     def run_layer(
         self, layer: int, hidden: Hidden, batch: LayerBatch, capture: bool = False
     ) -> FreshKV | None:
+        target = self._model.layers[layer]
         if not capture:
-            self._call(self._model.layers[layer], hidden, batch)
+            self._call(target, hidden, batch)
             return None
-        captured = _Captured()
-        with self._capture_kv(layer, captured, leave=False):
-            self._call(self._model.layers[layer], hidden, batch)
-        return captured.fresh(self._model.num_kv_heads, self._model.head_dim)
+        captured = CapturedKV()
+        with capture_kv(target, captured, leave=False):
+            self._call(target, hidden, batch)
+        plain = captured.key_before_rope
+        if plain is None:
+            rotary = target.rotation.rotary
+            positions = batch.prepared.positions
+            plain = captured.key if rotary is None else rotary.unrotate(captured.key, positions)
+        return FreshKV(captured.query, plain, captured.key, captured.value)
 
     def attention_rule(self, layer: int) -> AttentionRule:
-        attention = self._model.layers[layer].attention
+        attention, kv = self._model.layers[layer].attention, self._model.layers[layer].kv
+        slopes = getattr(attention.impl, "alibi_slopes", None)
         return AttentionRule(
             attention.impl.scale,
             attention.sliding_window,
             getattr(attention.impl, "logits_soft_cap", None) or None,
             mass_kernel(self._model.device),
+            getattr(attention.impl, "sinks", None),
+            None if slopes is None else torch.as_tensor(slopes, device=self._model.device),
+            kv.absorb if isinstance(kv, LatentKV) else None,
         )
 
     def synchronize(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def gather_heads(self, values: Tensor) -> Tensor:
+    def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
         gathered: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
         # Where ranks outnumber heads, neighbouring ranks hold the same one.
-        config = self._model.vllm_config.model_config
-        return gathered[:, :: gathered.shape[1] // config.get_total_num_kv_heads()]
+        return gathered[:, :: gathered.shape[1] // self._model.described.layers[layer].kv_heads]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -298,37 +335,21 @@ class VllmStack:
             stack.enter_context(self._tables_of(layer.index).bound(layer.attention))
             if layer.name in prepared.scattered:
                 stack.enter_context(replace_attention_impl(layer.attention, prepared.scattered[layer.name]))
+            if layer.name in prepared.latent:
+                stack.enter_context(replace_latent_attention(layer.attention, prepared.latent[layer.name]))
             # Expert layers are otherwise taken in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
-            hidden.states, hidden.residual = layer.module(prepared.positions, hidden.states, hidden.residual)
-
-    @contextlib.contextmanager
-    def _capture_kv(self, layer: int, captured: _Captured, leave: bool) -> Iterator[None]:
-        """Capture K and V of one layer call; with `leave`, abandon the call before its attention."""
-        target = self._model.layers[layer]
-
-        def before_rope(_module: object, arguments: tuple[Tensor, ...]) -> None:
-            captured.key_before_rope = arguments[2].clone()  # rotated in place
-
-        def before_attention(_module: object, arguments: tuple[Tensor, ...]) -> None:
-            captured.query, captured.key, captured.value = arguments[:3]
-            if leave:
-                raise _Projected
-
-        handles = [
-            target.rotary_module.register_forward_pre_hook(before_rope),
-            target.attention.register_forward_pre_hook(before_attention),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            self._model.calls.calls[layer.index].run(layer.module, hidden)
 
 
 def rank_and_size() -> tuple[int, int]:
     """This worker's tensor-parallel rank, and how many there are."""
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def is_first_rank() -> bool:
+    """Whether this worker is the one that stores and reports."""
+    return rank_and_size()[0] == 0
 
 
 def is_so_on_any_rank(flag: bool) -> bool:
@@ -346,14 +367,36 @@ def min_over_ranks(number: int) -> int:
     return int(numbers.item())
 
 
+def _run_starts(positions: Tensor, owners: Tensor) -> Tensor:
+    """The first row of each run of consecutive positions of one owner, all on the host."""
+    breaks = (positions[1:] != positions[:-1] + 1) | (owners[1:] != owners[:-1])
+    return torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
+
+
+def _reads_cache(positions: Tensor, owners: Tensor) -> bool:
+    """Whether some run of several tokens stands behind others; a single token is a decode."""
+    starts = _run_starts(positions, owners)
+    return len(starts) < len(positions) and bool((positions[starts] != 0).any())
+
+
+def _latent_rows(positions: Tensor, owners: Tensor, tables: _GroupTables) -> list[LatentRows]:
+    """The tokens of each owner, which lie next to each other."""
+    bounds = [0, *((owners.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(owners)]
+    sequences = []
+    for first, last in pairwise(bounds):
+        mine = positions[first:last]
+        every = torch.arange(int(mine[-1]) + 1)
+        slots = tables.slots(every, owners[first].expand(len(every)))
+        sequences.append(LatentRows(slice(first, last), mine, slots))
+    return sequences
+
+
 def _common_metadata(
     positions: Tensor, owners: Tensor, tables: _GroupTables, positions_there: Tensor, slots: Tensor
 ) -> CommonAttentionMetadata:
     """One pseudo-request per run of consecutive positions of one owner. `positions` and `owners` lie on the
     host, `positions_there` and `slots` on the device."""
-    device = slots.device
-    breaks = (positions[1:] != positions[:-1] + 1) | (owners[1:] != owners[:-1])
-    starts = torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
+    device, starts = slots.device, _run_starts(positions, owners)
     ends = torch.cat((starts[1:], torch.tensor([len(positions)])))
     query_start = torch.cat((starts, ends[-1:])).to(torch.int32)
     seq_lens = (positions[ends - 1] + 1).to(torch.int32)

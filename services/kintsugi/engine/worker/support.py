@@ -6,9 +6,16 @@ import sys
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kintsugi.engine.worker.hooks import describe_missing
+from kintsugi.models.layers import INPUTS_BESIDE_TEXT
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
@@ -24,8 +31,7 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
             getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "context_parallel: a sequence's KV lies on several workers",
         ),
-        (model.use_mla, "mla: latent KV has no separate keys to rotate"),
-        (model.is_multimodal_model, "multimodal: chunk KV is over token ids alone"),
+        (model.is_multimodal_model, str(INPUTS_BESIDE_TEXT)),
         (
             vllm_config.lora_config is not None,
             "lora: its layers apply the adapters of the running batch, whichever tokens pass through them",
@@ -62,8 +68,22 @@ def has_windows(kv_cache_config: KVCacheConfig) -> bool:
     return not all(_keeps_everything(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
 
 
+def find_local_chunk(kv_cache_config: KVCacheConfig) -> int | None:
+    """The least number of positions within which some layer attends, counted from multiples of it (chunked
+    local attention, as in Llama 4); None where no layer does."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs_of(group.kv_cache_spec)]
+    sizes = [getattr(spec, "attention_chunk_size", None) for spec in specs]
+    return min((size for size in sizes if size), default=None)
+
+
+def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]
+
+
 def _keeps_everything(spec: KVCacheSpec) -> bool:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(_keeps_everything(one) for one in spec.kv_cache_specs.values())
     # Subclasses are other policies.
-    return type(spec) is FullAttentionSpec
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec)

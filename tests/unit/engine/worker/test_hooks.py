@@ -40,7 +40,8 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def test_every_name_that_blending_imports_is_a_hook() -> None:
     folder = Path(connector.__file__).parent
-    sources = [folder / "blending_connector.py", *folder.glob("scheduler/*.py"), *folder.glob("worker/*.py")]
+    sources = [folder / "blending_connector.py"]
+    sources += [*folder.glob("scheduler/*.py"), *folder.glob("worker/**/*.py")]
     needed = {name for source in sources for name in imported(ast.parse(source.read_text()))}
     assert len(needed) > 20
     known = {hook.module for hook in HOOKS}

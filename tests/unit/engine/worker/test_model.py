@@ -11,12 +11,22 @@ from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
+from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.worker import memory
-from kintsugi.engine.worker.model import LoadedModel, _disabled_ops, _without_graphs
+from kintsugi.engine.worker.calls import LayerCalls
+from kintsugi.engine.worker.model import (
+    LoadedModel,
+    _disabled_ops,
+    _layers_by_spec,
+    _require_attention,
+    _without_graphs,
+)
+from kintsugi.models.layers import ModelLayers
 
 CUDA = torch.device("cuda")
 
@@ -42,8 +52,10 @@ def config() -> Any:
 
 
 def model_of(config: VllmConfig, ops: tuple[CustomOp, ...] = ()) -> LoadedModel:
-    layers: Any = (None,) * 8
-    return LoadedModel(config, nn.Module(), nn.Module(), layers, CUDA, torch.bfloat16, 2, 16, 0.2, ops)
+    attention = SimpleNamespace(num_kv_heads=2, head_size=16, head_size_v=16)
+    layers: Any = (SimpleNamespace(attention=attention),) * 8
+    calls, described = LayerCalls((), (), ()), ModelLayers(())
+    return LoadedModel(config, nn.Module(), layers, CUDA, torch.bfloat16, 0.2, calls, described, ops)
 
 
 def test_layer_calls_run_the_fused_operations_and_the_engine_does_not(config: VllmConfig) -> None:
@@ -105,3 +117,79 @@ def test_a_gpu_reserves_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty", lambda size, **_options: allocated.append(size))
     assert memory.reserve_memory(CUDA) == (2 << 30) - 1
     assert allocated == [(2 << 30) - 1]
+
+
+class Attention:
+    def __init__(self, shares_with: str | None = None) -> None:
+        self.kv_sharing_target_layer_name = shares_with
+
+
+class ChunkedLocalAttention(Attention):
+    """As Llama 4's."""
+
+
+class MLAAttention:
+    """As DeepSeek-V3's; as V3.2's where an index chooses."""
+
+    def __init__(self, use_sparse: bool = False) -> None:
+        self.use_sparse = use_sparse
+
+
+class CompressedMLAAttention(MLAAttention):
+    """Any subclass may keep what it likes."""
+
+
+class MambaBase:
+    """What vLLM's recurrent layers have in common."""
+
+
+class GatedDeltaNet(MambaBase):
+    """As Qwen3-Next's."""
+
+
+class IndexerCache:
+    """As DeepSeek V3.2's."""
+
+
+class EncoderOnlyAttention(Attention):
+    """Any other subclass may see what it likes."""
+
+
+@pytest.mark.parametrize("layer", [Attention(), ChunkedLocalAttention(), MLAAttention()])
+def test_plain_attention_is_driven(layer: Any) -> None:
+    _require_attention("model.layers.3.self_attn.attn", layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason", "feature"),
+    [
+        (CompressedMLAAttention(), "mla", "layer 3 has multi-head latent attention of another kind"),
+        (
+            MLAAttention(use_sparse=True),
+            "indexed_attention",
+            "layer 3 has attention to tokens that an index chooses",
+        ),
+        (GatedDeltaNet(), "recurrent", "layer 3 has a recurrent state"),
+        (IndexerCache(), "indexed_attention", "layer 3 has attention to tokens that an index chooses"),
+        (Attention("model.layers.1.attn"), "shared_kv", "layer 3 has the KV of model.layers.1.attn"),
+        (EncoderOnlyAttention(), "attention", "layer 3 has an attention that is not known"),
+        (None, "attention", "NoneType"),
+    ],
+)
+def test_another_attention_is_declined_in_the_words_of_its_kind(
+    layer: Any, reason: str, feature: str
+) -> None:
+    with pytest.raises(NotBlendable, match=feature) as raised:
+        _require_attention("model.layers.3.mixer", layer)
+    assert raised.value.reason == reason
+    assert "prefix caching works as before" in str(raised.value)
+
+
+def test_layers_of_one_cache_group_have_metadata_of_their_own_shape() -> None:
+    def spec_of(kv_heads: int) -> FullAttentionSpec:
+        return FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=32, dtype=torch.bfloat16)
+
+    names = ["layer.0", "layer.1", "layer.2"]
+    uniform = UniformTypeKVCacheSpecs(16, dict(zip(names, map(spec_of, (2, 1, 2)), strict=True)))
+    assert _layers_by_spec(uniform, names) == {spec_of(2): ["layer.0", "layer.2"], spec_of(1): ["layer.1"]}
+    assert _layers_by_spec(spec_of(2), names) == {spec_of(2): names}

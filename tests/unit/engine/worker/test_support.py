@@ -11,7 +11,7 @@ from tests.conftest import Supports
 
 pytest.importorskip("vllm")
 
-from kintsugi.engine.worker.support import find_unsupported, has_windows
+from kintsugi.engine.worker.support import find_local_chunk, find_unsupported, has_windows
 
 
 def config(**changes: Any) -> Any:
@@ -38,11 +38,14 @@ def test_a_plain_model_on_one_worker_is_supported() -> None:
     assert find_unsupported(config()) is None
 
 
+def test_latent_attention_is_supported() -> None:
+    assert find_unsupported(config(model_config__use_mla=True)) is None
+
+
 RULED_OUT = {
     "pipeline_parallel": ({"parallel_config__pipeline_parallel_size": 2}, None),
     "data_parallel": ({"parallel_config__data_parallel_size": 2}, None),
     "context_parallel": ({"parallel_config__decode_context_parallel_size": 2}, None),
-    "mla": ({"model_config__use_mla": True}, None),
     "hf_overrides": ({"model_config__hf_overrides": lambda config: config}, None),
     "multimodal": ({"model_config__is_multimodal_model": True}, "multimodal"),
     "speculative_decoding": ({"speculative_config": object()}, "speculative decoding"),
@@ -62,12 +65,35 @@ def test_what_is_ruled_out_is_declined_by_name(reason: str, supports: Supports) 
 
 def test_windows_are_seen_in_the_cache_groups() -> None:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     full = SimpleNamespace(kv_cache_spec=FullAttentionSpec(**common))
+    latent = SimpleNamespace(kv_cache_spec=MLAAttentionSpec(**common))
     windowed = SimpleNamespace(kv_cache_spec=SlidingWindowSpec(**common, sliding_window=200))
-    groups: Any = SimpleNamespace(kv_cache_groups=[full])
+    groups: Any = SimpleNamespace(kv_cache_groups=[full, latent])
     assert not has_windows(groups)
     groups.kv_cache_groups.append(windowed)
     assert has_windows(groups)
+
+
+def test_local_chunks_are_seen_in_the_cache_groups() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    common = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    full = FullAttentionSpec(**common)
+    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
+    assert find_local_chunk(groups) is None
+    local = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": local, "b": full})
+    groups.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=both))
+    assert find_local_chunk(groups) == 64
+    # Without vLLM's hybrid manager, such a layer keeps everything and still attends within its chunk.
+    kept = FullAttentionSpec(**common, attention_chunk_size=32)
+    groups.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=kept))
+    assert find_local_chunk(groups) == 32

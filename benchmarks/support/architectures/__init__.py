@@ -1,0 +1,1 @@
+"""The architecture matrix: tiny models of vLLM's decoder classes, and whether blending is exact on each."""

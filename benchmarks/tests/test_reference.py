@@ -1,0 +1,43 @@
+"""The matrix's reference says what the oracle of the tests says, where both know the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from benchmarks.support.architectures.reference import Reference
+from benchmarks.support.prompts import PREFIX, ChunkPrompt
+from kintsugi.models.factory import make_checkpoint_once
+from tests.oracle import Oracle
+
+PROMPT = ChunkPrompt.make((33, 70, 41), question=9, seed=3)
+HITS = [(span.start, span.end) for span in PROMPT.spans]
+LAST = len(PROMPT.token_ids) - 1
+
+
+def active_positions(layers: int) -> Mapping[int, list[int]]:
+    """Fewer in deeper layers; the question in all."""
+    question = range(HITS[-1][1], LAST)
+    return {layer: [*range(40, 90, 3 + layer), *question] for layer in range(layers)}
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-yarn", "tiny-gemma3"])
+def test_the_reference_agrees_with_the_oracle(shape: str) -> None:
+    folder = make_checkpoint_once(shape)
+    oracle, reference = Oracle(folder), Reference(folder)
+    active = active_positions(oracle.num_layers)
+    expected = oracle.blended(PROMPT.token_ids, PREFIX, HITS, active).logprobs[0]
+    got = reference.blended(PROMPT.token_ids, PREFIX, HITS, active)
+    full = reference.full(PROMPT.token_ids)
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert torch.allclose(full, oracle.full(PROMPT.token_ids).logprobs[0], atol=1e-4)
+    assert float((got - full).abs().max()) > 0.1, "else this would compare full prefill with itself"
+
+
+def test_what_is_all_recomputed_is_a_full_prefill() -> None:
+    reference = Reference(make_checkpoint_once("tiny-llama"))
+    active = {layer: range(LAST) for layer in range(4)}
+    got = reference.blended(PROMPT.token_ids, PREFIX, HITS, active)
+    assert torch.allclose(got, reference.full(PROMPT.token_ids), atol=1e-5)

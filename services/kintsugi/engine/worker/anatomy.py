@@ -1,0 +1,217 @@
+"""Learns from a loaded model what `find_layers` cannot see: calls, rotations, and what follows from both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+
+from kintsugi.core.errors import NotBlendable
+from kintsugi.engine.worker.calls import LayerCalls, watch_calls
+from kintsugi.engine.worker.model import Layer, LoadedModel
+from kintsugi.engine.worker.native import rotation_kernel
+from kintsugi.engine.worker.rotation import (
+    TOKENS,
+    KeyRotation,
+    Projected,
+    RotationCall,
+    RotationFinder,
+    sources_of,
+)
+from kintsugi.engine.worker.stack import (
+    CapturedKV,
+    Prepared,
+    VllmStack,
+    capture_kv,
+    is_so_on_any_rank,
+    rank_and_size,
+)
+from kintsugi.fusor.stack import Hidden
+from kintsugi.models.layers import (
+    Decline,
+    DeclineReason,
+    LayerKind,
+    LayerSpec,
+    ModelLayers,
+    RotarySpec,
+    describe_layers,
+)
+
+SAMPLES = ((0, 11), (5, 12))
+"""Positions of the tokens over which calls are watched: two ranges of different lengths."""
+
+
+def learn_model(model: LoadedModel) -> LoadedModel:
+    """The model with its calls, rotations and description. Raises `NotBlendable`."""
+    with torch.inference_mode(), model.custom_ops_on():
+        try:
+            calls = _learn_calls(model)
+            model = dataclasses.replace(model, calls=calls)
+            layers = _learn_rotations(model)
+        except NotBlendable:
+            raise
+        except Exception as defect:
+            feature = f"calls that broke when they were watched ({type(defect).__name__}: {defect})"
+            raise Decline(DeclineReason.LAYER_CALLS, None, feature).error() from defect
+    model = dataclasses.replace(model, layers=layers)
+    return dataclasses.replace(model, described=_describe(model))
+
+
+def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
+    """Block tables per cache group. Groups share memory, so their blocks are disjoint; 0 is null."""
+    groups = {layer.group.tables: layer.group for layer in model.layers}
+    tables: list[list[int]] = []
+    first = 1
+    for index in range(max(groups) + 1):
+        count = -(-num_tokens // groups[index].block_size) if index in groups else 0
+        tables.append(list(range(first, first + count)))
+        first += count
+    return tuple(tables)
+
+
+def run_forward(model: LoadedModel, stack: VllmStack, token_ids: Tensor, positions: Tensor) -> Any:
+    """The engine's own forward pass over `positions` of the stack's sequence."""
+    prepared: Prepared = stack.batch(positions).prepared
+    with set_forward_context(
+        prepared.metadata,
+        model.vllm_config,
+        num_tokens=len(positions),
+        slot_mapping=prepared.slots,
+        skip_compiled=True,
+    ):
+        return model.forward(token_ids, positions)
+
+
+def _token_ids(model: LoadedModel, count: int) -> Tensor:
+    vocab: int = model.vllm_config.model_config.get_vocab_size()
+    return (torch.arange(count, dtype=torch.int64) * 7919 + 13) % vocab
+
+
+def _learn_calls(model: LoadedModel) -> LayerCalls:
+    end = max(last for _, last in SAMPLES)
+    stack = VllmStack(model, [free_blocks(model, end)], [end])
+
+    def run(token_ids: Tensor, positions: Tensor) -> None:
+        run_forward(model, stack, token_ids, positions)
+
+    def forward(token_ids: Tensor, positions: Tensor) -> None:
+        count = len(token_ids)
+        with set_forward_context({}, model.vllm_config, num_tokens=count, skip_compiled=True):
+            model.forward(token_ids, positions)
+
+    samples = [(_token_ids(model, last - first), torch.arange(first, last)) for first, last in SAMPLES]
+    return watch_calls([layer.module for layer in model.layers], run, forward, samples)
+
+
+def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
+    kernel = rotation_kernel(model.device)
+
+    def embed(positions: Tensor) -> Hidden:
+        return model.embed(torch.zeros_like(positions) + _token_ids(model, 1), positions)
+
+    def project(layer: int, hidden: Hidden, positions: Tensor) -> Projected:
+        return _project(model, model.layers[layer], hidden, positions)
+
+    finder = RotationFinder(embed, project, model.calls.calls, _num_positions(model))
+    learnt = []
+    for layer in model.layers:
+        rotation = _find_on_every_rank(finder, layer.index)
+        if rotation.rotary is not None:
+            rotary = dataclasses.replace(rotation.rotary, kernel=kernel)
+            rotation = dataclasses.replace(rotation, rotary=rotary)
+        learnt.append(dataclasses.replace(layer, rotation=rotation))
+    return tuple(learnt)
+
+
+def _find_on_every_rank(finder: RotationFinder, layer: int) -> KeyRotation:
+    """Ranks have heads of their own, and what follows runs on all of them or on none. Raises `NotBlendable`
+    on every rank where one finds no rotation."""
+    rotation, declined = None, None
+    try:
+        rotation = finder.find(layer)
+    except NotBlendable as error:
+        declined = error
+    if is_so_on_any_rank(declined is not None):
+        others = Decline(DeclineReason.ROPE, layer, "keys of which another rank finds no rotation")
+        raise declined or others.error()
+    assert rotation is not None
+    return rotation
+
+
+def _num_positions(model: LoadedModel) -> int:
+    """Positions that a prompt may have. Every rotation's table has to reach them: beyond it, vLLM's kernels
+    read what lies behind the table. Raises `NotBlendable`."""
+    tables = [buffer for name, buffer in model.root.named_buffers() if name.endswith("cos_sin_cache")]
+    longest: int = model.vllm_config.model_config.max_model_len
+    shortest = min((len(table) for table in tables), default=longest)
+    if shortest < longest:
+        feature = f"a rotation table of {shortest} positions, fewer than max_model_len ({longest})"
+        raise Decline(DeclineReason.ROPE_LENGTH, None, feature).error()
+    return longest
+
+
+def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor) -> Projected:
+    captured, sources = CapturedKV(), list[RotationCall]()
+    hooks = sources_of(layer.module, positions, sources)
+    try:
+        with (
+            set_forward_context({}, model.vllm_config, num_tokens=TOKENS, skip_compiled=True),
+            capture_kv(layer, captured, leave=True),
+        ):
+            model.calls.calls[layer.index].run(layer.module, hidden)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Projected(captured.key, captured.value, sources)
+
+
+def _describe(model: LoadedModel) -> ModelLayers:
+    """The layers over all ranks: as the config has them, with what was seen in the place of what it says."""
+    config = model.vllm_config.model_config.hf_config.to_dict()
+    told = describe_layers(config).layers
+    nothing = LayerSpec(LayerKind.ATTENTION)
+    return ModelLayers(
+        tuple(
+            _describe_layer(model, layer, told[layer.index] if layer.index < len(told) else nothing)
+            for layer in model.layers
+        )
+    )
+
+
+def _describe_layer(model: LoadedModel, layer: Layer, told: LayerSpec) -> LayerSpec:
+    attention, kv = layer.attention, layer.kv
+    rotary, rotation = layer.rotation.rotary, None
+    if rotary is not None:
+        mscale = float((rotary.cos[0].square() + rotary.sin[0].square()).sqrt().mean())
+        share = rotary.rotary_dim / kv.key_width
+        rotation = dataclasses.replace(told.rotation or RotarySpec(), share=share, mscale=mscale)
+    return dataclasses.replace(
+        told,
+        kind=kv.kind,
+        kv_heads=1 if kv.kind is LayerKind.LATENT else _total_heads(model, kv.heads, told.kv_heads),
+        key_width=kv.key_width,
+        value_width=kv.value_width,
+        rotation=rotation,
+        window=attention.sliding_window,
+        local_chunk=getattr(attention, "attention_chunk_size", None),
+        has_sinks=getattr(attention.impl, "sinks", None) is not None,
+        softcap=getattr(attention.impl, "logits_soft_cap", None) or None,
+        shares_kv_with=None,
+        value_is_key=False,
+    )
+
+
+def _total_heads(model: LoadedModel, own: int, told: int) -> int:
+    """KV heads over all ranks, of which this one holds `own`."""
+    _, ranks = rank_and_size()
+    if ranks == 1:
+        return own
+    whole: int = model.vllm_config.model_config.get_total_num_kv_heads()
+    for total in (told, whole):
+        if own == max(1, total // ranks):
+            return total
+    feature = f"{own} KV heads on each of {ranks} ranks, and none of {told} and {whole} heads gives that"
+    raise Decline(DeclineReason.ARCHITECTURE, None, feature).error()
