@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.engine.worker import native, packed
-from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, replace_attention_impl
+from kintsugi.engine.worker import native
+from kintsugi.engine.worker.attention import packed
+from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
 from kintsugi.fusor.kernels.native import find_compiler, has_amx
 from kintsugi.fusor.reference import reference_attention
 from kintsugi.models.cache import CACHE_VARIABLE
@@ -58,6 +59,8 @@ def attention(**changes: Any) -> Any:
         "attn_backend": SimpleNamespace(get_name=lambda: "CPU_ATTN"),
         "isa": "amx",
         "num_heads": HEADS,
+        "head_size": HEAD_DIM,
+        "head_size_v": HEAD_DIM,
         "sliding_window": None,
         "kv_cache_dtype": "auto",
         "kv_cache": torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.bfloat16),

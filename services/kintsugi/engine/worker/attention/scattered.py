@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kintsugi.engine.worker.packed import packed_kernel
+from kintsugi.engine.worker.attention.kv import kv_of
+from kintsugi.engine.worker.attention.packed import packed_kernel
 from kintsugi.fusor.attention import attend_scattered, kernel_reads
 from kintsugi.fusor.kernels.packed import PackedKernel
+from kintsugi.models.layers import LayerKind
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
@@ -48,6 +50,8 @@ def runs_min(device: torch.device) -> int:
 
 def kernel_serves(attention: Any, device: torch.device) -> bool:
     """Whether a kernel of ours can read this layer's cache on this device."""
+    if not _attends_to_all(attention):
+        return False
     if device.type == "cpu":
         return packed_kernel(attention) is not None
     if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
@@ -56,6 +60,15 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
         # Backends with an fp8 cache quantise the query as well, with scales of their own.
         return False
     return kernel_reads(attention.kv_cache_torch_dtype, torch.cuda.get_device_capability(device))
+
+
+def _attends_to_all(attention: Any) -> bool:
+    """Whether the layer attends by position alone to heads of one width, in a window or not."""
+    if kv_of(attention).kind is not LayerKind.ATTENTION:
+        return False
+    has_slopes = getattr(attention.impl, "alibi_slopes", None) is not None
+    has_local_chunks = getattr(attention, "attention_chunk_size", None) is not None
+    return attention.head_size_v == attention.head_size and not has_slopes and not has_local_chunks
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kintsugi.engine.worker.scattered import ScatteredRows, kernel_serves, replace_attention_impl
+from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 16, 8, 6
 
@@ -20,6 +20,7 @@ def attention(window: int | None = None) -> Any:
         impl=impl,
         attn_backend=backend,
         head_size=HEAD_DIM,
+        head_size_v=HEAD_DIM,
         sliding_window=window,
         kv_cache_dtype="auto",
         kv_cache_torch_dtype=torch.bfloat16,
@@ -65,3 +66,17 @@ def test_the_implementation_comes_back_after_an_error() -> None:
 
 def test_a_cpu_keeps_its_own_attention() -> None:
     assert not kernel_serves(attention(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_size_v": 2 * HEAD_DIM}, {"alibi": [0.5, 0.25]}, {"attention_chunk_size": 8}]
+)
+def test_what_the_kernel_does_not_compute_stays_with_the_backend(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    layer, device = attention(), torch.device("cuda")
+    assert kernel_serves(layer, device)
+    layer.impl.alibi_slopes = changes.pop("alibi", None)
+    layer.__dict__.update(changes)
+    assert not kernel_serves(layer, device)

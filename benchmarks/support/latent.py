@@ -1,0 +1,94 @@
+"""How much of full KV reuse's KL divergence a blend leaves on a model with multi-head latent attention.
+
+The model is `benchmarks.testbed.latent`'s, trained first if the cache has none. A configuration is chosen on
+some questions, within a quarter of a full prefill's cost, and judged on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from sys import stderr
+
+from benchmarks.support import testbed_questions as testbed
+from benchmarks.support.engines import say
+from benchmarks.support.family import NOTHING, divergences
+from benchmarks.support.figures import Figure
+from benchmarks.support.quality_curve import (
+    Setup,
+    bench_of,
+    count_mismatches,
+    exact,
+    fit_name,
+    judged,
+    trained,
+)
+from benchmarks.testbed.latent import make_latent_model, recipe_digest
+from kintsugi.core.plan import Selection
+from kintsugi.core.report import describe_selection
+from kintsugi.core.request import SelectorName
+from kintsugi.models.cache import cache_folder, make_folder_once
+from kintsugi.quality import grid, metrics
+from kintsugi.quality.measure import Bench, measure_selection
+
+COST, SHARE_MAX = 0.25, 0.3
+
+
+def latent_model_once() -> Path:
+    """The checkpoint folder. Trains the model if the cache has none: some minutes on one core."""
+    return make_folder_once(cache_folder() / "checkpoints" / f"testbed-latent-{recipe_digest()}", _make)
+
+
+def _make(folder: Path) -> None:
+    say("training the model with latent attention")
+    with redirect_stdout(stderr):
+        make_latent_model(folder)
+
+
+def candidates(num_layers: int, quick: bool) -> list[Selection]:
+    """Configurations to choose from; ratios follow from the cost."""
+    middle = num_layers // 2
+    asking = [Selection(0.5, SelectorName.QUERY, 1, layers) for layers in ((), (middle - 1, middle))]
+    if quick:
+        return asking[:1]
+    names = [SelectorName.HKVD, SelectorName.HKVD_GRADUAL, SelectorName.HYBRID]
+    return [*asking, *(Selection(0.5, name, layer) for name in names for layer in range(1, 4))]
+
+
+def choose(setup: Setup, bench: Bench, num_layers: int) -> Selection:
+    """The configuration with the smallest KL divergence within the cost."""
+    work, found = grid.workload_of(bench.cases, num_layers), []
+    for candidate in candidates(num_layers, setup.quick):
+        selection = fit_name(bench, candidate, work, COST)
+        if selection is None:
+            continue
+        entry = measure_selection(bench, selection, range(len(bench.cases))).entry
+        say(f"{describe_selection(selection)}: KL {entry.kl_mean:.4f} at {entry.cost:.3f}")
+        row = [describe_selection(selection), entry.cost, entry.exact_match, entry.kl_mean]
+        setup.details.setdefault("chosen_on", []).append(row)
+        found.append((entry.kl_mean, selection))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
+    """`mla_kl_share`, and what it rests on. `setup.model` is the model with latents."""
+    with trained(setup) as running:
+        asked = testbed.questions(tasks, testbed.CHOSEN_FROM, setup.chosen_on)
+        best = choose(setup, bench_of(running, testbed.cases(running, asked)), running.num_layers)
+        scores = judged(setup, running, [NOTHING, best], tasks)
+        mismatches = count_mismatches(setup, running)
+    blended, reused = scores[best], scores[NOTHING]
+    share = metrics.ratio_bootstrap(divergences(blended), divergences(reused))
+    detail = (
+        f"{describe_selection(best)}, cost {blended.cost:.3f}, {share}, KL {blended.entry.kl_mean:.3g} "
+        f"after {reused.entry.kl_mean:.3g}, n={len(blended.cases)}"
+    )
+    full, kept, lost = (
+        metrics.mean(values) for values in (exact(reused, of_blend=False), exact(blended), exact(reused))
+    )
+    return [
+        Figure.at_most("mla_kl_share", share.mean, SHARE_MAX, unit="", detail=detail),
+        Figure("mla_full_em", full, "", detail=f"blended {kept:.3f}, full KV reuse {lost:.3f}"),
+        Figure("mla_r1_mismatches", mismatches.value, "", detail=mismatches.detail),
+    ]

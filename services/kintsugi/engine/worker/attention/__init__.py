@@ -1,0 +1,1 @@
+"""What layers store of a token, and who computes the attention of scattered tokens."""
