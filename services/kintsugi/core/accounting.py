@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 
+_LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
 """The reason why nothing is blended or saved once a worker has found other weights than it started with."""
 
@@ -26,6 +28,14 @@ class Outcome(StrEnum):
     FAILED = "failed"
     """Nothing of the prompt could be loaded any more, and the engine computed it; or a chunk was computed
     but the store did not take it. `reason` says what failed."""
+
+
+def label_of_reason(reason: str | None) -> str:
+    """The first word of a reason, one of a few: `no_chunk_cached`, `InvalidSpan`; `none` without a reason."""
+    if reason is None:
+        return "none"
+    label = reason.split(":", 1)[0]
+    return label if _LABEL.fullmatch(label) else "other"
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,12 @@ class Accounting:
     began_unix_s: float | None = None
     """When the pass began by the clock of the engine's host: what `timeline` counts from."""
     audit: ChunkAudit | None = None
+    tokens_discovered: int = 0
+    """Tokens among `tokens_hit` whose chunks the request did not declare: their content was found."""
+    segments_counted: int = 0
+    """Segments of the prompt that no stored chunk covers and that were counted, because they may recur."""
+    segments_queued: int = 0
+    """Segments among `segments_counted` that recurred, and now wait to be saved."""
 
     @property
     def cost(self) -> float:

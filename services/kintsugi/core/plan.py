@@ -52,6 +52,7 @@ class Selection:
     ratio: float
     """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
     selector: SelectorName = SelectorName.HKVD
+    """Which rule ranks the tokens."""
     check_layer: int = 1
     """The layer whose deviation selects, where the selector looks at one."""
     query_layers: tuple[int, ...] = ()

@@ -105,6 +105,11 @@ class Domain:
     answer_tokens: LengthRange
     """Positions compared per prompt."""
 
+    def holds_chunk(self, num_tokens: int) -> bool:
+        """Whether a chunk by itself is as long as those that were measured."""
+        low, high = self.chunk_tokens.low / LENGTH_TOLERANCE, self.chunk_tokens.high * LENGTH_TOLERANCE
+        return low <= num_tokens <= high
+
     def departure(self, shape: PromptShape) -> str | None:
         """What about a prompt lies outside, in words; None where nothing does.
 

@@ -121,17 +121,37 @@ class _Wire:
     __pydantic_config__ = STRICT
 
     namespace: str
+    """The tenant whose chunks may be used."""
     version: StrictInt = PARAMS_VERSION
+    """Version of this form."""
     op: Op = Op.BLEND
+    """`blend` answers from stored chunks, `save` stores the one chunk that `spans` names, `audit` compares
+    it."""
     spans: list[list[Any]] | None = None
+    """Where chunks stand in the prompt, as `[start, end]` in tokens, or `[start, end, key]`. Null: known
+    chunks are found by their content."""
     ratio: StrictFloat | None = None
+    """Share of the hit tokens to recompute, 0 to 1. Null: the report's."""
     selector: str | None = None
+    """Which tokens to recompute. Null: the report's."""
     adaptive_mass: StrictFloat | None = None
+    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
+    signal."""
     explain: StrictBool = False
+    """Report which positions each layer computed, and what `timeline` reports."""
     timeline: StrictBool = False
+    """Report when each layer was loaded and computed."""
     tier: str = ""
+    """Where a save keeps its chunk: `auto`, `ram` or the name of an SSD tier. Empty: as the store's client
+    is configured."""
     shared: str = ""
+    """A namespace whose chunks are used where the request's own has none. Only a gateway sets it."""
     chunk_tokens_multiple: StrictInt = 1
+    """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
+    discover: StrictBool = False
+    """Count this prompt's segments as seen, save those that recur, and use saved ones."""
+    no_store: StrictBool = False
+    """Remember nothing of this prompt: none of its segments is counted as seen or saved."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +163,17 @@ class KintsugiParams:
     """
 
     namespace: str
+    """The tenant whose chunks may be used."""
     op: Op = Op.BLEND
+    """What the request does."""
     spans: tuple[Span, ...] | None = None
+    """Where chunks stand in the prompt; None: they are found by their content."""
     ratio: float | None = None
+    """Share of the hit tokens to recompute, 0 to 1; None: the report's."""
     selector: SelectorName | None = None
+    """Which tokens to recompute; None: the report's."""
     adaptive_mass: float | None = None
+    """Makes the ratio a ceiling: see `core.plan.Selection`."""
     explain: bool = False
     """Report which positions each layer computed, and what `timeline` reports."""
     timeline: bool = False
@@ -160,6 +186,11 @@ class KintsugiParams:
     never a caller: it decides whose chunks are read."""
     chunk_tokens_multiple: int = 1
     """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
+    discover: bool = False
+    """Count what the prompt holds, and save what recurs, if no chunks are declared. A gateway sets it, from
+    the namespace's rules: whoever shares a namespace can tell what was saved in it."""
+    no_store: bool = False
+    """Count and save nothing of this prompt."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -195,6 +226,8 @@ class KintsugiParams:
             tier=wire.tier,
             shared=wire.shared,
             chunk_tokens_multiple=wire.chunk_tokens_multiple,
+            discover=wire.discover,
+            no_store=wire.no_store,
             **BlendOptions.from_mapping(vars(wire)).chosen,
         )
 
@@ -205,7 +238,7 @@ class KintsugiParams:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
         for name, value in self.options.chosen.items():
             wire[name] = value.value if isinstance(value, StrEnum) else value
-        names = ("explain", "timeline", "tier", "shared")
+        names = ("explain", "timeline", "tier", "shared", "discover", "no_store")
         wire |= {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.chunk_tokens_multiple != 1:
             wire["chunk_tokens_multiple"] = self.chunk_tokens_multiple

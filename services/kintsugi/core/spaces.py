@@ -81,6 +81,7 @@ class ModelFingerprint:
 
     @property
     def hex(self) -> str:
+        """The fingerprint as 64 hexadecimal digits."""
         return self.digest.hex()
 
     def __str__(self) -> str:
@@ -97,8 +98,11 @@ class ChunkSpace:
     """
 
     fingerprint: ModelFingerprint
+    """The model that computed the chunks."""
     namespace: str
+    """The tenant that they belong to."""
     prefix_token_ids: tuple[int, ...] = ()
+    """What each chunk was prefilled behind."""
     portable: bool = True
     """Whether its chunks may be used behind a prompt that does not start with the prefix."""
     context_token_ids: tuple[int, ...] = ()
@@ -146,6 +150,7 @@ class ChunkSpace:
         return self.portable or self.prefix_matches(prompt_token_ids)
 
     def prefix_matches(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether the prompt begins with the prefix."""
         return tuple(prompt_token_ids[: len(self.prefix_token_ids)]) == self.prefix_token_ids
 
     def first_place(self, prompt_token_ids: Sequence[int]) -> int | None:
@@ -163,6 +168,7 @@ class ChunkKey:
     """blake3(chunk space ‖ token ids), keyed with the space's name key where it has one; 32 bytes."""
 
     digest: bytes
+    """The 32 bytes."""
 
     def __post_init__(self) -> None:
         if len(self.digest) != KEY_BYTES:
@@ -170,6 +176,7 @@ class ChunkKey:
 
     @staticmethod
     def of(space: ChunkSpace, token_ids: Sequence[int]) -> ChunkKey:
+        """The key of the chunk that these token ids make in a space."""
         return ChunkKey.of_bytes(space, token_bytes(token_ids))
 
     @staticmethod
@@ -184,6 +191,7 @@ class ChunkKey:
 
     @staticmethod
     def from_hex(text: str) -> ChunkKey:
+        """Parse the hexadecimal form. Raises `InvalidField`."""
         try:
             return ChunkKey(bytes.fromhex(text))
         except ValueError:
@@ -191,6 +199,7 @@ class ChunkKey:
 
     @property
     def hex(self) -> str:
+        """The key as 64 hexadecimal digits."""
         return self.digest.hex()
 
     def __str__(self) -> str:
@@ -219,9 +228,13 @@ class Span:
     """Tokens `[start, end)` of a prompt that are one chunk."""
 
     start: int
+    """Position of the first token."""
     end: int
+    """Position behind the last token."""
     key: ChunkKey | None = None
+    """The chunk's key, where the caller knows it."""
 
     @property
     def num_tokens(self) -> int:
+        """Length of the chunk."""
         return self.end - self.start

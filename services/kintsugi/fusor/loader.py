@@ -101,15 +101,16 @@ class LayerLoader:
         self,
         open_frames: OpenFrames,
         placements: Sequence[ChunkPlacement],
-        rotary_of_layer: Sequence[Rotary],
+        rotary_of_layer: Sequence[Rotary | None],
         device: torch.device,
         num_heads: int,
         depth: int,
         patience_s: float,
         with_priors: bool = False,
     ) -> None:
-        """`num_heads`: KV heads that this rank loads; `depth`: how many layers may be ahead of `take`;
-        `with_priors`: whether the streams begin with the prior frames of the chunks that have one."""
+        """`num_heads`: KV heads that this rank loads of the layer that has most; `depth`: how many layers may
+        be ahead of `take`; `with_priors`: whether the streams begin with the prior frames of the chunks that
+        have one."""
         self.patience_s = patience_s
         self._open_frames = open_frames
         self._placements = placements
@@ -165,7 +166,7 @@ class LayerLoader:
     def zeros(self, layer: int) -> LoadedLayer:
         """A layer in the place of one that is lost."""
         now = time.perf_counter()
-        return LoadedLayer(layer, *self._staging.zeros(), 0, now, now, None)
+        return LoadedLayer(layer, *self._staging.zeros(layer), 0, now, now, None)
 
     def close(self) -> None:
         with self._changed:
@@ -229,7 +230,7 @@ class LayerLoader:
             )
             if self._is_over or not is_first:
                 return None if self._is_over else self._filling[layer]
-        filling = _Filling(self._staging.begin_layer(), len(self._threads), time.perf_counter())
+        filling = _Filling(self._staging.begin_layer(layer), len(self._threads), time.perf_counter())
         with self._changed:
             self._filling[layer] = filling
             self._changed.notify_all()
@@ -249,7 +250,7 @@ class LayerLoader:
             if isinstance(frame, ChunkLost):
                 # A chunk without priors may be found lost here, too.
                 key_lost = placements[frame.chunk].manifest.key
-                lost[key_lost] = f"chunk_lost: {key_lost} before layer 0, {frame.reason}"
+                lost[key_lost] = _lost_because(frame, key_lost, "before layer 0")
                 expected.discard(frame.chunk)
                 continue
             if frame is None or frame.layer != PRIOR_LAYER:
@@ -283,7 +284,7 @@ class LayerLoader:
             index = indices[frame.chunk]  # the chunks of one shard come before those of the next
             key_lost = self._placements[index].manifest.key
             if isinstance(frame, ChunkLost):
-                lost[key_lost] = f"chunk_lost: {key_lost} at layer {frame.layer}, {frame.reason}"
+                lost[key_lost] = _lost_because(frame, key_lost, f"at layer {frame.layer}")
                 missing.discard(frame.chunk)
                 continue
             if frame.layer == PRIOR_LAYER:
@@ -316,6 +317,10 @@ class LayerLoader:
         with self._changed:
             self._done[layer] = loaded
             self._changed.notify_all()
+
+
+def _lost_because(frame: ChunkLost, key: ChunkKey, where: str) -> str:
+    return f"{'shard_silent' if frame.is_unanswered else 'chunk_lost'}: {key} {where}, {frame.reason}"
 
 
 def _all_lost(lost: Mapping[ChunkKey, str]) -> LoadFailed:

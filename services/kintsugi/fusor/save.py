@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,8 +97,9 @@ class SavePass(SlicedWork):
         comparison = None if self._second is None else _Comparison(self._second, self._unit_tokens_max)
         for layer in range(num_layers):
             chunks = yield from first.run_layer(layer)
+            is_latent = self._stack.attention_rule(layer).is_latent
             for chunk, encoded in zip(chunks, self._encoded, strict=True):
-                encoded.append(download(encode(chunk.key, chunk.value, self._codec)))
+                encoded.append(download(encode(chunk.key, chunk.value, self._codec, is_latent)))
             if comparison is not None:
                 yield from comparison.run_layer(layer, chunks)
         if comparison is not None:
@@ -117,7 +119,7 @@ class _Prefill:
         token_ids = torch.cat([item.token_ids for item in items])
         self._stack = stack
         self._batches = [stack.batch(positions[rows], owners[rows]) for rows in cuts]
-        self._hidden = [stack.embed(token_ids[rows]) for rows in cuts]
+        self._hidden = [stack.embed(token_ids[rows], positions[rows]) for rows in cuts]
         self._chunks = list(_chunk_rows(items))
 
     def run_layer(self, layer: int) -> Units[list[_ChunkKV]]:
@@ -134,7 +136,9 @@ class _Prefill:
     def _run_unit(self, layer: int, hidden: Hidden, batch: LayerBatch) -> tuple[Tensor, Tensor]:
         fresh = self._stack.run_layer(layer, hidden, batch, capture=True)
         assert fresh is not None
-        return self._stack.gather_heads(fresh.key_before_rope), self._stack.gather_heads(fresh.value)
+        assert fresh.key_before_rope is not None
+        gather = partial(self._stack.gather_heads, layer)
+        return gather(fresh.key_before_rope), gather(fresh.value)
 
 
 class _Comparison:

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
-from kintsugi.core.layout import ChunkLost, Codec, KVLayout, LayerFrame
+from kintsugi.core.layout import (
+    ChunkLost,
+    ChunkManifest,
+    Codec,
+    HeadRange,
+    KVLayout,
+    LayerFrame,
+    LayerGroup,
+    Part,
+    PartKind,
+)
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import Staging
-from tests.fakes.toy_chunks import Gate, manifest_of
+from tests.fakes.toy_chunks import SPACE, Gate, manifest_of
 
 LAYERS, HEAD_DIM = 5, 8
 TIMEOUT_S = 20.0
@@ -124,6 +135,46 @@ def test_read_only_bytes() -> None:
     chunks = Chunks([6, 4])
     placements = [(0, chunks.placement(0, 0)), (1, chunks.placement(1, 6))]
     assert_loads(chunks, placements, chunks.stream([0, 1], lambda data: memoryview(bytes(data))))
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_of_different_shapes_of_which_one_does_not_rotate(codec: Codec, ranks: int) -> None:
+    groups = [(4, 8, 8), (2, 12, 8), (4, 8, 16)]
+    parts = [(heads, (Part(PartKind.K, key), Part(PartKind.V, value))) for heads, key, value in groups]
+    layout = KVLayout.of_groups([LayerGroup(1, *one) for one in parts], "float32")
+    generator = torch.Generator().manual_seed(7)
+    kv = [
+        [torch.randn(5, heads, width, generator=generator) for width in (key, value)]
+        for heads, key, value in groups
+    ]
+    frames = [encode_frame(key, value, codec) for key, value in kv]
+    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, range(5)), None, 5, layout, codec, frames)
+    rank = HeadRange.of_rank(layout.num_kv_heads, ranks - 1, ranks)
+    own = [layout.heads_of(layer, rank) for layer in range(3)]
+
+    def stream() -> Iterator[LayerFrame]:
+        for layer, heads in enumerate(own):
+            size = layout.head_bytes(codec, 5, layer)
+            yield LayerFrame(0, layer, frames[layer][heads.start * size : heads.stop * size])
+
+    rotary = [rotary_of(0), None, rotary_of(2)]
+    placement = ChunkPlacement(manifest, 1, torch.arange(20, 24))
+    device = torch.device("cpu")
+    loader = LayerLoader(lambda _: stream(), [placement], rotary, device, len(rank), 2, patience_s=1.0)
+    try:
+        for layer, (key, value) in enumerate(kv):
+            heads, turn = slice(own[layer].start, own[layer].stop), rotary[layer]
+            plain = key[1:, heads]
+            expected = plain if turn is None else turn.rotate(plain, placement.positions)
+            loaded, bound = taken(loader, layer), 0.0 if codec is Codec.RAW else 0.05
+            assert (loaded.key - expected).abs().max() <= bound
+            assert (loaded.value - value[1:, heads]).abs().max() <= bound
+            zeros = loader.zeros(layer)
+            assert zeros.key.shape == expected.shape
+            assert zeros.value.shape == value[1:, heads].shape
+    finally:
+        loader.close()
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -306,6 +357,21 @@ def test_chunks_lost_in_one_layer_are_named_together() -> None:
         loader.take(0, TIMEOUT_S)
     assert caught.value.keys == {chunks.manifests[0].key, chunks.manifests[2].key}
     assert caught.value.reason.count("absent") == 2
+    loader.close()
+
+
+def test_a_chunk_of_a_silent_shard_is_told_from_one_that_is_not_there() -> None:
+    chunks = Chunks([3, 4])
+
+    def frames() -> Frames:
+        yield ChunkLost(0, 0, "absent")
+        yield ChunkLost(1, 0, "down", is_unanswered=True)
+
+    loader = loader_of(frames, [chunks.placement(chunk, 10 * chunk) for chunk in range(2)])
+    with pytest.raises(LoadFailed) as caught:
+        loader.take(0, TIMEOUT_S)
+    reasons = [reason.partition(":")[0] for reason in caught.value.reason.split("; ")]
+    assert reasons == ["chunk_lost", "shard_silent"]
     loader.close()
 
 

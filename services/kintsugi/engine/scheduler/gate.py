@@ -185,7 +185,7 @@ def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
     revision = _revision_of(model)
     # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
     complete(model.model, revision)
-    return model_fingerprint(model.model, kv_dtype, overrides, revision)
+    return model_fingerprint(model.model, kv_dtype, overrides, revision, model.max_model_len)
 
 
 def tokenizer_of(vllm_config: VllmConfig) -> str:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import blake3
 
+from kintsugi.engine.scheduler.measurements import measured_salt, split_salt
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
@@ -32,16 +34,19 @@ class _Beginning:
         return getattr(self._request, name)
 
 
-def set_salt(request: Request, salt: str) -> None:
-    """Make `salt` the request's `cache_salt`, and rename its blocks if it was another."""
+def set_salt(request: Request, salt: str | None) -> None:
+    """Make `salt` the request's `cache_salt`, and rename its blocks if it was another. A measurement keeps
+    its own part."""
+    salt = measured_salt(split_salt(salt)[0], split_salt(request.cache_salt)[1])
     if request.cache_salt != salt:
         request.cache_salt = salt
         _rename(request, 0)
 
 
-def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: str) -> None:
+def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: str | None) -> None:
     """As `set_salt`, and rename blocks of `block_size` tokens from `first_block` on, those that are yet to
     fill included. Cost: every block is named once; those before the fork keep the name that they have."""
+    salt = measured_salt(split_salt(salt)[0], split_salt(request.cache_salt)[1])
     kept = first_block if request.cache_salt == salt else 0
     request.cache_salt = salt
     ordinary = request._block_hasher

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 
+from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, PermissionDenied, Unavailable
 from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
@@ -33,6 +35,12 @@ LOOKUPS_MAX = 256
 """Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of answers that may wait for their requests' turn."""
+NO_ANSWER = (DeadlineExceeded, Unavailable)
+"""Errors of a store that did not answer. With any other it did."""
+SILENT = frozenset((*(error.__name__ for error in NO_ANSWER), "load_timeout", "stream_ended", "shard_silent"))
+"""What a reason of a failed load begins with if the store did not answer, or broke off. A store that lacks
+a chunk, or has damaged bytes of it, answers."""
+SUSPENDED = "it failed lately and is not used for a moment"
 
 
 @dataclass(eq=False)
@@ -40,9 +48,14 @@ class Lookup:
     """One request's lookup."""
 
     future: Future[Match]
+    ask: Callable[[], Match]
+    """Asks the store again for the same chunks."""
     answered_by_s: float
     """Monotonic time after which the lookup is given up."""
     is_taken: bool = False
+    """Whether its answer has been used."""
+    replaced_by: Match | None = None
+    """What the scheduler's side made of the answer."""
 
     @property
     def is_waiting(self) -> bool:
@@ -53,7 +66,7 @@ class Lookup:
         """The match; None while waiting, and for a lookup that failed."""
         if self.is_waiting or self.future.cancelled() or self.future.exception() is not None:
             return None
-        return self.future.result()
+        return self.replaced_by or self.future.result()
 
 
 class Lookups:
@@ -66,8 +79,9 @@ class Lookups:
         self._store = store
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
-        self._breaker = CircuitBreaker()
-        """A store that does not answer costs a few prompts their deadline, not every one."""
+        self._breaker = CircuitBreaker(failures_max=1)
+        """Opens at the first failure, so that a store that does not answer costs one prompt its deadline.
+        Only `_probe` closes it: an answer from before the failure says nothing about the store now."""
         self._has_waited = False
         """Whether this step has waited for a lookup."""
         self._open: set[Lookup] = set()
@@ -75,6 +89,9 @@ class Lookups:
         self._room: int | None = None
         """Lookups that may still begin in this step; None until somebody asks."""
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="kintsugi-probe")
+        """Its own thread: lookups that hang do not delay a probe, nor a probe that hangs a lookup."""
+        self._probing: Future[None] | None = None
 
     def step_began(self) -> None:
         self._has_waited = False
@@ -109,30 +126,51 @@ class Lookups:
         """
         if self._breaker.is_closed:
             return
-        if self._breaker.allows():
-            self._threads.submit(self._ask_again, space, token_ids)
-        raise NotBlendable("store_unavailable", "it failed lately and is not used for a moment")
+        is_probing = self._probing is not None and not self._probing.done()
+        if not is_probing and self._breaker.allows():
+            keys = [ChunkKey.of(space, token_ids)]
+            self._begin_probe(partial(self._store.find, space.namespace, keys))
+        raise NotBlendable("store_unavailable", SUSPENDED)
 
-    def _ask_again(self, space: ChunkSpace, token_ids: TokenIds) -> None:
+    def record_outcome(self, lookup: Lookup | None, accounting: Accounting) -> None:
+        """Suspend the store if the blend that followed ``lookup`` failed because the store did not answer."""
+        # Chunks that were lost together have a reason each.
+        reasons = {reason.partition(":")[0] for reason in (accounting.reason or "").split("; ")}
+        if lookup and accounting.outcome is Outcome.FAILED and reasons & SILENT:
+            self._suspend(lookup)
+
+    def _suspend(self, lookup: Lookup) -> None:
+        """Use the store no more until it answers a probe in time. The first probe starts at once, because the
+        store may only have been late, and asks for the same chunks: others may be in a shard that is well."""
+        if self._breaker.is_closed:
+            self._breaker.record_failure()
+            self._begin_probe(lookup.ask)
+
+    def _begin_probe(self, ask: Callable[[], object]) -> None:
+        self._probing = self._prober.submit(self._probe, ask)
+
+    def _probe(self, ask: Callable[[], object]) -> None:
         """Find out whether the store answers in time again."""
         answered_by_s = time.monotonic() + self._deadline_s
+        has_answered = True
         try:
-            self._store.find(space.namespace, [ChunkKey.of(space, token_ids)])
+            ask()
+        except NO_ANSWER:
+            has_answered = False
         except KintsugiError:
-            self._breaker.record_failure()
+            pass  # A refusal is an answer.
         except Exception:
-            self._breaker.record_failure()
+            has_answered = False
             logger.exception("The check whether the store answers again failed")
+        if has_answered and time.monotonic() <= answered_by_s:
+            self._breaker.record_success()
         else:
-            if time.monotonic() > answered_by_s:
-                self._breaker.record_failure()
-            else:
-                self._breaker.record_success()
+            self._breaker.record_failure()
 
     def start(self, match: Callable[..., Match], space: ChunkSpace, *where: Any) -> Lookup:
         """``where``: the further arguments of ``match``."""
-        future = self._threads.submit(self._find, match, space, *where)
-        lookup = Lookup(future, time.monotonic() + self._deadline_s)
+        ask = partial(self._find, match, space, *where)
+        lookup = Lookup(self._threads.submit(ask), ask, time.monotonic() + self._deadline_s)
         self._open.add(lookup)
         if self._room is not None:
             self._room -= 1
@@ -151,23 +189,20 @@ class Lookups:
             wait((lookup.future,), IDLE_WAIT_S)
         if lookup.is_waiting:
             if time.monotonic() > lookup.answered_by_s:
-                lookup.future.cancel()
-                self._breaker.record_failure()
+                if not lookup.future.cancel():  # else no thread was free, and the store was not asked
+                    self._suspend(lookup)
                 raise NotBlendable("store_timeout", "lookup took too long")
+            if not self._breaker.is_closed:  # Another prompt found out, so this one need not wait, too.
+                raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()
         if error is None:
-            return lookup.future.result()
+            return lookup.answer
         if not isinstance(error, KintsugiError):
             logger.exception("Lookup failed", exc_info=error)
-        if isinstance(error, (Unavailable, DeadlineExceeded)):
-            self._breaker.record_failure()
+        if isinstance(error, NO_ANSWER):
+            self._suspend(lookup)
         raise NotBlendable("store_unavailable", f"{type(error).__name__}: {error}")
-
-    def take(self, lookup: Lookup) -> None:
-        """Its answer is used, for the first time."""
-        lookup.is_taken = True
-        self._breaker.record_success()
 
     def release(self, lookup: Lookup | None) -> None:
         """The request has been planned or has ended, and its answer waits no more. Idempotent."""
@@ -176,4 +211,5 @@ class Lookups:
             self._open.discard(lookup)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._prober):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -5,17 +5,22 @@ Runs on the connector's lookup threads, never on the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from kintsugi.core.accounting import Accounting
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_at_every_offset
+from kintsugi.core.plan import ChunkHit, ChunkSource, Selection, exact_end
+from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of, anchors_at_every_offset
 from kintsugi.fusor.priors import has_prior
 from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.store.protocol.interface import ChunkStore
+
+if TYPE_CHECKING:
+    from kintsugi.engine.protocol import JobTokens  # imports vLLM, which audits do without
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,14 @@ class Match:
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
     """Their sources, where the store reported them; it does not for chunks found by content."""
+    segments: tuple[Span, ...] = ()
+    """The segments in which no chunk was found, where they are to be counted: with the keys that they would
+    have as chunks."""
+    num_in_prefix: int = 0
+    """Chunks left out because vLLM's prefix cache holds their tokens (`without_prefix`)."""
+    segments_counted: int = 0
+    segments_queued: int = 0
+    """What was done about the segments, as `Accounting` says it."""
 
     @cached_property
     def stored(self) -> dict[ChunkKey, ChunkManifest]:
@@ -35,8 +48,10 @@ class Match:
 
     @cached_property
     def num_bytes(self) -> int:
-        """About how much memory it takes: a chunk's digests, and a kilobyte for all else."""
-        return sum(len(manifest.digests) + 1024 for manifest in self.manifests.values())
+        """About how much memory it takes: a chunk's digests, and a kilobyte for all else; half of one for a
+        segment."""
+        chunks = sum(len(manifest.digests) + 1024 for manifest in self.manifests.values())
+        return chunks + 512 * len(self.segments)
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
@@ -55,19 +70,21 @@ def usable_hits(
     """The hits that a blend with `selection` can load.
 
     With the selector `prior`, a chunk without a prior is computed instead: an answer is then as good as was
-    calibrated, and none of its tokens is chosen by another rule. Chunks before `exact_end` need none. Raises
-    `NotBlendable` if nothing is left.
+    calibrated, and none of its tokens is chosen by another rule. Chunks before `exact_end` need none.
     """
     if not depends_on_prior(selection):
         return hits
-    usable = tuple(hit for hit in hits if hit.end <= exact_end or has_prior(match.stored[hit.key]))
+    return tuple(hit for hit in hits if hit.end <= exact_end or has_prior(match.stored[hit.key]))
+
+
+def check_priors(hits: tuple[ChunkHit, ...], usable: tuple[ChunkHit, ...]) -> None:
+    """Raise `NotBlendable` if there are hits and none of them is usable."""
     if hits and not usable:
         raise NotBlendable(
             "no_priors",
             "none of the prompt's chunks was saved with a prior; delete them and put them again with the "
             "connector's `priors` on, or use another selector",
         )
-    return usable
 
 
 def match_spans(
@@ -117,55 +134,68 @@ def match_content(
     space: ChunkSpace,
     prompt_token_ids: Sequence[int],
     shared: ChunkSpace | None = None,
+    offsets: Collection[int] | None = None,
 ) -> Match:
-    """Find known chunks at any offset, left to right, the longest candidate first: plain copies directly
-    behind the prefix, prepared chunks elsewhere; shared ones where the request's own space has none.
+    """Find known chunks at any offset, or at ``offsets`` alone, left to right, the longest candidate first:
+    plain copies directly behind the prefix, prepared chunks elsewhere; shared ones where the request's own
+    space has none.
 
     Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate. An
     anchor only proposes: a candidate counts when the key of the prompt's own tokens is its key.
     """
-    anchors = anchors_at_every_offset(prompt_token_ids, space.name_key)
+    anchors = _anchors(prompt_token_ids, offsets, space.name_key)
     first = space.first_place(prompt_token_ids)
     wanted = _wanted_anchors(space, anchors, first)
     shared_anchors = anchors
     if shared is not None:
         if shared.name_key != space.name_key:
-            shared_anchors = anchors_at_every_offset(prompt_token_ids, shared.name_key)
+            shared_anchors = _anchors(prompt_token_ids, offsets, shared.name_key)
         wanted |= _wanted_anchors(shared, shared_anchors, first)
     candidates = {
         copy: store.lookup_anchors(copy.namespace, copy.digest, some) for copy, some in wanted.items() if some
     }
     spans: list[Span] = []
     manifests: dict[ChunkKey, ChunkManifest] = {}
-    offset = 0
-    while offset < len(anchors):
+    end = 0
+    for offset, anchor in anchors.items():
+        if offset < end:
+            continue
         copy = space.plain if offset == first else space
-        proposed = candidates[copy].get(anchors[offset], ())
+        proposed = candidates[copy].get(anchor, ())
         manifest = _longest_at(copy, prompt_token_ids, offset, proposed)
         if manifest is None and shared is not None:
             theirs = _same_copy(copy, shared)
             proposed = candidates[theirs].get(shared_anchors[offset], ())
             manifest = _longest_at(theirs, prompt_token_ids, offset, proposed)
         if manifest is None:
-            offset += 1
             continue
         end = offset + manifest.num_tokens
         is_own = manifest.namespace == space.namespace
         key = manifest.key if is_own else ChunkKey.of(copy, prompt_token_ids[offset:end])
         spans.append(Span(offset, end, key))
         manifests[key] = manifest
-        offset = end
     return Match(tuple(spans), manifests)
 
 
+def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key: bytes) -> Mapping[int, int]:
+    """Anchors by offset, ascending."""
+    if offsets is None:
+        return dict(enumerate(anchors_at_every_offset(token_ids, name_key)))
+    found = (
+        (offset, anchor_of(token_ids[offset : offset + ANCHOR_TOKENS], name_key))
+        for offset in sorted(offsets)
+    )
+    return {offset: anchor for offset, anchor in found if anchor is not None}
+
+
 def _wanted_anchors(
-    space: ChunkSpace, anchors: Sequence[int], first: int | None
+    space: ChunkSpace, anchors: Mapping[int, int], first: int | None
 ) -> dict[ChunkSpace, list[int]]:
     """The anchors to look up in a space, and in that of its plain copies: those stand directly behind the
     prefix, at offset ``first``."""
-    wanted = {space: list(dict.fromkeys(anchors))}
+    wanted = {space: list(dict.fromkeys(anchors.values()))}
     if space.context_token_ids and first is not None:
-        wanted[space.plain] = list(anchors[first : first + 1])
+        wanted[space.plain] = [anchors[first]] if first in anchors else []
     return wanted
 
 
@@ -177,3 +207,60 @@ def _longest_at(
         if end <= len(token_ids) and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
             return manifest
     return None
+
+
+def without_prefix(
+    match: Match, space: ChunkSpace, prompt_token_ids: Sequence[int], num_computed: int, is_behind: bool
+) -> Match:
+    """The match without the chunks that begin within the ``num_computed`` tokens that vLLM's prefix cache
+    holds, if those reach farther than what a blend of all chunks would leave exact. The rest of the prompt is
+    then blended behind exact KV. ``is_behind``: whether blends may stand behind cached tokens; elsewhere
+    the cache counts if it holds more than half of the prompt.
+
+    The prefix cache was asked for exact KV here. Where a blend of all chunks was cached before, exact KV ends
+    where its names begin, so the next request finds that blend again.
+    """
+    if num_computed <= exact_end(match.spans, space, prompt_token_ids):
+        return match
+    if not is_behind and 2 * num_computed <= len(prompt_token_ids):
+        return match
+    kept = tuple(span for span in match.spans if is_behind and span.start >= num_computed)
+    return replace(match, spans=kept, num_in_prefix=len(match.spans) - len(kept))
+
+
+def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
+    """The chunks that can be loaded for the tokens before position ``last``."""
+    return tuple(
+        ChunkHit(
+            span.start,
+            min(span.end, last),
+            match.manifests[span.key].key,
+            match.manifests[span.key].chunk_bytes // num_ranks,
+            match.sources.get(span.key, ChunkSource()),
+        )
+        for span in match.spans
+        if span.key in match.manifests and span.start < last
+    )
+
+
+def count_match(accounting: Accounting, match: Match, job: JobTokens | None, is_declared: bool) -> Accounting:
+    """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
+    ``is_declared``: whether the request named its chunks."""
+    hit = [span for span in match.spans if span.key in match.manifests]
+    missed = [span for span in match.spans if span.key not in match.manifests]
+    question = 0
+    if job is not None:
+        inside = sum(max(0, span.end - max(span.start, job.start)) for span in match.spans)
+        question = max(0, len(job.token_ids) - inside)
+    tokens_hit = accounting.tokens_hit or sum(span.num_tokens for span in hit)
+    return replace(
+        accounting,
+        chunks_hit=len(hit),
+        chunks_missed=len(missed),
+        tokens_hit=tokens_hit,
+        tokens_missed=sum(span.num_tokens for span in missed),
+        tokens_question=question,
+        tokens_discovered=0 if is_declared else tokens_hit,
+        segments_counted=match.segments_counted,
+        segments_queued=match.segments_queued,
+    )

@@ -6,22 +6,23 @@ periodic log line.
 
 from __future__ import annotations
 
-import re
 import statistics
 from typing import Any
 
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.accounting import Accounting, Outcome, label_of_reason
 
 REQUESTS = "requests"
+SEGMENTS = "segments"
 ERRORS = "prediction_errors"
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 AMOUNTS = (
     "chunks_hit",
     "chunks_missed",
     "tokens_hit",
+    "tokens_discovered",
     "tokens_missed",
     "tokens_recomputed",
     "token_layers_computed",
@@ -33,13 +34,12 @@ AMOUNTS = (
 """Fields of `Accounting` that add up over requests."""
 
 
-_LABEL = re.compile(r"[A-Za-z_]+")
 """Text that names keys or numbers would make a time series of every request."""
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
-    """Since the last report: sums as `requests/OUTCOME/REASON` and one entry per name in `AMOUNTS`, and lists
-    of relative errors of predicted TTFT as `prediction_errors/OUTCOME`."""
+    """Since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per name in
+    `AMOUNTS`, and lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -53,6 +53,11 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         if accounting.predicted_ttft_ms is not None and accounting.ttft_ms:
             error = abs(accounting.predicted_ttft_ms - accounting.ttft_ms) / accounting.ttft_ms
             self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
+
+    def count_segments(self, event: str, number: int) -> None:
+        """Add segments that were `counted`, `queued`, `saved` or could not be saved (`failed`)."""
+        if number:
+            self._add(f"{SEGMENTS}/{event}", number)
 
     def _add(self, name: str, amount: float) -> None:
         self.data[name] = self.data.get(name, 0) + amount
@@ -75,15 +80,12 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
 
 def reason_label(accounting: Accounting) -> str:
     """The first word of the reason, one of a few: `no_chunk_cached`, `InvalidSpan`, `none` if all is well."""
-    if accounting.reason is None or accounting.outcome is Outcome.BLENDED:
-        return "none"
-    label = accounting.reason.split(":", 1)[0]
-    return label if _LABEL.fullmatch(label) else "other"
+    return "none" if accounting.outcome is Outcome.BLENDED else label_of_reason(accounting.reason)
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`kintsugi_requests_total{outcome, reason}`, one counter per name in `AMOUNTS`, and
-    `kintsugi_ttft_prediction_error{outcome}`."""
+    """`kintsugi_requests_total{outcome, reason}`, `kintsugi_discovery_segments_total{event}`, one counter per
+    name in `AMOUNTS`, and `kintsugi_ttft_prediction_error{outcome}`."""
 
     def __init__(
         self,
@@ -98,6 +100,11 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             "kintsugi_requests",
             "Requests that asked for blending or saving, by outcome and reason",
             labelnames=[*labelnames, "outcome", "reason"],
+        )
+        self._segments = counter(
+            "kintsugi_discovery_segments",
+            "Segments of prompts that were counted, queued because they recur, saved, or failed to be saved",
+            labelnames=[*labelnames, "event"],
         )
         self._errors = metric_types[prometheus_client.Histogram](
             "kintsugi_ttft_prediction_error",
@@ -118,6 +125,8 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if name.startswith(f"{REQUESTS}/"):
                 _, outcome, reason = name.split("/", 2)
                 self._requests.labels(*labels, outcome, reason).inc(amount)
+            elif name.startswith(f"{SEGMENTS}/"):
+                self._segments.labels(*labels, name.split("/", 1)[1]).inc(amount)
             elif name.startswith(f"{ERRORS}/"):
                 for error in amount:
                     self._errors.labels(*labels, name.split("/", 1)[1]).observe(error)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kintsugi.core.errors import InvalidField, KintsugiError
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.measurements import split_salt
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
@@ -41,23 +43,35 @@ class Salts:
         self._thread.start()
         return self
 
+    @property
+    def cursor(self) -> str:
+        """A cursor into the store's erasures: all before it are in the salts; empty: none was read yet."""
+        return self._cursor
+
     def of(self, namespace: str, shared: str = "") -> str:
         """The salt that the namespace's requests have now; ``shared``: whose chunks they may use, too."""
-        times, theirs = self._erased.get(namespace, 0), self._erased.get(shared, 0)
+        times, theirs = self._count_erased(namespace), self._count_erased(shared)
         if theirs:
             return f"{namespace}\0{times}\0{shared}\0{theirs}"
         return f"{namespace}\0{times}" if times else namespace
 
-    def apply(self, request: Request, namespace: str, shared: str = "") -> None:
+    def _count_erased(self, namespace: str) -> int:
+        """How many times something of the namespace was erased, or of one that it is a part of."""
+        if not self._erased:
+            return 0
+        return sum(self._erased.get(name, 0) for name in enclosing(namespace))
+
+    def apply(self, request: Request, namespace: str, shared: str = "", replaces_own: bool = False) -> None:
         """Give a new request its namespace's salt, if that has changed. One with a salt of its own keeps
-        it."""
+        it unless ``replaces_own``: the namespace then stands for that salt."""
         salt = self.of(namespace, shared)
-        if salt != namespace and request.cache_salt in (None, namespace):
+        own, _ = split_salt(request.cache_salt)
+        if salt != namespace and (replaces_own or own in (None, namespace)):
             hashing.set_salt(request, salt)
 
     def check(self, request: Request, namespace: str, shared: str = "") -> None:
-        """Raise `InvalidField` for a request with a salt of its own."""
-        if request.cache_salt not in (None, namespace, self.of(namespace, shared)):
+        """Raise `InvalidField` for a request with a salt of its own, unless it is a measurement's."""
+        if split_salt(request.cache_salt)[0] not in (None, namespace, self.of(namespace, shared)):
             raise InvalidField("cache_salt", f"must be the namespace {namespace!r}, or left out")
 
     def _follow(self) -> None:

@@ -15,12 +15,12 @@ from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome, decline
 from kintsugi.core.errors import InvalidField, NotBlendable
-from kintsugi.core.gate import OUTSIDE_CALIBRATION, GateState
+from kintsugi.core.gate import OUTSIDE_CALIBRATION
 from kintsugi.core.layout import Codec, codec_named
-from kintsugi.core.plan import BlendPlan, ChunkHit, ChunkSource, apply_options, exact_end, plan_digest
+from kintsugi.core.plan import BlendPlan, ChunkHit, apply_options, exact_end, plan_digest
 from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -28,22 +28,34 @@ from kintsugi.engine.protocol import (
     JobTokens,
     PassSample,
     ProbeJob,
-    SaveJob,
     StepMetadata,
     WorkerReport,
 )
 from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.blendable import check_request
+from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookup, Lookups
-from kintsugi.engine.scheduler.matching import Match, match_content, match_spans, usable_hits
+from kintsugi.engine.scheduler.idle_saves import IdleSaves
+from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookups
+from kintsugi.engine.scheduler.matching import (
+    Match,
+    check_priors,
+    count_match,
+    hits_of,
+    match_content,
+    match_spans,
+    usable_hits,
+    without_prefix,
+)
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lead, saved_copy
+from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lead, save_job, saved_copy
+from kintsugi.engine.scheduler.state import RequestState, values_of
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
-from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond
+from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond, plan_again
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -53,49 +65,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
-
-
-@dataclass
-class _State:
-    """One request with our parameters."""
-
-    request: Request
-    params: KintsugiParams
-    space: ChunkSpace
-    shared: ChunkSpace | None
-    """The space of the namespace whose chunks it may use, too."""
-    planner: Planner
-    """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
-    gate: GateState
-    """As it was at admission."""
-    lookup: Lookup | None = None
-    """None also while the lookup may not begin yet."""
-    forked_at: int = 0
-    """Where the blocks begin that have names of their own."""
-    checked_at: int | None = None
-    """The number of cached tokens that `_check` last passed with."""
-    has_hits: bool = False
-    block_name: bytes | None = None
-    """vLLM's name of the last full block of the prompt's hits: whoever finds it cached needs no blend. None
-    if there is none."""
-    leader: str | None = None
-    """The request whose blend this one waited for."""
-    job: BlendJob | None = None
-    """Made by the last claim; handed to the worker once blocks are allocated."""
-    in_flight: bool = False
-    ordinary_hasher: hashing.BlockHasher | None = None
-    num_prefix_cached: int = 0
-    computed_instead: frozenset[int] = frozenset()
-    """Starts of the hit chunks that the planner recomputes instead of loading them."""
-    accounting: Accounting | None = None
-    """Set when the outcome is known."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing is claimed any more. vLLM asks again about a request that it preempted: if its
-        KV was blended and is gone, it is blended again, or its answer would change midway."""
-        repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
-        return (self.accounting and self.accounting.outcome) not in repeatable
 
 
 @dataclass
@@ -115,17 +84,23 @@ class SchedulerSide:
     engine: EngineShape
     """What forecasts depend on; the worker reports the projection share once it has blended."""
     parking: Parking
+    discovery: Discovery
+    idle_saves: IdleSaves
     num_ranks: int = 1
     """Tensor-parallel ranks, each of which loads its part of a chunk."""
     has_windows: bool = False
     """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
     last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
     cached tokens, and prefixes are computed again."""
+    local_chunk: int | None = None
+    """See `worker.support.find_local_chunk`."""
+    restores_keys: bool = True
+    """See `WorkerFacts`."""
     caches_prefixes: bool = True
     """Whether vLLM's prefix cache is on."""
     prior_text: tuple[int, ...] = ()
     """See `scheduler.gate.prior_text_of`."""
-    _states: dict[str, _State] = field(default_factory=dict)
+    _states: dict[str, RequestState] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _context_savers: dict[bytes, str] = field(default_factory=dict)
     """By the digest of a chunk space, the save that computes its context for all that wait."""
@@ -140,13 +115,13 @@ class SchedulerSide:
         self._lookups = Lookups(self.store, self.config.lookup_deadline_ms, self._codecs)
 
     def on_new_request(self, request: Request) -> None:
-        params_of_all = request.kv_transfer_params
-        values = params_of_all.get(PARAMS_KEY) if isinstance(params_of_all, dict) else None
-        if values is None:
+        values = values_of(request)
+        unnamed = self.discovery.name_params(request.cache_salt) if values is None else None
+        if values is None and unnamed is None:
             return
         try:
-            params = KintsugiParams.from_mapping(values)
-            self.salts.apply(request, params.namespace, params.shared)
+            params = unnamed or KintsugiParams.from_mapping(values)
+            self.salts.apply(request, params.namespace, params.shared, replaces_own=unnamed is not None)
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
@@ -161,7 +136,8 @@ class SchedulerSide:
         self._check_blendable(request)
         if params.op is Op.AUDIT and not self.config.audits:
             raise NotBlendable("no_audits", "this engine audits nothing for its callers")
-        self.salts.check(request, params.namespace, params.shared)
+        if values_of(request) is not None:
+            self.salts.check(request, params.namespace, params.shared)
         if self._lookups.num_waiting >= LOOKUPS_MAX:
             raise NotBlendable("busy", f"{LOOKUPS_MAX} lookups are waiting for the store")
         space = self._space(params.namespace)
@@ -175,7 +151,7 @@ class SchedulerSide:
         if not params.op.prefills_chunk:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
         shared = self._space(params.shared) if params.shared else None
-        state = _State(request, params, space, shared, planner, gate)
+        state = RequestState(request, params, space, shared, planner, gate)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -193,16 +169,21 @@ class SchedulerSide:
             if state.params.spans is not None:
                 self._fork(request, state, state.params.spans)
             else:
-                hashing.set_salt(request, self.salts.of(params.namespace, params.shared))
+                hashing.set_salt(request, self._salt_of(state))
             self._look_up(request, state)
 
-    def _look_up(self, request: Request, state: _State) -> None:
+    def _look_up(self, request: Request, state: RequestState) -> None:
         """Start the lookup, if there is room for its answer."""
         if not self._lookups.has_room:
             return
         prompt, spans = TokenIds.of(request.prompt_token_ids), state.params.spans
         if spans is not None:
             state.lookup = self._lookups.start(match_spans, state.space, spans, prompt, state.shared)
+        elif self.discovery.covers(state.params):
+            match, multiple = self.discovery.match, state.params.chunk_tokens_multiple
+            state.lookup = self._lookups.start(
+                match, state.space, prompt, state.shared, state.is_named, multiple
+            )
         else:
             state.lookup = self._lookups.start(match_content, state.space, prompt, state.shared)
 
@@ -219,33 +200,33 @@ class SchedulerSide:
     def _check_blendable(self, request: Request) -> None:
         if self.declined_because is not None:
             raise NotBlendable(*self.declined_because.split(": ", 1))
-        if request.lora_request is not None:
-            raise NotBlendable("lora", "chunk KV belongs to the base model")
-        if request.mm_features:
-            raise NotBlendable("multimodal", "chunk KV is over token ids alone")
-        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-            raise NotBlendable("prompt_embeds", "chunk KV is over token ids alone")
-        if request.skip_reading_prefix_cache:
-            raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+        check_request(request, self.local_chunk)
 
-    def _fork(self, request: Request, state: _State, spans: tuple[Span, ...]) -> None:
+    def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
         # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
         digest = plan_digest(state.space, spans, selection, prompt if depends_on_question(selection) else ())
         exact = exact_end(spans, state.space, prompt)
-        if codec_named(self.config.codec) is not Codec.RAW:
-            # What 8 bits keep of an exact chunk is good enough for a blend, not for those who ask for none.
-            exact = min(exact, len(self.prefix_token_ids))
+        if codec_named(self.config.codec) is not Codec.RAW or not self.restores_keys:
+            # What rounding leaves of an exact chunk is good enough for a blend, not for plain prompts.
+            exact = min(exact, spans[0].start if spans else len(self.prefix_token_ids))
         self._fork_behind(exact, request, state, digest)
 
-    def _fork_behind(self, num_exact: int, request: Request, state: _State, tag: bytes) -> None:
+    def _fork_behind(self, num_exact: int, request: Request, state: RequestState, tag: bytes) -> None:
         """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         state.forked_at = first_block * self.hash_block_size
-        salt = self.salts.of(state.params.namespace, state.params.shared)
-        hashing.fork(request, first_block, tag, self.hash_block_size, salt)
+        hashing.fork(request, first_block, tag, self.hash_block_size, self._salt_of(state))
+
+    def _salt_of(self, state: RequestState) -> str | None:
+        """The salt of the request's blocks. Whoever names no namespace keeps its own until an erasure."""
+        namespace = state.params.namespace
+        salt = self.salts.of(namespace, state.params.shared)
+        is_own = not state.is_named and salt == namespace
+        own: str | None = state.request.cache_salt
+        return own if is_own else salt
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
@@ -262,11 +243,11 @@ class SchedulerSide:
             state.accounting = state.accounting or decline(defect)
             return 0, False
 
-    def _claim(self, request: Request, state: _State, num_computed: int) -> tuple[int | None, bool]:
+    def _claim(self, request: Request, state: RequestState, num_computed: int) -> tuple[int | None, bool]:
         if state.params.op.prefills_chunk:
             return self._claim_save(state, num_computed)
         self._timing.record_admission(request)
-        match = self._take_match(request, state)
+        match = self._take_match(request, state, num_computed)
         if match is None:
             if state.accounting is None:
                 if state.params.spans:
@@ -297,6 +278,10 @@ class SchedulerSide:
                 # What was found cached may be the blend of a shorter prompt: look there again for exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
                 return None, False
+            is_exact = state.job is None and num_computed <= state.forked_at
+            if state.params.spans is None and is_exact and hashing.exact_tokens(request) is not None:
+                # All of it is computed: a later turn, which may have other chunks, finds it as exact KV.
+                hashing.unfork(request, state.ordinary_hasher)
             return 0, False
         self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
         return request.num_tokens - 1 - num_computed, True
@@ -305,13 +290,14 @@ class SchedulerSide:
         full_s = predict_full_s(self._plan_request(request, num_computed, ()))
         self._timing.record_plan(request.request_id, full_s, is_blend=False)
 
-    def _probe(self, request: Request, state: _State, match: Match) -> ProbeJob:
+    def _probe(self, request: Request, state: RequestState, match: Match) -> ProbeJob:
         """One chunk of every source."""
-        by_source = {hit.source: hit for hit in self._hits(request, match)}
+        hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
+        by_source = {hit.source: hit for hit in hits}
         manifests = {hit.key: match.stored[hit.key] for hit in by_source.values()}
         return ProbeJob(tuple(by_source.values()), manifests)
 
-    def _claim_save(self, state: _State, num_computed: int) -> tuple[int | None, bool]:
+    def _claim_save(self, state: RequestState, num_computed: int) -> tuple[int | None, bool]:
         """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
         cached.
 
@@ -329,7 +315,7 @@ class SchedulerSide:
             return None, False
         return span.end - num_computed, True
 
-    def _take_match(self, request: Request, state: _State) -> Match | None:
+    def _take_match(self, request: Request, state: RequestState, num_computed: int) -> Match | None:
         """The lookup's result once it is there; None while waiting, or when it was given up."""
         try:
             if state.lookup is None:
@@ -343,21 +329,39 @@ class SchedulerSide:
             return None
         if match is None or state.lookup.is_taken:
             return match
-        self._lookups.take(state.lookup)
-        if state.params.spans is None and match.spans:
-            # What the prefix cache holds of this blend has just got a name: look there again.
-            self._fork(request, state, match.spans)
-            return None
-        return match
+        state.lookup.is_taken = True
+        if state.params.spans is not None:
+            return match
+        return self._take_content(request, state, match, num_computed)
 
-    def _check(self, request: Request, state: _State, match: Match, num_computed: int) -> None:
+    def _take_content(
+        self, request: Request, state: RequestState, match: Match, num_computed: int
+    ) -> Match | None:
+        """As `_take_match`, for chunks that were found by content, when their lookup has just been taken."""
+        prompt = TokenIds.of(request.prompt_token_ids)
+        if self.discovery.covers(state.params):
+            match = self.discovery.sight(
+                request.request_id, state.params, state.space, prompt, match, state.gate.domain
+            )
+            self._stats.count_segments("counted", match.segments_counted)
+            self._stats.count_segments("queued", match.segments_queued)
+        match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
+        assert state.lookup is not None
+        state.lookup.replaced_by = match
+        if not match.spans:
+            return match
+        # What the prefix cache holds of this blend has just got a name: look there again.
+        self._fork(request, state, match.spans)
+        return None
+
+    def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
         """Raise `NotBlendable` where the prompt is not to be blended, however busy the engine is."""
-        hits = self._hits(request, match)
+        hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
         if state.job is None:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
             _check_calibrated(state, hits, request.num_prompt_tokens, exact)
-        if hits and num_computed >= end:
+        if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
         is_rest_short = num_computed > state.forked_at and end - num_computed < self.hash_block_size
         if state.leader is not None and state.job is None and is_rest_short:
@@ -367,13 +371,13 @@ class SchedulerSide:
         state.block_name = self._block_name(request, state, end)
         state.has_hits, state.checked_at = bool(hits), num_computed
 
-    def _block_name(self, request: Request, state: _State, end: int) -> bytes | None:
-        """See `_State.block_name`; ``end`` is the last hit's. None for who asks to see its own blend, too."""
+    def _block_name(self, request: Request, state: RequestState, end: int) -> bytes | None:
+        """See `RequestState.block_name`; ``end`` is the last hit's. None for who asks to see its own."""
         names = request.block_hashes[: end // self.hash_block_size]
         is_shared = self.caches_prefixes and not (state.params.explain or state.params.timeline)
         return bytes(names[-1]) if names and is_shared else None
 
-    def _has_to_wait(self, request: Request, state: _State) -> bool:
+    def _has_to_wait(self, request: Request, state: RequestState) -> bool:
         """Whether another blend that is in flight will do, or no place is free."""
         if not state.has_hits:
             return False
@@ -386,16 +390,9 @@ class SchedulerSide:
                 self.parking.leave(request_id)
         return not self.parking.admits(request.request_id, request.num_tokens)
 
-    def _plan(self, request: Request, state: _State, match: Match, num_computed: int) -> BlendJob:
+    def _plan(self, request: Request, state: RequestState, match: Match, num_computed: int) -> BlendJob:
         last = request.num_tokens - 1
-        hits = hits_beyond(self._hits(request, match), num_computed)
-        if state.job is not None:
-            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
-            # plan, and a controller could change its mind.
-            loaded = tuple(hit for hit in hits if hit.start not in state.computed_instead)
-            plan = dataclasses.replace(state.job.plan, hits=loaded or hits)
-        else:
-            plan = self._plan_blend(request, state, match, hits, num_computed)
+        plan = self._plan_blend(request, state, match, num_computed)
         tokens = JobTokens(
             request.request_id, list(request.all_token_ids[num_computed:last]), num_computed, ()
         )
@@ -408,25 +405,18 @@ class SchedulerSide:
             request.all_token_ids[last],
         )
 
-    def _hits(self, request: Request, match: Match) -> tuple[ChunkHit, ...]:
-        last = request.num_tokens - 1
-        return tuple(
-            ChunkHit(
-                span.start,
-                min(span.end, last),
-                match.manifests[span.key].key,
-                match.manifests[span.key].chunk_bytes // self.num_ranks,
-                match.sources.get(span.key, ChunkSource()),
-            )
-            for span in match.spans
-            if span.key in match.manifests and span.start < last
-        )
-
     def _plan_blend(
-        self, request: Request, state: _State, match: Match, hits: tuple[ChunkHit, ...], num_computed: int
+        self, request: Request, state: RequestState, match: Match, num_computed: int
     ) -> BlendPlan:
+        hits = hits_beyond(hits_of(match, request.num_tokens - 1, self.num_ranks), num_computed)
         exact = exact_end(match.spans, state.space, request.all_token_ids)
         usable = usable_hits(hits, match, apply_options(state.planner.selection, state.params.options), exact)
+        if state.job is not None:
+            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
+            # plan, and a controller could change its mind.
+            return plan_again(state.job.plan, usable, state.computed_instead)
+        check_priors(hits, usable)
+        self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
         asked = self._plan_request(request, num_computed, usable)
         asked = dataclasses.replace(asked, options=state.params.options, exact_end=exact, is_trial=is_trial)
@@ -455,32 +445,18 @@ class SchedulerSide:
         state.in_flight = True
         if state.params.op.prefills_chunk:
             self._saves.park(request.request_id, request.num_tokens, None)
-            self._metadata.saves.append(self._save_job(request, state, block_ids, num_external))
+            prompt = TokenIds.of(request.prompt_token_ids)
+            assert state.params.spans is not None
+            start = state.params.spans[0].end - num_external
+            claimed = list(request.all_token_ids[start : start + num_external])
+            tokens = JobTokens(request.request_id, claimed, start, block_ids)
+            lead = other_lead(state.params.op, state.space, self.prior_text, self.config)
+            self._metadata.saves.append(save_job(state.params, state.space, prompt, tokens, lead))
         elif state.job is not None:
             self._lookups.release(state.lookup)
             self.parking.park(request.request_id, request.num_tokens, state.block_name)
             tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
             self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
-
-    def _save_job(
-        self, request: Request, state: _State, block_ids: tuple[list[int], ...], num_external: int
-    ) -> SaveJob:
-        assert state.params.spans is not None
-        (span,) = state.params.spans
-        assert span.key is not None
-        start = span.end - num_external
-        chunk = request.prompt_token_ids[span.start : span.end]
-        return SaveJob(
-            JobTokens(request.request_id, list(request.all_token_ids[start : span.end]), start, block_ids),
-            state.space,
-            span.key,
-            anchor_of(chunk, state.space.name_key),
-            span.start,
-            span.end,
-            state.params.tier,
-            is_audit=state.params.op is Op.AUDIT,
-            other_lead=other_lead(state.params.op, state.space, self.prior_text, self.config),
-        )
 
     def update(self, report: WorkerReport) -> None:
         """Take in what the worker finished, before the scheduler releases those requests."""
@@ -494,6 +470,7 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is not None:
                 self._settle(state, accounting)
+        self.idle_saves.end(report.discovered, self._stats)
 
     def _learn_from(self, report: WorkerReport) -> None:
         for load in report.loads:
@@ -505,7 +482,7 @@ class SchedulerSide:
             if state is not None:
                 self._learn(state, accounting, report.passes.get(request_id))
 
-    def _learn(self, state: _State, accounting: Accounting, sample: PassSample | None) -> None:
+    def _learn(self, state: RequestState, accounting: Accounting, sample: PassSample | None) -> None:
         self._timing.pass_ended(state.request.request_id, sample)
         if sample is None or state.job is None:
             return
@@ -521,20 +498,21 @@ class SchedulerSide:
         self._lookups.step_began()
         self.parking.step_began()
         self._saves.step_began()
-        self._timing.step_began(output, any(state.in_flight for state in self._states.values()))
+        in_flight = any(state.in_flight for state in self._states.values())
+        self._timing.step_began(output, in_flight)
         metadata, self._metadata = self._metadata, StepMetadata()
+        computes = in_flight or output.total_num_scheduled_tokens > 0
+        self.idle_saves.step(computes, not self._states and self.declined_because is None, metadata)
         return metadata
 
     def end_step(self) -> BlendStats | None:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
         self._timing.step_ended()
-        if self._stats.is_empty():
-            return None
         stats, self._stats = self._stats, BlendStats()
-        return stats
+        return None if stats.is_empty() else stats
 
-    def _settle(self, state: _State, accounting: Accounting) -> None:
+    def _settle(self, state: RequestState, accounting: Accounting) -> None:
         state.in_flight = False
         self.parking.settle(state.request.request_id)
         self._saves.leave(state.request.request_id)
@@ -542,28 +520,19 @@ class SchedulerSide:
         if state.params.op.prefills_chunk:
             # What the save pass left in the cache is the exact prefill of its tokens.
             hashing.unfork(state.request, state.ordinary_hasher)
+        else:
+            self._lookups.record_outcome(state.lookup, accounting)
 
-    def _with_match(self, state: _State, accounting: Accounting) -> Accounting:
+    def _with_match(self, state: RequestState, accounting: Accounting) -> Accounting:
         """Add what only this side knows: which spans were hit, and what lay outside them."""
         match = None if state.lookup is None else state.lookup.answer
         if match is None:
             return accounting
-        hit = [span for span in match.spans if span.key in match.manifests]
-        missed = [span for span in match.spans if span.key not in match.manifests]
-        question = 0
-        if state.job is not None:
-            tokens = state.job.tokens
-            inside = sum(max(0, span.end - max(span.start, tokens.start)) for span in match.spans)
-            question = max(0, len(tokens.token_ids) - inside)
+        tokens = None if state.job is None else state.job.tokens
         return dataclasses.replace(
-            accounting,
-            chunks_hit=len(hit),
-            chunks_missed=len(missed),
-            tokens_hit=accounting.tokens_hit or sum(span.num_tokens for span in hit),
-            tokens_missed=sum(span.num_tokens for span in missed),
+            count_match(accounting, match, tokens, is_declared=state.params.spans is not None),
             chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
-            tokens_question=question,
         )
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -572,6 +541,7 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         self.parking.leave(request.request_id)
         self._saves.leave(request.request_id)
+        self.discovery.request_ended(request.request_id)
         if state is not None:
             if self._context_savers.get(state.space.digest) == request.request_id:
                 del self._context_savers[state.space.digest]
@@ -585,6 +555,8 @@ class SchedulerSide:
             return None
         accounting = accounting if ttft is None else ttft.added_to(accounting)
         self._stats.count(accounting)
+        if values_of(request) is None:
+            return None
         return {PARAMS_KEY: accounting.to_mapping()}
 
     def close(self) -> None:
@@ -592,7 +564,7 @@ class SchedulerSide:
             part.close()
 
 
-def _check_calibrated(state: _State, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
+def _check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
     """Raise `NotBlendable` if the blend is approximate, and the prompt unlike those that were calibrated."""
     is_approximate = any(hit.end > exact for hit in hits)
     ratio = apply_options(state.planner.selection, state.params.options).ratio

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan
 from kintsugi.core.request import KintsugiParams, Op, check_spans
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.protocol import JobTokens, SaveJob
 
 
 def add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
@@ -50,6 +51,30 @@ def other_lead(
     if space.context_token_ids:
         return space.prefix_token_ids
     return None if config.context_token_ids else (*space.prefix_token_ids, *prior_text)
+
+
+def save_job(
+    params: KintsugiParams,
+    space: ChunkSpace,
+    prompt: TokenIds,
+    tokens: JobTokens,
+    other_lead: tuple[int, ...] | None,
+) -> SaveJob:
+    """What the worker does for a save or an audit that `check_save` accepted."""
+    assert params.spans is not None
+    (span,) = params.spans
+    assert span.key is not None
+    return SaveJob(
+        tokens,
+        space,
+        span.key,
+        anchor_of(prompt[span.start : span.end], space.name_key),
+        span.start,
+        span.end,
+        params.tier,
+        is_audit=params.op is Op.AUDIT,
+        other_lead=other_lead,
+    )
 
 
 def check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:

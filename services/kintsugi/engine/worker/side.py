@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,16 @@ from kintsugi.engine.protocol import (
     ProbeJob,
     SaveJob,
     StepMetadata,
+    WorkerFacts,
     WorkerReport,
 )
+from kintsugi.engine.worker.anatomy import learn_model
+from kintsugi.engine.worker.defects import contain_defects
+from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
-from kintsugi.engine.worker.model import LoadedModel, find_model
+from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.selftest import self_test
-from kintsugi.engine.worker.stack import VllmStack, is_so_on_any_rank, rank_and_size
+from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import stream_chunks
 from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
@@ -104,6 +108,8 @@ class WorkerSide:
         self._puts: dict[str, Future[Accounting]] = {}
         """Chunks on their way into the store, and audits that read theirs."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
+        put = partial(put_unless_erased, store, self._put)
+        self._idle_saves = IdleSavePasses(self._save_pass, put, self._put_threads, is_first_rank)
         self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
         self._probe: Future[LoadSample] | None = None
         self._passes: dict[str, PassSample] = {}
@@ -121,7 +127,9 @@ class WorkerSide:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return
         try:
-            self._model = find_model(self._vllm_config, self._kv_cache_config, kv_caches)
+            found = find_layers(self._vllm_config, self._kv_cache_config, kv_caches)
+            self._model = learn_model(found)
+            self._codec = self._stored_codec(self._model)
             self._room_bytes = reserve_memory(self._model.device)
             if self._config.self_test:
                 self_test(self._model)
@@ -133,6 +141,19 @@ class WorkerSide:
             self._unable = f"self_test_failed: {type(defect).__name__}: {defect}"
             logger.exception("Blending is off, every prompt is prefilled in full: the self-test broke")
 
+    def _stored_codec(self, model: LoadedModel) -> Codec:
+        """The configured codec, or raw for a model with layers that it does not encode."""
+        if model.layout.holds(self._codec):
+            return self._codec
+        logger.warning("Chunks are stored in raw: %s encodes K and V alone", self._codec.name.lower())
+        return Codec.RAW
+
+    def facts(self) -> WorkerFacts | None:
+        """What the scheduler's side has to know of the model; None where it is not blended."""
+        if self._model is None:
+            return None
+        return WorkerFacts(all(layer.rotation.is_restored for layer in self._model.layers))
+
     def step(self, metadata: StepMetadata) -> None:
         """Take in new work, then run passes until this step's share of work is done."""
         with torch.inference_mode():
@@ -143,6 +164,7 @@ class WorkerSide:
             self._collect_puts()
             self._collect_probe()
             self._advance()
+            self._advance_idle_saves(metadata)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Ids whose blocks the scheduler may use again, and those among them without KV."""
@@ -156,14 +178,16 @@ class WorkerSide:
         finished, self._finished, self._released, self._without_kv = self._finished, {}, set(), set()
         passes, self._passes = self._passes, {}
         loads, self._loads = self._loads, []
-        if not finished and not loads and told:
+        discovered = self._idle_saves.take_outcomes()
+        if not finished and not loads and not discovered and told:
             return None
-        return WorkerReport(finished, self._unable, passes, loads)
+        return WorkerReport(finished, self._unable, passes, loads, discovered)
 
     def close(self) -> None:
         for blend in self._blends.values():
             blend.work.close()
         self._blends.clear()
+        self._idle_saves.close()
         if self._weights is not None:
             self._weights.close()
         self._probe_thread.shutdown(wait=False, cancel_futures=True)
@@ -212,7 +236,7 @@ class WorkerSide:
         return LayerLoader(
             open_frames,
             placements,
-            [layer.rotary for layer in self._model.layers],
+            [layer.rotation.rotary for layer in self._model.layers],
             self._model.device,
             len(heads),
             depth=self._config.prefetch_layers,
@@ -229,7 +253,8 @@ class WorkerSide:
         in_flight = self._blends or self._blends_waiting or self._save or self._saves_waiting
         if self._weights is None or self._unable is not None:
             return
-        if not (in_flight or metadata.blends or metadata.saves):
+        is_new = metadata.blends or metadata.saves or metadata.discovered
+        if not (in_flight or is_new or self._idle_saves.is_computing):
             return
         change = self._weights.check()
         assert self._model is not None
@@ -254,16 +279,20 @@ class WorkerSide:
         if self._save is not None:
             self._abandon_save(self._save.jobs, reason)
         self._blends_waiting, self._saves_waiting = [], []
+        self._idle_saves.abandon(reason)
 
     def _accept(self, metadata: StepMetadata) -> None:
         """Queue new work, or hand it back at once where blending is off."""
+        if metadata.discovered:
+            self._idle_saves.begin(metadata.discovered)
         if self._model is None or self._unable is not None:
             for tokens in [job.tokens for job in metadata.blends] + [job.tokens for job in metadata.saves]:
                 self._fail(tokens.request_id, self._unable)
+            self._idle_saves.abandon(self._unable)
         else:
             self._blends_waiting += metadata.blends
             self._saves_waiting += metadata.saves
-            if metadata.probes and self._probe is None and rank_and_size()[0] == 0:
+            if metadata.probes and self._probe is None and is_first_rank():
                 self._probe = self._probe_thread.submit(self._read_some, metadata.probes[-1])
 
     def _cancel(self, request_id: str) -> None:
@@ -300,6 +329,13 @@ class WorkerSide:
                     self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
+
+    def _advance_idle_saves(self, metadata: StepMetadata) -> None:
+        """Go on with the batch that no request waits for, if the engine has nothing else to compute."""
+        if metadata.idle_tokens and self._idle_saves.is_computing and self._model is not None:
+            task = "save discovered segments, of which none is stored"
+            with self._model.custom_ops_on(), contain_defects(task, self._idle_saves.abandon):
+                self._idle_saves.advance(float(metadata.idle_tokens * len(self._model.layers)))
 
     def _admit(self, job: BlendJob) -> bool:
         """Begin a blend, or hand the prompt to vLLM. False if it has to wait for memory."""
@@ -420,20 +456,14 @@ class WorkerSide:
                 self._fail(job.tokens.request_id, reason)
 
     def _next_saves(self) -> list[SaveJob]:
-        """As many waiting chunks as fit in one unit of every layer, at least one; saves and audits apart."""
-        jobs: list[SaveJob] = []
-        tokens = 0
-        while self._saves_waiting:
-            size = len(self._saves_waiting[0].tokens.token_ids)
-            if jobs and tokens + size > self._unit_tokens_max:
-                break
-            if jobs and jobs[0].is_audit != self._saves_waiting[0].is_audit:
-                break
-            jobs.append(self._saves_waiting.pop(0))
-            tokens += size
+        count = num_saves_together(self._saves_waiting, self._unit_tokens_max)
+        jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
         return jobs
 
     def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
+        return _SaveBatch(jobs, self._save_pass(jobs), time.perf_counter(), set())
+
+    def _save_pass(self, jobs: list[SaveJob]) -> SavePass:
         assert self._model is not None
         items = [
             SaveItem(
@@ -448,8 +478,7 @@ class WorkerSide:
         stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
-        work = SavePass(items, stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
-        return _SaveBatch(jobs, work, time.perf_counter(), set())
+        return SavePass(items, stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
 
     def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
         """What to prefill once more for the chunks' priors. No cache block holds any of it."""
@@ -482,8 +511,7 @@ class WorkerSide:
             compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
             transport=self._store.transport,
         )
-        rank, _ = rank_and_size()
-        if rank != 0:
+        if not is_first_rank():
             self._finished[request_id] = accounting
             return
         finish = self._audit if job.is_audit else self._put
@@ -501,7 +529,7 @@ class WorkerSide:
             frames,
             () if job.other_lead is None else (PRIOR,),
         )
-        self._store.put(manifest, frames, accounting.compute_ms, job.tier)
+        self._store.put(manifest, frames, accounting.compute_ms, job.tier, job.ttl_s)
         return accounting
 
     def _audit(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
@@ -533,17 +561,18 @@ class WorkerSide:
             )
 
 
-@contextmanager
-def contain_defects(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
-    """A defect inside costs the pass, which `give_up` is told the reason of, not the engine its life; but it
-    is raised where ranks have to stay in step."""
-    try:
-        yield
-    except Exception as defect:
-        if rank_and_size()[1] > 1:
-            raise
-        logger.exception("Failed to %s", task)
-        give_up(f"defect: {type(defect).__name__}: {defect}")
+def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
+    """How many of the waiting chunks make the next batch, at least one; saves and audits go apart.
+
+    As many as fit in one unit of every layer. With priors the second prefill takes at most another unit, so a
+    batch with priors costs up to twice as much as one without.
+    """
+    tokens = 0
+    for index, job in enumerate(waiting):
+        tokens += job.prefill_tokens
+        if index and (tokens > unit_tokens_max or job.is_audit != waiting[0].is_audit):
+            return index
+    return len(waiting)
 
 
 def _unix_s(moment_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -59,3 +59,15 @@ class Planner:
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:
     """The hits with at least one token that is not in the engine's own prefix cache."""
     return tuple(hit for hit in hits if hit.end > num_computed)
+
+
+def plan_again(plan: BlendPlan, hits: Sequence[ChunkHit], computed: Set[int]) -> BlendPlan:
+    """The same blend for a request whose cached prefix has changed since `plan`.
+
+    `hits`: those that can be loaded now. Chunks that start in `computed` were computed, and stay so. Raises
+    `NotBlendable` if nothing is left to load; a full prefill of the rest then computes what the blend would.
+    """
+    loaded = tuple(hit for hit in hits if hit.start not in computed)
+    if not loaded:
+        raise NotBlendable("prefix_hit", "the prefix cache holds every chunk that was loaded")
+    return replace(plan, hits=loaded)

@@ -17,6 +17,7 @@ import xxhash
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.namespaces.privacy import NO_PRIVACY, NamespacePrivacy
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
@@ -174,11 +175,12 @@ class SegmentResolver:
             await asyncio.to_thread(remember)
 
     def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
-        """Drop cached texts of chunks, all of the namespace for None."""
+        """Drop cached texts of chunks, all of the namespace and its parts for None."""
         gone = [
             address
             for address, piece in self._pieces.items()
-            if address[0] == namespace and (keys is None or piece.key in keys)
+            if (is_within(address[0], namespace) if keys is None else address[0] == namespace)
+            and (keys is None or piece.key in keys)
         ]
         for address in gone:
             self._cached_tokens -= _count_held(self._pieces.pop(address))

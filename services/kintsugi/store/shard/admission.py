@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
+from kintsugi.core.namespaces.parts import base_of, enclosing
 from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
 
@@ -30,7 +31,8 @@ class ShardConfig:
     """A shard's bounds."""
 
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Maximum bytes per namespace; one over its quota evicts its own chunks. `*` is every other namespace."""
+    """Maximum bytes per namespace with its parts; one over its quota evicts its own chunks. `*` is every
+    other namespace."""
 
     recompute_ms_per_token: float = 0.0
     """Prefill cost of a token, for puts that do not state a chunk's: decides where `auto` puts it. 0:
@@ -60,7 +62,7 @@ class ShardConfig:
         return self.ratio * recompute_ms / 1e3
 
     def quota_of(self, namespace: str) -> float:
-        return self.quota_bytes.get(namespace, self.quota_bytes.get("*", math.inf))
+        return self.quota_bytes.get(base_of(namespace), self.quota_bytes.get("*", math.inf))
 
     def check_size(self, manifest: ChunkManifest, ram_bytes: int) -> None:
         """Raise `ResourceExhausted` for a chunk that can never fit."""
@@ -92,7 +94,8 @@ def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYe
 
 def may_be_forgotten(entry: ChunkEntry, namespace: str) -> bool:
     """Whether a namespace over its quota may lose the chunk."""
-    return entry.manifest.namespace == namespace and not entry.pins and not entry.is_read
+    is_own = base_of(entry.manifest.namespace) == base_of(namespace)
+    return is_own and not entry.pins and not entry.is_read
 
 
 def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:
@@ -152,6 +155,7 @@ class Deletions:
 
     def cover(self, address: Address) -> bool:
         """Whether a chunk may have been deleted within `DELETION_S`."""
-        times = (self._deleted_s.get(address), self._deleted_s.get(address[0]), self._forgotten_s)
+        whole = (self._deleted_s.get(namespace) for namespace in enclosing(address[0]))
+        times = (self._deleted_s.get(address), *whole, self._forgotten_s)
         last_s = max(time for time in times if time is not None)
         return self._clock() - last_s < DELETION_S

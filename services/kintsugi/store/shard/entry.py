@@ -16,6 +16,7 @@ from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
 from kintsugi.store.shard.tiers.extents import Extent, ExtentAllocator, Strides
 
@@ -29,10 +30,10 @@ class CopyTier(ABC):
     allocator: ExtentAllocator
     """Its free space."""
 
-    def __init__(self, name: str, policy: EvictionPolicy[ChunkEntry]) -> None:
+    def __init__(self, name: str, make_policy: Callable[[], EvictionPolicy[ChunkEntry]]) -> None:
         self.name = name
         """`ram`, `ssd0`, `ssd1` …"""
-        self.policy = policy
+        self.policy = LifetimePolicy(lambda entry: entry.expires_at_s < math.inf, make_policy)
         self.chunks = 0
         self.bytes_by_namespace: dict[str, int] = {}
         """Chunk KV of each namespace that has some here."""

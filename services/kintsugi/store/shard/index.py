@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
 from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.entry import Address, ChunkEntry
@@ -78,6 +79,11 @@ class Index:
         keys = self._keys.get(namespace, [])
         start = 0 if after is None else bisect_right(keys, after.digest)
         return [self._entries[namespace, ChunkKey(key)] for key in keys[start : start + limit]]
+
+    def page_within(self, namespace: str, limit: int) -> list[ChunkEntry]:
+        """At most `limit` entries of a namespace and its parts."""
+        names = [name for name in self._keys if is_within(name, namespace)]
+        return [entry for name in names for entry in self.page(name, limit, None)][:limit]
 
 
 def _anchor(manifest: ChunkManifest) -> _Anchor | None:

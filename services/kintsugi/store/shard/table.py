@@ -280,7 +280,7 @@ class EntryTable:
                     put.is_erased = put.is_erased or scope.covers(put.entry.address)
                 if scope.keys is None:
                     self._deletions.note([scope.namespace])
-                    entries = self._index.page(scope.namespace, CLEAR_BATCH, None)
+                    entries = self._index.page_within(scope.namespace, CLEAR_BATCH)
                 else:
                     addresses = [(scope.namespace, key) for key in scope.keys]
                     self._deletions.note(addresses)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.measurements import measured_salt, split_salt
 
 BLOCK = 4
 
@@ -125,3 +126,17 @@ def test_without_prefix_caching_there_is_nothing_to_name(first_block: int) -> No
     fork(request, first_block)
     assert request.cache_salt == "acme"
     assert request._block_hasher is None
+
+
+def test_a_measurement_shares_no_block_with_others_whatever_its_namespaces_salt_becomes() -> None:
+    tokens = list(range(12))
+    measured = FakeRequest(tokens, measured_salt("acme", "m1"))
+    assert not set(measured.block_hashes) & set(FakeRequest(tokens, "acme").block_hashes)
+    fork(measured, 1)
+    same = FakeRequest(tokens, measured_salt("acme", "m1"))
+    fork(same, 1)
+    assert measured.block_hashes == same.block_hashes
+    assert not set(measured.block_hashes) & set(forked(tokens, 1).block_hashes)
+    hashing.set_salt(measured, "acme\0001")  # type: ignore[arg-type]
+    assert split_salt(measured.cache_salt) == ("acme\0001", "m1")
+    assert not set(measured.block_hashes) & set(same.block_hashes)

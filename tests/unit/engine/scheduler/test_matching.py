@@ -13,7 +13,14 @@ from kintsugi.core.layout import FORMAT, Codec, digests_of
 from kintsugi.core.plan import ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of
-from kintsugi.engine.scheduler.matching import in_codecs, match_content, match_spans, usable_hits
+from kintsugi.engine.scheduler.matching import (
+    check_priors,
+    in_codecs,
+    match_content,
+    match_spans,
+    usable_hits,
+    without_prefix,
+)
 from kintsugi.fusor.priors import PRIOR
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import SPACE, Chunk, make_chunk
@@ -118,9 +125,15 @@ def test_with_the_selector_prior_a_chunk_without_a_prior_is_computed() -> None:
         dataclasses.replace(asked, ratio=1.0),
     ):
         assert usable_hits(hits, match, other, exact_end=0) == hits
-    with pytest.raises(NotBlendable) as refused:
-        usable_hits((first, second), match, asked, exact_end=0)
-    assert refused.value.reason == "no_priors"
+    assert usable_hits((first, second), match, asked, exact_end=0) == ()
+
+
+def test_a_prompt_of_which_no_hit_is_usable_is_told_why() -> None:
+    hit = ChunkHit(0, 40, ChunkKey.of(SPACE, list(range(40))))
+    with pytest.raises(NotBlendable, match="no_priors: none of the prompt's chunks was saved with a prior"):
+        check_priors((hit,), ())
+    check_priors((hit,), (hit,))
+    check_priors((), ())
 
 
 def test_a_prior_of_another_kind_is_none() -> None:
@@ -129,8 +142,7 @@ def test_a_prior_of_another_kind_is_none() -> None:
     store.put(*with_priors(make_chunk(tokens), "other"))
     span = Span(0, 40, ChunkKey.of(SPACE, tokens))
     match, hit = match_spans(store, SPACE, [span]), ChunkHit(0, 40, ChunkKey.of(SPACE, tokens))
-    with pytest.raises(NotBlendable, match="no_priors"):
-        usable_hits((hit,), match, Selection(0.1, SelectorName.PRIOR), exact_end=0)
+    assert usable_hits((hit,), match, Selection(0.1, SelectorName.PRIOR), exact_end=0) == ()
 
 
 def with_priors(chunk: Chunk, name: str) -> Chunk:
@@ -182,3 +194,47 @@ def test_without_a_shared_space_nobody_elses_chunks_are_found() -> None:
     store.put(*make_chunk(theirs, SHARED_SPACE))
     assert match_content(store, SPACE, theirs).spans == ()
     assert match_spans(store, SPACE, [Span(0, 100, ChunkKey.of(SPACE, theirs))]).manifests == {}
+
+
+def test_offsets_limit_where_chunks_are_found() -> None:
+    store = store_of(list(range(100, 140)), list(range(300, 340)))
+    prompt = [7, *range(100, 140), 7, *range(300, 340)]
+    found = match_content(store, SPACE, prompt, offsets=[0, 42, 500])
+    assert [(span.start, span.end) for span in found.spans] == [(42, 82)]
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "is_behind", "starts", "in_prefix"),
+    [
+        (0, True, [50, 150, 250], 0),
+        (50, True, [50, 150, 250], 0),
+        (64, True, [150, 250], 1),
+        (150, True, [150, 250], 1),
+        (208, True, [250], 2),
+        (300, True, [], 3),
+        (64, False, [50, 150, 250], 0),
+        (208, False, [], 3),
+    ],
+)
+def test_what_the_prefix_cache_holds_exactly_is_not_blended(
+    num_computed: int, is_behind: bool, starts: list[int], in_prefix: int
+) -> None:
+    chunks = [list(range(1000 * index, 1000 * index + 80)) for index in (1, 2, 3)]
+    prompt = [token for chunk in chunks for token in ([7] * 20 + chunk)]
+    prompt = [7] * 30 + prompt
+    match = match_content(store_of(*chunks), SPACE, prompt)
+    assert [span.start for span in match.spans] == [50, 150, 250]
+    kept = without_prefix(match, SPACE, prompt, num_computed, is_behind)
+    assert [span.start for span in kept.spans] == starts
+    assert kept.num_in_prefix == in_prefix
+
+
+def test_a_chunk_in_first_place_is_as_exact_as_the_prefix_cache() -> None:
+    space = dataclasses.replace(SPACE, prefix_token_ids=(1, 2))
+    chunk, other = list(range(100, 180)), list(range(300, 380))
+    prompt = [1, 2, *chunk, *other]
+    store = RamStore()
+    for tokens in (chunk, other):
+        store.put(*make_chunk(tokens, space))
+    match = match_content(store, space, prompt)
+    assert without_prefix(match, space, prompt, 80, is_behind=True) is match

@@ -27,10 +27,12 @@ from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.config import DiscoveryConfig, EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.engine.scheduler.idle_saves import IdleSaves
 from kintsugi.engine.scheduler.parking import Parking, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.side import SchedulerSide
@@ -38,7 +40,6 @@ from kintsugi.engine.scheduler.spans import add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner, PlanRequest
-from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
 from tests.unit.core.test_report import BINDING
@@ -78,22 +79,30 @@ def store() -> StubStore:
 
 @pytest.fixture
 def side(store: StubStore) -> Iterator[SchedulerSide]:
+    side = side_of(store)
+    yield side
+    side.close()
+
+
+def side_of(store: StubStore) -> SchedulerSide:
     init_none_hash(sha256)
-    side = SchedulerSide(
+    salts = Salts(store)
+    discovery = Discovery(DiscoveryConfig(), salts)
+    return SchedulerSide(
         config=EngineConfig(),
         store=store,
         planner=LoadingController(Selection(0.15), 0.5),
         gate=Gate.open_regardless(BINDING),
-        salts=Salts(store),
+        salts=salts,
         fingerprint=ModelFingerprint.of({"model": "toy"}),
         prefix_token_ids=(),
         hash_block_size=BLOCK,
         declined_because=None,
         engine=EngineShape(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
         parking=Parking(places=2, cache_tokens=10_000),
+        discovery=discovery,
+        idle_saves=IdleSaves(discovery, EngineConfig(), [BLOCK], length_max=4096),
     )
-    yield side
-    side.close()
 
 
 def request_of(name: str) -> Any:
@@ -126,6 +135,14 @@ def test_what_the_store_lacks_is_a_full_prefill(side: SchedulerSide) -> None:
     assert said(side, asked(side, "one"))["reason"].startswith("no_chunk_cached")
 
 
+def test_a_prompt_longer_than_what_layers_attend_within_is_prefilled(side: SchedulerSide) -> None:
+    side.local_chunk = len(PROMPT)
+    assert said(side, asked(side, "within"))["reason"].startswith("no_chunk_cached")
+    side.local_chunk = len(PROMPT) - 1
+    reason = said(side, asked(side, "beyond"))["reason"]
+    assert reason.startswith("attention_chunk: 100 tokens are more than the 99 within which")
+
+
 def test_a_defect_of_the_planner_costs_a_full_prefill(side: SchedulerSide) -> None:
     side.planner = BrokenPlanner(Selection(0.15))
     accounting = said(side, asked(side, "one"))
@@ -141,43 +158,21 @@ def test_a_pass_is_over_even_if_nothing_can_be_learnt_from_it(side: SchedulerSid
     assert said(side, request)["outcome"] == "blended"
 
 
-@pytest.mark.parametrize(("codec", "shared"), [("raw", 2), ("int8", 0), ("fp8_sinks", 0)])
-def test_only_what_is_stored_exactly_has_a_plain_prompts_names(
-    side: SchedulerSide, codec: str, shared: int
+@pytest.mark.parametrize(
+    ("codec", "restores_keys", "shared"),
+    [("raw", True, 2), ("raw", False, 0), ("int8", True, 0), ("fp8_sinks", True, 0)],
+)
+def test_only_what_is_restored_exactly_has_a_plain_prompts_names(
+    side: SchedulerSide, codec: str, restores_keys: bool, shared: int
 ) -> None:
     """The first chunk stands where it was prefilled."""
-    side.config = EngineConfig(codec=codec)
+    side.config, side.restores_keys = EngineConfig(codec=codec), restores_keys
     plain, blended = request_of("plain"), request_of("blended")
     hashing.set_salt(plain, "acme")
     side.on_new_request(blended)
     assert len(plain.block_hashes) == len(blended.block_hashes)
     assert plain.block_hashes[:shared] == blended.block_hashes[:shared]
     assert not set(plain.block_hashes[shared:]) & set(blended.block_hashes[shared:])
-
-
-def heard_back(side: SchedulerSide, store: StubStore) -> None:
-    for _ in range(10_000):
-        side._lookups._threads.submit(int).result(10)
-        if store.lookups and side._lookups._breaker._probe_s is None:
-            return
-    raise AssertionError("the store was not asked, or its answer forgotten")
-
-
-def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide, store: StubStore) -> None:
-    now_s = 0.0
-    side._lookups._breaker = CircuitBreaker(clock=lambda: now_s)
-    store.is_down = True
-    for index in range(FAILURES_MAX):
-        assert said(side, asked(side, str(index)))["reason"].startswith("store_unavailable: Unavailable")
-    for was_down in (True, False):
-        store.is_down, store.lookups = was_down, 0
-        now_s += OPEN_S
-        request = request_of("probing")
-        side.on_new_request(request)
-        assert said(side, request)["reason"].startswith("store_unavailable: it failed lately")
-        heard_back(side, store)
-        assert side._lookups._breaker.is_closed is not was_down
-    assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")
 
 
 CONTEXT = list(range(500, 540))

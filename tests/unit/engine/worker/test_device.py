@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context
@@ -23,7 +24,9 @@ from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, K
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
+from kintsugi.engine.worker.calls import LayerCall, LayerCalls, PerToken
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
+from kintsugi.engine.worker.rotation import KeyRotation, RotationCall
 from kintsugi.engine.worker.stack import VllmStack
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.codecs import encode_frame
@@ -33,6 +36,7 @@ from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.save import SaveItem, SavePass, SecondPrefill
 from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.fusor.sliced import PassStatus
+from kintsugi.models.layers import LayerKind, LayerSpec, ModelLayers
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.pretend_cuda import CUDA, PretendCuda, attend
 
@@ -91,7 +95,8 @@ class Attention(nn.Module):
         super().__init__()
         self.name, self.kv_cache = name, cache
         self.impl = self.attn_backend = Backend()
-        self.num_kv_heads, self.num_heads, self.head_size = KV_HEADS, HEADS, HEAD_DIM
+        self.num_kv_heads, self.num_heads = KV_HEADS, HEADS
+        self.head_size = self.head_size_v = HEAD_DIM
         self.sliding_window = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -135,6 +140,35 @@ class DecoderLayer(nn.Module):
         return torch.nn.functional.silu(norm(residual) @ up) @ down, residual
 
 
+class Model(nn.Module):
+    def __init__(self, embedding: Tensor, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.embedding, self.layers = embedding, layers
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **_others: None) -> Tensor:
+        states, residual = self.embedding[input_ids], None
+        for layer in self.layers:
+            states, residual = layer(positions, states, residual)
+        return states if residual is None else states + residual
+
+
+CALL = LayerCall(
+    pytree.tree_structure(((0, 0, 0), {})),
+    (PerToken(0, 0), PerToken(0), PerToken(0)),
+    1,
+    2,
+    pytree.tree_structure((0, 0)),
+    0,
+    1,
+)
+"""How `Model` calls a layer: positions, states, residual."""
+
+
+def rotation_of(rotary: Rotary, module: RotaryModule) -> KeyRotation:
+    layout = pytree.tree_structure(((0, 0, 0), {}))
+    return KeyRotation(rotary, RotationCall(module, 2, 0, 1, layout, (), torch.empty(0)))
+
+
 def norm(stream: Tensor) -> Tensor:
     return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + 1e-6)
 
@@ -150,7 +184,7 @@ def model_of(num_layers: int, device: torch.device, kernel_serves: bool) -> Load
     names = tuple(f"layer.{index}" for index in range(num_layers))
     builder = SimpleNamespace(build=lambda _prefix, common: common)
     spec: Any = None
-    group = CacheGroup(0, spec, names, BLOCK, BLOCK, builder, kernel_serves)
+    group = CacheGroup(0, 0, spec, names, BLOCK, BLOCK, builder, kernel_serves)
     blocks = -(-LENGTH // BLOCK) + 2
     layers = []
     for index, name in enumerate(names):
@@ -158,11 +192,20 @@ def model_of(num_layers: int, device: torch.device, kernel_serves: bool) -> Load
         attention, rotary_module = Attention(name, cache), RotaryModule(rotary)
         sizes = ((HIDDEN, HIDDEN + 2 * KV_HEADS * HEAD_DIM), (HIDDEN, HIDDEN), (HIDDEN, 128), (128, HIDDEN))
         module = DecoderLayer([random(*size) for size in sizes], attention, rotary_module)
-        layers.append(Layer(index, name, module, attention, rotary_module, rotary, group))
-    embedding = random(VOCAB, HIDDEN)
-    trunk: Any = SimpleNamespace(embed_input_ids=lambda token_ids: embedding[token_ids])
+        layers.append(Layer(index, name, module, attention, group, rotation_of(rotary, rotary_module)))
+    modules = [layer.module for layer in layers]
+    spec_of_layer = LayerSpec(LayerKind.ATTENTION, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    config: Any = VllmConfig()
+    config.model_config = SimpleNamespace(uses_mrope=False)
     return LoadedModel(
-        VllmConfig(), nn.Module(), trunk, tuple(layers), device, torch.float32, KV_HEADS, HEAD_DIM, 0.2
+        config,
+        Model(random(VOCAB, HIDDEN), modules),
+        tuple(layers),
+        device,
+        torch.float32,
+        0.2,
+        LayerCalls(tuple(modules), (CALL,) * num_layers, ((0, 0),)),
+        ModelLayers((spec_of_layer,) * num_layers),
     )
 
 
@@ -203,7 +246,7 @@ def blend(scene: Scene, model: LoadedModel, selection: Selection, unit: int) -> 
         return LayerLoader(
             lambda share: scene.store.stream("device", keys[share], layers, every_head, 9.0),
             placements_of(plan, scene.manifests, 0, LENGTH),
-            [layer.rotary for layer in model.layers],
+            [layer.rotation.rotary for layer in model.layers],
             model.device,
             KV_HEADS,
             depth=2,

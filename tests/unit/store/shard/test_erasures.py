@@ -169,6 +169,7 @@ def test_marks_are_bounded_and_join_a_tenants_namespaces_first() -> None:
     marks = add_marks({"old": 1}, {2 + number: f"tenant/{number}" for number in range(MARKS_MAX)})
     assert marks == {"old": 1, "tenant/*": MARKS_MAX + 1}
     assert find_mark(marks, "tenant/7") == MARKS_MAX + 1
+    assert find_mark(marks, "tenant/7/-/acme") == MARKS_MAX + 1, "erased with what it is a part of"
     assert find_mark(marks, "tenant") == 0
     many = add_marks({}, {number: f"tenant{number}" for number in range(1, 2 * MARKS_MAX)})
     assert len(many) <= MARKS_MAX
@@ -252,6 +253,19 @@ def test_a_shard_that_was_away_obeys_once(shard: Shard) -> None:
 def test_scopes_cover_what_was_erased() -> None:
     some = [one(1, 1.0), one(2, 1.0), one(1, 1.0, "b"), Erasure("b", None, 2.0), one(2, 3.0, "b")]
     assert scopes_of(some) == [Scope.of("acme", [key(1), key(2)]), Scope("b")]
+
+
+def test_an_erased_namespace_covers_its_parts() -> None:
+    erasures = Erasures(None)
+    erasures.record([Erasure("docs/-/a", None, 1.0)])
+    erasures.record([Erasure("docs", None, 2.0)])
+    for namespace in ("docs", "docs/-/a", "docs/-/a/.b", "docs/-/c"):
+        assert erasures.cover((namespace, key(1)), 1), "a copy that did not see the second is not taken"
+        assert not erasures.cover((namespace, key(1)), 2)
+        assert erasures.is_known(one(1, 2.0, namespace))
+    assert not erasures.cover(("docs/a", key(1)), 0)
+    assert Scope("docs").covers(("docs/-/a", key(1)))
+    assert not Scope.of("docs", [key(1)]).covers(("docs/-/a", key(1)))
 
 
 def test_leftovers_are_free_runs_that_were_written() -> None:

@@ -52,6 +52,16 @@ def put(
     return manifest
 
 
+def test_parts_of_a_namespace_share_its_quota(shard: Shard) -> None:
+    first = put(shard, 40, namespace="small")
+    size = first.chunk_bytes
+    fits = 200_000 // size
+    for number in range(fits):
+        put(shard, 40, namespace=f"small/-/{number}")
+    held = {entry.manifest.namespace for entry in shard.table.entries()}
+    assert len(held) == fits, "the quota is the base's"
+
+
 def test_a_chunk_expires_and_gives_its_room_back(shard: Shard, clock: Clock) -> None:
     manifest = put(shard, 40, PutOptions(ttl_s=10))
     clock.now_s += 9
@@ -61,6 +71,17 @@ def test_a_chunk_expires_and_gives_its_room_back(shard: Shard, clock: Clock) -> 
     assert len(shard) == 0
     assert shard.ram.allocator.used_bytes == 0
     assert shard.table.counters.expired == 1
+
+
+def test_chunks_with_a_lifetime_leave_before_those_without(shard: Shard) -> None:
+    """However often they were used."""
+    lasting = put(shard, 300)
+    passing = [put(shard, tokens, PutOptions(ttl_s=1000)) for tokens in (301, 302)]
+    shard.lookup("acme", [one.key for one in passing] * 3)
+    for tokens in (400, 401, 402):
+        put(shard, tokens, PutOptions(ttl_s=1000))
+    assert shard.lookup("acme", [lasting.key]) != [None]
+    assert shard.lookup("acme", [one.key for one in passing]) == [None, None]
 
 
 def test_a_pin_keeps_a_chunk_until_its_lease_ends(shard: Shard, clock: Clock) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from kintsugi.core.namespaces.parts import enclosing, is_within
 from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 
 MARKS_MAX = 1_000
@@ -53,13 +54,13 @@ def add_marks(marks: Mapping[str, int], forgotten: Mapping[int, str]) -> dict[st
 
 def find_mark(marks: Mapping[str, int], namespace: str) -> int:
     """The number up to which erasures of a namespace may be forgotten; 0: none is."""
-    patterns = {namespace, _group_of(namespace), EVERY_NAMESPACE}
+    patterns = {*enclosing(namespace), *map(_group_of, enclosing(namespace)), EVERY_NAMESPACE}
     return max(marks.get(pattern, 0) for pattern in patterns)
 
 
 def matches(pattern: str, namespace: str) -> bool:
     """Whether a mark, of this version or a later one, concerns a namespace."""
-    return namespace.startswith(pattern[:-1]) if pattern.endswith("*") else namespace == pattern
+    return namespace.startswith(pattern[:-1]) if pattern.endswith("*") else is_within(namespace, pattern)
 
 
 def _join_tenants(marks: Mapping[str, int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import lmdb
 
 from kintsugi.core.errors import Unavailable
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
@@ -168,16 +169,21 @@ class Erasures:
     def is_known(self, erasure: Erasure) -> bool:
         """Whether it was obeyed here: the same erasure or a later one of the same chunk is recorded."""
         with self._lock:
-            names: tuple[_Name, ...] = ((erasure.namespace, erasure.key), (erasure.namespace, None))
+            names = self._names_covering(erasure.namespace, erasure.key)
             records = [self._records.get(name) for name in names]
         return any(record is not None and record.at_s >= erasure.at_s for record in records)
 
     def cover(self, address: Address, seen: int) -> bool:
         """Whether a chunk may have been erased after the erasure with the number `seen`."""
         with self._lock:
-            found = (self._records.get(address), self._records.get((address[0], None)))
+            found = [self._records.get(name) for name in self._names_covering(*address)]
             numbers = [one.number for one in found if one is not None]
             return max([*numbers, find_mark(self.forgotten, address[0])]) > seen
+
+    @staticmethod
+    def _names_covering(namespace: str, key: ChunkKey | None) -> list[_Name]:
+        """The names of the records that a chunk, or all of a namespace, is erased with."""
+        return [(namespace, key), *((name, None) for name in enclosing(namespace))]
 
     def seen_of(self, peer: str) -> int:
         """The number up to which another shard's erasures were obeyed here; 0: none were asked for."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
@@ -15,7 +16,7 @@ from kintsugi.store.shard.work import Eviction
 
 @dataclass(frozen=True)
 class Scope:
-    """Some chunks of a namespace, or all of it."""
+    """Some chunks of a namespace, or all of it with its parts."""
 
     namespace: str
     keys: frozenset[ChunkKey] | None = None
@@ -27,7 +28,9 @@ class Scope:
 
     def covers(self, address: Address) -> bool:
         namespace, key = address
-        return namespace == self.namespace and (self.keys is None or key in self.keys)
+        if self.keys is None:
+            return is_within(namespace, self.namespace)
+        return namespace == self.namespace and key in self.keys
 
 
 @dataclass

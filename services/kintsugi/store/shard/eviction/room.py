@@ -5,11 +5,13 @@ Called under the table's lock. It decides; the table's functions apply what it d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.namespaces.parts import base_of, is_within
 from kintsugi.store.shard import admission
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry, Residence
@@ -60,7 +62,7 @@ class Room:
     def is_there(self, manifest: ChunkManifest) -> bool:
         """Whether a chunk fits without one being lost, and keeps its namespace's quota and limits."""
         namespace = manifest.namespace
-        left = self._config.quota_of(namespace) - self._index.bytes_by_namespace.get(namespace, 0)
+        left = self._config.quota_of(namespace) - self._quota_bytes(namespace)
         if self._shares.is_full_for(manifest):
             return False
         return manifest.chunk_bytes <= min(self.free_bytes(), left)
@@ -84,12 +86,17 @@ class Room:
         """Forget a namespace's own chunks until another fits its quota; whether it does now."""
         namespace = manifest.namespace
         quota = self._config.quota_of(namespace)
-        while self._index.bytes_by_namespace.get(namespace, 0) + manifest.chunk_bytes > quota:
+        while quota < math.inf and self._quota_bytes(namespace) + manifest.chunk_bytes > quota:
             entry = self._shares.choose_to_forget(namespace)
             if entry is None:
                 return False
             self._transitions.forget(entry)
         return True
+
+    def _quota_bytes(self, namespace: str) -> int:
+        """What counts against a namespace's quota: its chunks, and those of all parts of its base."""
+        base = base_of(namespace)
+        return sum(size for name, size in self._index.bytes_by_namespace.items() if is_within(name, base))
 
     def _make_share(self, manifest: ChunkManifest) -> bool:
         """Have a namespace's own chunks leave RAM until another fits its limit; whether it does now."""

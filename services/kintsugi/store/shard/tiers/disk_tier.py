@@ -67,7 +67,7 @@ class DiskTier(CopyTier):
         self.catalog = Catalog(home.path / "catalog")
         sync_folder(home.path)  # or a power loss takes slab and catalog, whatever was synced in them
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
-        super().__init__(name, policy(self.slab.capacity_bytes))
+        super().__init__(name, lambda: policy(self.slab.capacity_bytes))
         self.read_bytes_per_s = self._measure_read_speed()
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""

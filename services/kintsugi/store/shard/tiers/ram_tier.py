@@ -19,7 +19,7 @@ class RamTier(CopyTier):
     ) -> None:
         self.arena = Arena(capacity_bytes)
         self.allocator = ExtentAllocator(self.arena.capacity_bytes)
-        super().__init__("ram", policy(self.arena.capacity_bytes))
+        super().__init__("ram", lambda: policy(self.arena.capacity_bytes))
         self.on_free: Callable[[], None] = lambda: None
         """Called under the table's lock whenever room came back."""
 

@@ -1,0 +1,1 @@
+"""Sections of `benchmarks/discovery.py`: passages that recur and that nobody declares."""

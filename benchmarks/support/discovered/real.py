@@ -1,0 +1,98 @@
+"""The same load on the reference model in its chat form, with a calibration of its own and the gate on.
+
+Calibration gets prompts like those that are served: passages that the load does not send, cut into segments
+as discovery cuts them. `$KINTSUGI_DISCOVERY_REPORT` names the report of an earlier run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.support.discovered.insertion import classes_of
+from benchmarks.support.discovered.service import DISCOVER, REQUESTS, measure_load, ttft_figure
+from benchmarks.support.engines import say
+from benchmarks.support.figures import Figure
+from benchmarks.support.musique import MUSIQUE
+from benchmarks.support.real.corpus import read_corpus
+from benchmarks.support.real.engine import MODEL_TOKENS_MAX
+from benchmarks.support.servers import Setting, our_server, plain_server
+from kintsugi.bench.profile import RagWorkload
+from kintsugi.cli.exits import ExitCode
+from kintsugi.core.prompt import FormName
+from kintsugi.core.tokens import TokenIds
+from kintsugi.discovery.segments import find_segments
+from kintsugi.models.prompt_form import PromptForm, load_form
+from kintsugi.models.reference import REFERENCE, resolve_model
+
+REPORT = "KINTSUGI_DISCOVERY_REPORT"
+CALIBRATION_PROMPTS = 400
+CALIBRATION_MINUTES, QUICK_MINUTES = 24.0, 0.5
+PASSAGES, QUICK_PASSAGES, PER_PROMPT = 200, 8, 6
+QUICK_REQUESTS = 6
+TTFT_BAR = 1.4
+QUESTION = "What do these passages have in common?"
+
+
+def measure(quick: bool) -> list[Figure]:
+    """With `quick`, the calibration is too short to pass, and the gate is left open."""
+    corpus = read_corpus(MUSIQUE)
+    texts = corpus.judged[: QUICK_PASSAGES if quick else PASSAGES]
+    workload = RagWorkload(documents=len(texts), zipf=0.9, chunks=PER_PROMPT, answer_tokens=8)
+    model = Path(resolve_model(REFERENCE.name))
+    with tempfile.TemporaryDirectory(prefix="kintsugi-discovery-") as folder:
+        minutes = QUICK_MINUTES if quick else CALIBRATION_MINUTES
+        report = os.environ.get(REPORT) or _calibrate(corpus.choosing, Path(folder), minutes)
+        setting = Setting(
+            "real",
+            max_model_len=MODEL_TOKENS_MAX,
+            kv_cache_bytes=1 << 30,
+            allow_uncalibrated=quick,
+            connector={"report": str(report), "ratio_max": 0.5},
+            privacy=DISCOVER,
+        )
+        with plain_server(model, setting) as plain, our_server(model, setting) as ours:
+            for server in (plain, ours):
+                server.endpoint = dataclasses.replace(server.endpoint, chat=True)
+            samples = measure_load((plain, ours), texts, workload, QUICK_REQUESTS if quick else REQUESTS)
+    figure = ttft_figure("discovered_real_ttft_ratio", samples, None if quick else TTFT_BAR)
+    told = [one.accounting or {} for one in samples["kintsugi"]]
+    ends = Counter(str(one.get("reason") or one.get("outcome")).split(":")[0] for one in told)
+    return [dataclasses.replace(figure, detail=f"{figure.detail}; {corpus.name}; {dict(ends)}")]
+
+
+def _calibrate(passages: Sequence[str], folder: Path, minutes: float) -> Path:
+    """A report about prompts whose chunks are segments, whether it lets the model blend or not. Raises
+    `CalledProcessError`."""
+    form = load_form(REFERENCE.name, FormName.CHAT)
+    questions, report = folder / "questions.jsonl", folder / "report.json"
+    generator = random.Random("discovery calibration")
+    with questions.open("w") as file:
+        for _ in range(CALIBRATION_PROMPTS):
+            chosen = generator.sample(list(passages), PER_PROMPT)
+            chunks = [segment for text in chosen for segment in _segments(form, f"{text}\n\n")]
+            file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
+    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate"]
+    command += ["--model", REFERENCE.name, "--questions", str(questions), "--form", "chat"]
+    command += ["--minutes", str(minutes), "--dtype", "bfloat16", "--out", str(report)]
+    command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX})]
+    say(f"calibrating {REFERENCE.name} within about {minutes:g} minutes")
+    done = subprocess.run(command)
+    if done.returncode not in (ExitCode.OK, ExitCode.NOT_BLENDABLE):
+        done.check_returncode()
+    return report
+
+
+def _segments(form: PromptForm, text: str) -> list[str]:
+    """The text in the pieces that discovery makes of it."""
+    ids = TokenIds.of(form.tokenize(text))
+    spans = find_segments(ids, classes_of(form))
+    return [form.tokenizer.decode(ids[span.start : span.end].to_list()) for span in spans]

@@ -1,0 +1,92 @@
+"""The segments that wait to be saved, and how many tokens saving may compute.
+
+Saving earns tokens: a share of the tokens of every prompt seen, at most `EARNED_MAX` ahead. So what
+discovery computes is bounded by the traffic, whatever the traffic is. First come, first served, and no
+namespace takes all the room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from kintsugi.core.spaces import ChunkKey, ChunkSpace
+from kintsugi.core.tokens import TokenIds
+
+TOKENS_MAX = 1 << 20
+"""4 MiB of token ids."""
+SEGMENT_TOKENS_MIN = 256
+"""A shorter segment takes as much room: so no more than 4,096 wait."""
+NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
+EARNED_MAX = 1 << 16
+"""Tokens that saving may be ahead: an idle hour is not made up for at once."""
+
+
+@dataclass(frozen=True)
+class Recurring:
+    """A segment that was seen often enough, in the space of its request."""
+
+    space: ChunkSpace
+    token_ids: TokenIds
+    shared: str
+    """The namespace whose chunks the request could use, too; empty: none."""
+    salt: str
+    """That of the request's namespace when it was seen; another one now means that something was erased."""
+
+    @property
+    def name(self) -> ChunkKey:
+        """The key that clients know the chunk by."""
+        return ChunkKey.of(self.space, self.token_ids)
+
+
+class Backlog:
+    """Not thread-safe."""
+
+    def __init__(self, share: float) -> None:
+        """``share``: tokens that saving may compute per token of prompts."""
+        self._share = share
+        self._earned = 0.0
+        self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
+        self._tokens: Counter[str] = Counter()
+        """What waits, by namespace."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def earn(self, prompt_tokens: int) -> None:
+        """A prompt of so many tokens was seen."""
+        self._earned = min(self._earned + self._share * prompt_tokens, EARNED_MAX)
+
+    def add(self, segment: Recurring) -> bool:
+        """Whether the segment waits now: not if it did before, and not if there is no room."""
+        room, namespace = _room_of(segment), segment.space.namespace
+        is_full = (
+            self._tokens.total() + room > TOKENS_MAX or self._tokens[namespace] + room > NAMESPACE_TOKENS_MAX
+        )
+        if is_full or segment.name in self._waiting:
+            return False
+        self._waiting[segment.name] = segment
+        self._tokens[namespace] += room
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a segment waits and saving has earned something."""
+        return bool(self._waiting) and self._earned > 0
+
+    def take(self) -> Recurring:
+        """The segment that waited longest, which leaves."""
+        _, segment = self._waiting.popitem(last=False)
+        namespace = segment.space.namespace
+        self._tokens[namespace] -= _room_of(segment)
+        if not self._tokens[namespace]:
+            del self._tokens[namespace]
+        return segment
+
+    def spend(self, computed_tokens: int) -> None:
+        """A save computes so many tokens. The last one before there is nothing left may overdraw."""
+        self._earned -= computed_tokens
+
+
+def _room_of(segment: Recurring) -> int:
+    return max(len(segment.token_ids), SEGMENT_TOKENS_MIN)

@@ -1,0 +1,131 @@
+"""How often segments were seen, per namespace and in bounded memory.
+
+Each namespace has a count-min sketch of its own, so no count depends on another namespace's prompts. A sketch
+has two generations. Sightings count in the newer one, and the estimate is the sum over both. When the newer
+one is full or old, it becomes the older one and the older one is forgotten: a sighting is remembered for at
+least a whole generation. A full generation is followed by a larger one, up to `WIDTH_MAX`.
+
+An estimate is never too low while a sighting is remembered. It is too high for one segment in 5,000 where a
+generation is full: all four of its cells are then used by others. That segment is saved one sight too soon.
+
+Cost of counting a prompt's segments: 20 µs, and 0.4 µs more for each (one x86 core).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+ROWS = 4
+WIDTH_MIN = 1 << 12
+WIDTH_MAX = 1 << 22
+GROWTH = 4
+FULL_SHARE = 1 / 8
+"""A generation is full when it has counted this share of its width in distinct segments."""
+BYTES_MAX = 64 << 20
+COUNT_MAX = 255
+
+
+class _Generation:
+    def __init__(self, width: int, began_s: float) -> None:
+        self.width = width
+        self.began_s = began_s
+        self.distinct = 0
+        self._cells = np.zeros((ROWS, width), np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return ROWS * self.width
+
+    @property
+    def is_full(self) -> bool:
+        return self.distinct >= FULL_SHARE * self.width
+
+    def estimate(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """How often each segment was counted. `words`: `[segments, ROWS]` random bits of each."""
+        counts: npt.NDArray[np.uint8] = self._cells[np.arange(ROWS), words & np.uint32(self.width - 1)].min(
+            axis=1
+        )
+        return counts
+
+    def add(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """Count each segment once; their counts before that."""
+        counts = self.estimate(words)
+        where = np.arange(ROWS), words & np.uint32(self.width - 1)
+        # Conservative update: only cells that would fall behind are raised.
+        raised = np.minimum(counts, COUNT_MAX - 1)[:, None] + np.uint8(1)
+        self._cells[where] = np.maximum(self._cells[where], raised)
+        self.distinct += int(np.count_nonzero(counts == 0))
+        return counts
+
+
+class _Sketch:
+    def __init__(self, now_s: float) -> None:
+        self.newer = _Generation(WIDTH_MIN, now_s)
+        self.older: _Generation | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.newer.num_bytes + (self.older.num_bytes if self.older else 0)
+
+    def advance(self, now_s: float, period_s: float) -> None:
+        """Begin another generation if it is time."""
+        width, age_s = self.newer.width, now_s - self.newer.began_s
+        if self.newer.is_full:
+            width = min(GROWTH * width, WIDTH_MAX)
+        elif age_s < period_s:
+            return
+        elif self.newer.distinct < FULL_SHARE * width / GROWTH:
+            width = max(width // GROWTH, WIDTH_MIN)
+        self.older = self.newer if age_s < 2 * period_s else None
+        self.newer = _Generation(width, now_s)
+
+    def add(self, words: npt.NDArray[np.uint32]) -> list[int]:
+        counts = self.newer.add(words).astype(np.int64) + 1
+        if self.older is not None:
+            counts += self.older.estimate(words)
+        return [int(count) for count in counts]
+
+
+class Sightings:
+    """Not thread-safe."""
+
+    def __init__(self, period_s: float, clock: Callable[[], float], bytes_max: int = BYTES_MAX) -> None:
+        """A sighting is forgotten after one to two times ``period_s``. ``clock`` gives seconds."""
+        self._period_s = period_s
+        self._clock = clock
+        self._bytes_max = bytes_max
+        self._sketches: OrderedDict[str, _Sketch] = OrderedDict()
+        """The namespace that was idle longest comes first."""
+        self.num_bytes = 0
+        """Memory of all sketches."""
+
+    def count(self, namespace: str, digests: Sequence[bytes]) -> list[int]:
+        """Count one sight of each segment, and return how often each has been seen now.
+
+        ``digests``: distinct digests of at least 16 bytes, such as those of chunk keys.
+        """
+        if not digests:
+            return []
+        now_s = self._clock()
+        sketch = self._take(namespace) or _Sketch(now_s)
+        sketch.advance(now_s, self._period_s)
+        self._sketches[namespace] = sketch
+        self.num_bytes += sketch.num_bytes
+        while self.num_bytes > self._bytes_max and len(self._sketches) > 1:
+            self.forget(next(iter(self._sketches)))
+        words = np.frombuffer(b"".join(digest[: 4 * ROWS] for digest in digests), "<u4")
+        return sketch.add(words.reshape(-1, ROWS))
+
+    def forget(self, namespace: str) -> None:
+        self._take(namespace)
+
+    def _take(self, namespace: str) -> _Sketch | None:
+        """Remove a namespace's sketch."""
+        sketch = self._sketches.pop(namespace, None)
+        if sketch is not None:
+            self.num_bytes -= sketch.num_bytes
+        return sketch

@@ -1,0 +1,95 @@
+"""Which tokens of a vocabulary separate one piece of a prompt from the next.
+
+A class follows from a token's text alone, so a table of one byte per token id is computed once per tokenizer.
+Separators of several tokens (a blank line may be two line breaks) are found in sequences of classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+ENDS_LINE = 1
+"""The token's text ends with a line break."""
+ONLY_LINE_BREAK = 2
+"""The token's text is white space with a line break."""
+ENDS_PARAGRAPH = 4
+"""The token's text ends with a blank line."""
+BEGINS_BLOCK = 8
+"""At the beginning of a line, the token opens a heading, a fence or a rule."""
+IS_SPECIAL = 16
+"""The token stands between messages or at the ends of a prompt."""
+
+HEADER_TOKENS_MAX = 4
+"""Tokens between a special one and the line break that ends a message's header: `user` and a line break."""
+
+_BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*\Z")
+_BLOCK = re.compile(r"\s*(#{1,6}(\s|\Z)|```|~~~|---|===)")
+
+
+@dataclass(frozen=True)
+class TokenClasses:
+    """The classes of every token id of a vocabulary."""
+
+    table: npt.NDArray[np.uint8]
+    """By token id: the sum of the classes above. Ids beyond it have none."""
+
+    @staticmethod
+    def of_texts(texts: Sequence[str], special_ids: Iterable[int] = ()) -> TokenClasses:
+        """From the text of each token id, in order."""
+        table = np.fromiter(map(_class_of, texts), np.uint8, len(texts))
+        special = [one for one in special_ids if 0 <= one < len(texts)]
+        table[special] = IS_SPECIAL
+        return TokenClasses(table)
+
+    @staticmethod
+    def none() -> TokenClasses:
+        """Without a tokenizer there are no separators."""
+        return TokenClasses(np.zeros(0, np.uint8))
+
+    def find_separators(self, token_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
+        """The positions, ascending and within `[1, len)`, before whose token a new piece begins."""
+        if not len(self.table) or len(token_ids) < 2:
+            return np.zeros(0, np.intp)
+        classes = self.table[np.minimum(token_ids, len(self.table) - 1)]
+        classes[token_ids >= len(self.table)] = 0
+        before, behind = classes[:-1], classes[1:]
+        line_ended = (before & ENDS_LINE) != 0
+        is_blank = (before & ENDS_PARAGRAPH) != 0
+        # A blank line may be two tokens, each with one line break.
+        is_blank[1:] |= line_ended[:-1] & ((before[1:] & ONLY_LINE_BREAK) != 0)
+        is_blank &= (behind & ONLY_LINE_BREAK) == 0
+        opens = line_ended & ((behind & BEGINS_BLOCK) != 0)
+        special_before, special_behind = (before & IS_SPECIAL) != 0, (behind & IS_SPECIAL) != 0
+        message_ends = special_behind & ~special_before
+        simple = np.flatnonzero(is_blank | opens | message_ends) + 1
+        contents = _contents(classes, np.flatnonzero(special_before & ~special_behind) + 1)
+        return np.unique(np.concatenate((simple, contents)))
+
+
+def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Where a message's content begins: behind the line break that ends its header, or at once.
+
+    ``behind``: the positions directly behind special tokens.
+    """
+    padded = np.concatenate((classes, np.zeros(HEADER_TOKENS_MAX, np.uint8)))
+    headers = padded[behind[:, None] + np.arange(HEADER_TOKENS_MAX)] & ENDS_LINE != 0
+    starts = np.where(headers.any(axis=1), behind + headers.argmax(axis=1) + 1, behind)
+    return starts[starts < len(classes)]
+
+
+def _class_of(text: str) -> int:
+    if "\n" not in text:
+        return BEGINS_BLOCK if _BLOCK.match(text) else 0
+    found = 0
+    if text.rstrip(" \t\r").endswith("\n"):
+        found |= ENDS_LINE
+    if not text.strip():
+        found |= ONLY_LINE_BREAK
+    if _BLANK_LINE.search(text):
+        found |= ENDS_PARAGRAPH
+    return found

@@ -1,0 +1,120 @@
+"""Runs the saves that no request waits for, in steps with nothing else to do. One batch at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import NotFound
+from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.engine.protocol import SaveJob
+from kintsugi.fusor.save import SavePass
+from kintsugi.fusor.sliced import PassStatus
+from kintsugi.store.protocol.interface import ChunkStore
+
+Put = Callable[[SaveJob, list[memoryview], Accounting], Accounting]
+
+
+class IdleSavePasses:
+    """Called from the worker's thread. On every rank, with the same jobs; only the first rank puts and
+    reports."""
+
+    def __init__(
+        self,
+        make_pass: Callable[[list[SaveJob]], SavePass],
+        put: Put,
+        threads: ThreadPoolExecutor,
+        is_first_rank: Callable[[], bool],
+    ) -> None:
+        """``put`` stores a chunk, on one of the ``threads``."""
+        self._make_pass = make_pass
+        self._put = put
+        self._threads = threads
+        self._is_first_rank = is_first_rank
+        self._jobs: list[SaveJob] = []
+        self._work: SavePass | None = None
+        self._computed_s = 0.0
+        self._puts: list[Future[Accounting]] = []
+        self._outcomes: list[Accounting] = []
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._jobs)
+
+    def begin(self, jobs: list[SaveJob]) -> None:
+        """Take a batch. The outcomes of the one before have been taken."""
+        assert not self._jobs
+        self._jobs, self._work, self._computed_s = jobs, None, 0.0
+
+    def advance(self, budget: float) -> None:
+        """Compute for ``budget`` token-layers."""
+        began_s = time.perf_counter()
+        if self._work is None:
+            self._work = self._make_pass(self._jobs)
+        self._work.advance(budget)
+        self._computed_s += time.perf_counter() - began_s
+        if self._work.status is PassStatus.DONE:
+            work, jobs = self._work, self._jobs
+            self._work, self._jobs = None, []
+            if self._is_first_rank():
+                compute_ms = round(self._computed_s * 1e3 / len(jobs), 3)
+                saved = Accounting(Outcome.SAVED, compute_ms=compute_ms)
+                self._puts = [
+                    self._threads.submit(self._put, job, frames, saved)
+                    for job, frames in zip(jobs, work.frames, strict=True)
+                ]
+
+    def abandon(self, reason: str | None) -> None:
+        """Drop what is being computed."""
+        self.close()
+        dropped, self._jobs, self._work = self._jobs, [], None
+        if self._is_first_rank():
+            self._outcomes += [Accounting(Outcome.FAILED, reason=reason) for _ in dropped]
+
+    def take_outcomes(self) -> list[Accounting]:
+        """What has become of a batch's chunks, once all of them are stored, refused or dropped. Raises
+        nothing."""
+        if self._puts and all(put.done() for put in self._puts):
+            done, self._puts = self._puts, []
+            self._outcomes += [_outcome(put) for put in done]
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        if self._work is not None:
+            self._work.close()
+
+
+def _outcome(put: Future[Accounting]) -> Accounting:
+    error = put.exception()
+    if error is None:
+        return put.result()
+    return Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+
+
+def put_unless_erased(
+    store: ChunkStore, put: Put, job: SaveJob, frames: list[memoryview], accounting: Accounting
+) -> Accounting:
+    """Store a chunk that nobody asked for. Raises `NotFound` if something of its namespace was erased since
+    its text was seen, because that may be what was erased: nothing of the chunk is then left in the store."""
+    _check_not_erased(store, job)
+    stored = put(job, frames, accounting)
+    try:
+        _check_not_erased(store, job)
+    except NotFound:
+        # Recorded after the first check, so the put may have come after the erasure.
+        store.erase(job.space.namespace, [job.key], time.time())
+        raise
+    return stored
+
+
+def _check_not_erased(store: ChunkStore, job: SaveJob) -> None:
+    cursor, has_more = job.erasures_seen, True
+    while has_more:
+        page = store.erasures(cursor)
+        if any(erasure.namespace in enclosing(job.space.namespace) for erasure in page.erasures):
+            raise NotFound("something of the namespace was erased meanwhile")
+        has_more = bool(page.erasures) and page.cursor != cursor
+        cursor = page.cursor

@@ -1,0 +1,132 @@
+"""What the scheduler's side does with chunks that it finds by their content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kintsugi.core.errors import NotBlendable
+from kintsugi.core.plan import BlendPlan, Selection
+from kintsugi.core.request import KintsugiParams
+from kintsugi.engine.config import DiscoveryConfig
+from kintsugi.engine.scheduler.discovery import Discovery
+from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.fusor.control.planner import Planner, PlanRequest
+from tests.contracts.store_contract import make_chunk
+from tests.unit.engine.scheduler.test_side import BLOCK, PROMPT, StubStore, request_of, said, side_of
+
+HASHER = get_request_block_hasher(BLOCK, sha256)
+
+
+@pytest.fixture
+def store() -> StubStore:
+    return StubStore()
+
+
+@pytest.fixture
+def side(store: StubStore) -> Iterator[SchedulerSide]:
+    side = side_of(store)
+    yield side
+    side.close()
+
+
+def content_request(name: str, prompt: list[int], **more: Any) -> Any:
+    params = KintsugiParams("acme", **more)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+    return Request(name, prompt, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+
+
+def plan(side: SchedulerSide, request: Any, num_computed: int = 0) -> tuple[int | None, bool]:
+    """What the connector claims once the store has answered."""
+    side.on_new_request(request)
+    for _ in range(10_000):
+        claim = side.get_num_new_matched_tokens(request, num_computed)
+        if claim[0] is not None:
+            return claim
+        side._lookups.step_began()
+    raise AssertionError("parked for ever")
+
+
+def store_content(side: SchedulerSide, store: StubStore, tokens: list[int]) -> None:
+    store.put(*make_chunk(tokens, side._space("acme")))
+
+
+@dataclass(frozen=True)
+class Refusing(Planner):
+    """Finds every blend too slow."""
+
+    def plan(self, request: PlanRequest) -> BlendPlan:
+        raise NotBlendable("blending_is_slower", "by the test")
+
+
+def test_what_is_not_blended_gets_its_exact_names(side: SchedulerSide, store: StubStore) -> None:
+    store_content(side, store, PROMPT[32:80])
+    side.planner = Refusing(Selection(0.15))
+    request = content_request("one", PROMPT)
+    assert plan(side, request) == (0, False)
+    assert said(side, request)["reason"].startswith("blending_is_slower")
+    plain = Request("two", PROMPT, SamplingParams(max_tokens=4), None, cache_salt="acme", block_hasher=HASHER)
+    assert request.block_hashes == plain.block_hashes
+
+
+def test_a_discovered_request_says_what_was_counted_and_found(side: SchedulerSide, store: StubStore) -> None:
+    side.planner = Refusing(Selection(0.15))
+    long = list(range(2000))
+    store_content(side, store, long[1000:1100])
+    for name, queued in (("one", False), ("two", True)):
+        request = content_request(name, [*long, ord(name[0])], discover=True)
+        plan(side, request)
+        accounting = said(side, request)
+        assert accounting["segments_counted"] > 0
+        assert bool(accounting["segments_queued"]) is queued
+        assert accounting["tokens_discovered"] == accounting["tokens_hit"] == 100
+
+
+def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    side.discovery = Discovery(DiscoveryConfig(namespace="found"), side.salts)
+    long = list(range(2000))
+    sampling = SamplingParams(max_tokens=4)
+    request = Request("one", long, sampling, None, cache_salt="mine", block_hasher=HASHER)
+    assert plan(side, request) == (0, False)
+    assert request.cache_salt == "mine"
+    assert side.request_finished(request) is None
+    stats = side.end_step()
+    assert stats is not None
+    assert stats.data["segments/counted"] > 0
+
+
+def test_an_engine_with_requests_is_not_idle(side: SchedulerSide) -> None:
+    request = request_of("one")
+    side.on_new_request(request)
+    side.idle_saves = spy = IdleSpy()  # type: ignore[assignment]
+    side.begin_step(SchedulerOutput.make_empty())
+    side.get_num_new_matched_tokens(request, 0)
+    side.request_finished(request)
+    side.begin_step(SchedulerOutput.make_empty())
+    side.declined_because = "lora: by the test"
+    side.begin_step(SchedulerOutput.make_empty())
+    assert spy.may_begin == [False, True, False]
+    assert spy.computes == [False] * 3, "a request that waits for blocks computes nothing"
+
+
+class IdleSpy:
+    def __init__(self) -> None:
+        self.computes: list[bool] = []
+        self.may_begin: list[bool] = []
+
+    def step(self, computes: bool, may_begin: bool, metadata: Any) -> None:
+        self.computes.append(computes)
+        self.may_begin.append(may_begin)
