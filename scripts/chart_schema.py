@@ -87,7 +87,9 @@ class Images:
     serving_digest: str = setting("", pattern=DIGEST)
     """Takes precedence over the tag."""
     operator_digest: str = setting("", pattern=DIGEST)
+    """Takes precedence over the tag for the operator's image."""
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    """When nodes fetch the images."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Ingress:
     """An Ingress in front of the gateway's HTTP port."""
 
     enabled: bool = False
+    """Create the Ingress."""
     class_name: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """An IngressClass; empty: the cluster's default."""
     hosts: tuple[str, ...] = setting((), maxItems=32, items={"pattern": HOST, "maxLength": 253})
@@ -110,6 +113,7 @@ class ParentRef(ManifestSettings):
     """A Gateway of the Gateway API, or one of its listeners."""
 
     name: str = setting(minLength=1, pattern=NAME, maxLength=253)
+    """Name of the Gateway."""
     namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Empty: the release's."""
     section_name: str = setting("", pattern=SECTION, maxLength=253)
@@ -121,6 +125,7 @@ class HttpRoute:
     """An HTTPRoute of the Gateway API in front of the gateway's HTTP port."""
 
     enabled: bool = False
+    """Create the HTTPRoute."""
     parent_refs: tuple[ParentRef, ...] = setting((), maxItems=32)
     """Required if enabled: Gateways that the route attaches to. Their listeners hold the TLS certificates."""
     hostnames: tuple[str, ...] = setting((), maxItems=16, items={"pattern": HOST, "maxLength": 253})
@@ -176,6 +181,7 @@ class Monitoring:
     service_monitor: bool = False
     """A ServiceMonitor for gateways and PodMonitors for the rest; needs the Prometheus operator's CRDs."""
     interval: str = setting("30s", pattern=r"^[0-9]+(ms|s|m)$")
+    """How often Prometheus scrapes."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which Prometheus selects its monitors."""
     rules: bool = False
@@ -193,7 +199,9 @@ class HelmTest:
     """`helm test`: a first request."""
 
     enabled: bool = True
+    """Install the pod of `helm test`."""
     prompt: str = setting("Kintsugi mends pottery with", minLength=1, maxLength=4096)
+    """Prompt of the first request."""
     namespace: str = setting("default", minLength=1, maxLength=128, pattern=NAMESPACE)
     """Tenant of the request."""
     token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
@@ -258,13 +266,14 @@ def values_schema() -> Schema:
     root["if"], root["then"] = enabled, {"properties": {"model": named}}
     corpus = properties["precompute"]["properties"]["corpora"]["items"]
     del corpus["properties"]["service"]
-    corpus["properties"] = {"name": {"type": "string", "pattern": CORPUS_NAME}, **corpus["properties"]}
-    corpus["required"] = ["name", *(name for name in corpus["required"] if name != "service")]
-    for name, mandatory in (("ingress", "hosts"), ("httpRoute", "parentRefs")):
-        properties[name]["if"] = {"properties": {"enabled": {"const": True}}, "required": ["enabled"]}
-        properties[name]["then"] = {"properties": {mandatory: {"minItems": 1}}, "required": [mandatory]}
-    # Helm sets it if this chart is a dependency of another one.
-    properties["global"] = {"type": "object"}
+    name = {"description": "Name of the CorpusPrecompute.", "type": "string", "pattern": CORPUS_NAME}
+    corpus["properties"] = {"name": name, **corpus["properties"]}
+    corpus["required"] = ["name", *(one for one in corpus["required"] if one != "service")]
+    for route, mandatory in (("ingress", "hosts"), ("httpRoute", "parentRefs")):
+        properties[route]["if"] = {"properties": {"enabled": {"const": True}}, "required": ["enabled"]}
+        properties[route]["then"] = {"properties": {mandatory: {"minItems": 1}}, "required": [mandatory]}
+    about = "Values of a chart that has this one as a dependency. Helm sets it; nothing here reads it."
+    properties["global"] = {"description": about, "type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kintsugi", **root}
 
 

@@ -24,13 +24,16 @@ import yaml
 from benchmarks.support.engines import say
 from kintsugi.bench.run import Endpoint
 from kintsugi.engine.asynchronous import BIND, UNIPROC
+from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
 
 NAME = "measured"
 NAMESPACE = "bench"
 START_S = 300.0
 STOP_S = 60.0
-SERVER_CORE, CLIENT_CORE = 0, 1
+_CORES = sorted(os.sched_getaffinity(0))
+SERVER_CORE, CLIENT_CORE = _CORES[0], _CORES[:2][-1]
+"""The first two that this process may use; the same one twice where it may use one alone."""
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", BIND: "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 """One compute thread each, and no binding of vLLM's: it would leave the core that the server is pinned to."""
@@ -46,6 +49,8 @@ class Setting:
     kv_cache_bytes: int
     engines: int = 1
     """Replicas of ours."""
+    spares: int = 0
+    """Spare engines of ours beside them."""
     ratio: float = 0.15
     loading_controller: bool = True
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
@@ -59,6 +64,10 @@ class Setting:
     model: Mapping[str, Any] = field(default_factory=dict)
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine with values, for both servers."""
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+    """Our service's rules by namespace pattern."""
+    allow_uncalibrated: bool = True
+    """Whether ours blends without a calibration report; otherwise `connector` names one."""
 
 
 @dataclass
@@ -78,30 +87,44 @@ class Server:
 
     def cpu_s(self) -> float:
         """Consumed so far by everything that runs now."""
-        total = 0.0
-        for process in self.processes():
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            total += times.user + times.system
-        return total
+        return sum(map(_cpu_s, self.processes()))
 
-    def replica(self, deployment: str) -> psutil.Process:
-        """The process of a Serve replica, by Ray's title for it."""
+    def replicas(self, deployment: str) -> list[psutil.Process]:
+        """The processes of a deployment's Serve replicas, by Ray's title for them. The busiest comes
+        first, so an engine that serves comes before a spare."""
+        found = []
         for process in self.processes():
             try:
                 if re.search(rf"ServeReplica:[^:]*:{deployment}\b", " ".join(process.cmdline())):
-                    return process
+                    found.append((_tree_cpu_s(process), process))
             except psutil.NoSuchProcess:
                 continue
-        raise AssertionError(f"no process of {deployment} runs")
+        return [process for _, process in sorted(found, key=lambda one: -one[0])]
+
+    def replica(self, deployment: str) -> psutil.Process:
+        """The busiest of `replicas`."""
+        found = self.replicas(deployment)
+        assert found, f"no process of {deployment} runs"
+        return found[0]
 
     def metric(self, line: str) -> float:
         """A series of the gateway's, 0 where it is not there yet."""
         text = httpx.get(f"{self.endpoint.url.removesuffix('/v1')}/metrics", timeout=30).text
         found = [entry for entry in text.splitlines() if entry.startswith(line)]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Consumed so far by a process; 0 if it is gone."""
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _tree_cpu_s(process: psutil.Process) -> float:
+    return sum(map(_cpu_s, [process, *process.children(recursive=True)]))
 
 
 @contextmanager
@@ -116,8 +139,10 @@ def checkpoint(shape: str) -> Iterator[Path]:
 
 
 @contextmanager
-def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
-    """vLLM's OpenAI server, with prefix caching, without us."""
+def plain_server(
+    model: Path, setting: Setting, transfer: Mapping[str, Any] | None = None
+) -> Iterator[Server]:
+    """vLLM's OpenAI server, with prefix caching; without us, unless `transfer` configures a connector."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -131,7 +156,9 @@ def plain_server(model: Path, setting: Setting) -> Iterator[Server]:
         command += [f"--{name.replace('_', '-')}", str(value)]
     endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", NAME)
     # An installed plugin would register our connector; unasked it does nothing, but plain means plain.
-    environment = {"VLLM_PLUGINS": ""}
+    environment = {"VLLM_PLUGINS": ""} if transfer is None else {}
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
     with _running("plain", command, environment) as (process, log):
         _wait_healthy(f"http://127.0.0.1:{port}/health", process, log)
         yield Server("plain", process, endpoint)
@@ -174,8 +201,9 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         },
         "engines": {
             "replicas": {"min": setting.engines, "max": setting.engines},
+            "spares": setting.spares,
             "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
-            "allow_uncalibrated": True,
+            "allow_uncalibrated": setting.allow_uncalibrated,
             "connector": connector,
             "env": ONE_THREAD,
             "vllm": dict(setting.vllm),
@@ -185,8 +213,10 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
             "data_dir": str(folder / "data"),
             "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}] if setting.ssd_gib else [],
             "share_arena": not setting.is_pinned,
+            "directory_port": free_port("127.0.0.1", 28410, 64),
         },
         "gateway": {"grpc_port": 0, "http_port": 0},
+        "privacy": dict(setting.privacy),
     }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -128,6 +129,28 @@ class StoreContract:
         assert sum(place.items for place in store.erase("acme", None, 8.0)) >= 3
         assert store.list("acme") == []
         assert list(store.erasures(page.cursor).erasures) == [Erasure("acme", None, 8.0)]
+
+    def test_a_chunk_may_have_a_lifetime(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(8))
+        with pytest.raises(InvalidField, match="ttl_s"):
+            store.put(manifest, frames, ttl_s=-1.0)
+        assert store.put(manifest, frames, ttl_s=3600.0)
+        assert store.lookup("acme", [manifest.key]) == [manifest]
+
+    def test_a_namespace_is_erased_with_its_parts(self, store: ChunkStore) -> None:
+        kept = {}
+        for namespace in ("acme", "acme/-/a", "acme/-/a/.b", "acme/-/ab", "acme/x", "acme2"):
+            manifest, frames = make_chunk(range(8))
+            kept[namespace] = replace(manifest, namespace=namespace)
+            store.put(kept[namespace], frames)
+
+        def held() -> list[str]:
+            return [name for name, one in kept.items() if store.lookup(name, [one.key]) != [None]]
+
+        store.erase("acme/-/a", None, 7.0)
+        assert held() == ["acme", "acme/-/ab", "acme/x", "acme2"]
+        store.erase("acme", None, 8.0)
+        assert held() == ["acme/x", "acme2"]
 
     def test_a_chunk_is_put_where_it_is_to_be_kept(self, store: ChunkStore) -> None:
         for tokens, tier in ((range(8), "auto"), (range(9), "ram")):

@@ -4,12 +4,14 @@ A mix is drawn from a seed: blends with random chunks, ratios and selectors, sav
 arrive at random steps, some are aborted, and one fault hits every stream that carries a certain chunk:
 the chunk is lost at some layer, the store raises, or it answers only many steps later. What each request
 has to answer follows from the fault: a chunk lost is a chunk missed; lost at two layers, a full prefill.
+A store that does not answer one request is suspended for a moment, and others may then be declined.
 
 `run_mixes` is all that others need.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +32,9 @@ TIE_LOGPROB_MAX = 0.05
 """Where the best two tokens are closer than this, another batch shape may round to the other one."""
 STEPS_MAX = 20_000
 DRAINS_MAX = 50
+PROBES_MAX = 10
+PROBE_S_MAX = 60.0
+SUSPENDED = "store_unavailable: it failed lately"
 POOL_MAX = 24
 SLOW_STEPS = (1, 40)
 QUESTION_TOKENS_MIN = 40
@@ -75,6 +80,17 @@ class Mix:
     released: int
     """Step at which a slow store answers."""
 
+    def may_suspend(self, answers: Sequence[Generation | None]) -> bool:
+        """Whether the store may have been suspended while these answers were given: it raised an error that
+        says that it does not answer, and a request that it hit failed, or was aborted before we could see."""
+        if self.fault is not Fault.RAISES or not isinstance(self.error, (Unavailable, DeadlineExceeded)):
+            return False
+        return any(
+            self.victims.keys() & set(ask.chunks) and (answer is None or _outcome(answer) == "failed")
+            for ask, answer in zip(self.asks, answers, strict=True)
+            if ask.kind == "blend"
+        )
+
 
 @dataclass
 class MixReport:
@@ -86,6 +102,8 @@ class MixReport:
     blended: int = 0
     failed_over: int = 0
     """Blends that an injected fault turned into a full prefill."""
+    declined: int = 0
+    """Blends that were full prefills because the store was suspended."""
     restarted: int = 0
     prefix_hits: int = 0
     saved: int = 0
@@ -207,11 +225,12 @@ class _Simulation:
                 self.report.hangs += 1
                 return
         self._drain()
+        self._use_store_again()
         for ask, answer in zip(mix.asks, answers, strict=True):
             if answer is None:
                 self.report.aborted += 1
             else:
-                self._judge(mix, ask, answer)
+                self._judge(mix, answers, ask, answer)
 
     def _stepped(self, mix: Mix, step_is: Callable[[int], None]) -> list[Generation | None]:
         """Step the engine until all requests have ended; None for an aborted one."""
@@ -245,9 +264,19 @@ class _Simulation:
             self.engine.generate([Prompt([0, 5], max_tokens=1)])
         self.report.blocks_leaked += blocks_in_use(self.engine)
 
-    def _judge(self, mix: Mix, ask: Ask, answer: Generation) -> None:
+    def _use_store_again(self) -> None:
+        """Wait until a suspended store is used again. Its lookups work all the time, so a probe finds out."""
+        lookups = _scheduler_of(self.engine)._lookups
+        for _ in range(PROBES_MAX):
+            lookups._prober.submit(int).result(PROBE_S_MAX)
+            if lookups._breaker.is_closed:
+                return
+            lookups._begin_probe(list)
+        self.report.unlike.append("the store answers probes, and stays suspended")
+
+    def _judge(self, mix: Mix, answers: Sequence[Generation | None], ask: Ask, answer: Generation) -> None:
         report, accounting = self.report, answer.accounting or {}
-        outcome = accounting.get("outcome", "plain")
+        outcome = _outcome(answer)
         report.answers += 1
         if ask.kind == "save":
             self._judge_save(ask, outcome, accounting)
@@ -255,12 +284,44 @@ class _Simulation:
         if ask.kind == "blend":
             report.blended += outcome == "blended"
             report.failed_over += outcome == "failed"
+            report.declined += outcome == "declined"
             report.prefix_hits += outcome == "prefix_hit"
             report.restarted += accounting.get("restarts", 0) > 0
         expected, allowed = self._expected(mix, ask, accounting)
+        if ask.kind == "blend" and mix.may_suspend(answers):
+            expected = self._expected_while_suspended(mix, answers, ask, answer, expected)
+            if (accounting.get("reason") or "").startswith(SUSPENDED):
+                allowed = (*allowed, "declined")
         if outcome not in allowed:
             report.unlike.append(f"{ask.kind} ended as {outcome}, not {allowed}: {accounting}")
         self._compare(f"{ask.kind} {outcome} beside {mix.fault.name}", expected, answer)
+
+    def _expected_while_suspended(
+        self,
+        mix: Mix,
+        answers: Sequence[Generation | None],
+        ask: Ask,
+        answer: Generation,
+        blended: Generation,
+    ) -> Generation:
+        """The solo run that this answer must equal: a full prefill if it was declined.
+
+        The blocks of a declined request have the names of its blend. So of equal requests a declined one may
+        find blended blocks, and one with a prefix hit exact blocks; then the nearer of both runs counts.
+        """
+        others = {"declined": {"blended", "prefix_hit", "aborted"}, "prefix_hit": {"declined", "aborted"}}
+        outcome = _outcome(answer)
+        twins = {
+            "aborted" if other is None else _outcome(other)
+            for one, other in zip(mix.asks, answers, strict=True)
+            if one is not ask and one.prompt == ask.prompt
+        }
+        if outcome not in others:
+            return blended
+        full = self._alone(replace(ask.prompt, params=None))
+        if twins & others[outcome]:
+            return min(full, blended, key=lambda one: _distance(one, answer))
+        return full if outcome == "declined" else blended
 
     def _judge_save(self, ask: Ask, outcome: str, accounting: dict[str, Any]) -> None:
         """A chunk that was saved beside others is exact behind its own prefix."""
@@ -319,6 +380,18 @@ class _Simulation:
             else:
                 report.unlike.append(f"{what}: {answer.token_ids} alone {expected.token_ids}")
             return
+
+
+def _outcome(answer: Generation) -> str:
+    """How a request ended; `plain` where nothing was asked of us."""
+    return str((answer.accounting or {}).get("outcome", "plain"))
+
+
+def _distance(one: Generation, other: Generation) -> float:
+    """How far the first tokens' probabilities are apart."""
+    mine, theirs = one.top_logprobs[0], other.top_logprobs[0]
+    shared = mine.keys() & theirs.keys()
+    return max((abs(mine[token] - theirs[token]) for token in shared), default=math.inf)
 
 
 def _survived(mix: Mix, loaded: set[tuple[int, ...]]) -> set[tuple[int, ...]] | None:
@@ -387,10 +460,14 @@ def _store_of(engine: LocalEngine) -> ChunkStore:
     return store
 
 
+def _scheduler_of(engine: LocalEngine) -> Any:
+    """Our scheduler's side."""
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+
+
 def _keys_of(engine: LocalEngine, chunks: Sequence[tuple[int, ...]]) -> list[ChunkKey]:
     """Keys of stored chunks, by the engine's own naming."""
-    core = engine.llm.llm_engine.engine_core.engine_core
-    side = core.scheduler.connector._scheduler
+    side = _scheduler_of(engine)
     space = ChunkSpace(side.fingerprint, NAMESPACE, side.prefix_token_ids, side.config.portable)
     return [ChunkKey.of(space, chunk) for chunk in chunks]
 

@@ -134,6 +134,9 @@ class EngineSettings(Settings):
 class EngineSpec(EngineSettings):
     """One group of equal engines."""
 
+    spares: int = setting(0, minimum=0)
+    """Engines beyond `replicas` that have loaded the model and get requests only if none of those can take
+    them. Each takes the memory of an engine, and its GPUs. Needs `replicas.min` = `replicas.max`."""
     calibrate: bool = True
     """Whether a model without a report is calibrated while it serves full prefill."""
     questions: str = ""
@@ -157,6 +160,7 @@ class TierSpec(Settings):
     path: str = setting(minLength=1)
     """A folder on the SSD."""
     gib: float = setting(exclusiveMinimum=0)
+    """Size of the tier in GiB."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,11 @@ class StoreSpec(StoreSettings):
     protect_metrics: bool = False
     """Ask for a token with the verb `admin` on every namespace before a shard shows its metrics."""
     tls_ca: str = ""
+    """PEM file of the authority that signed the certificates of shards, engines and gateways."""
     tls_cert: str = ""
+    """PEM file of the certificate that shards, engines and gateways show each other."""
     tls_key: str = ""
+    """PEM file of that certificate's private key."""
     tls_name: str = ""
     """The name that all shards' certificates are for; empty: the address that each is called by."""
     insecure: bool = False
@@ -255,11 +262,15 @@ class GatewaySpec(GatewaySettings):
     """gRPC and HTTP front end."""
 
     host: str = "127.0.0.1"
+    """The interface that the gateway listens on. Beyond loopback it needs TLS and tokens, or `insecure`."""
     tokens_file: str = ""
     """JSON file of hashed bearer tokens and their namespaces."""
     tls_cert: str = ""
+    """PEM file of the gateway's certificate."""
     tls_key: str = ""
+    """PEM file of that certificate's private key."""
     tls_client_ca: str = ""
+    """PEM file of the authority that signed clients' certificates; empty: clients need none."""
     insecure: bool = False
     """Listen beyond loopback without tokens."""
     audit_dir: str = ""
@@ -292,7 +303,13 @@ class ServiceSpec(Settings):
         check(self)
         _ = self.rules  # checks them
         codec_named(self.model.codec)
-        store, gateway = self.store, self.gateway
+        store, gateway, replicas = self.store, self.gateway, self.engines.replicas
+        if self.engines.spares and replicas.min != replicas.max:
+            raise InvalidField(
+                "engines.spares",
+                f"needs a fixed number of engines, and replicas go from {replicas.min} to {replicas.max}: "
+                "set replicas.min and .max alike, or spares to 0",
+            )
         if store.shards_max is not None and store.shards_max < store.shards:
             raise InvalidField(
                 "store.shards_max", f"{store.shards_max} is less than the {store.shards} shards"
@@ -393,6 +410,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
                 "policy_function": ENGINE_POLICY,
                 "policy_kwargs": {"queueing_ms_max": engines.queueing_ms_max},
             },
+            engines.spares,
         ),
         "ray_actor_options": _actor(engines.cpus, engines.gpus, placement.engine, engines.env),
         "max_ongoing_requests": REQUESTS_MAX,
@@ -402,6 +420,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
+        **_engine_user_config(engines, placement),
         **_health(engines.drain_s),
     }
     front = {
@@ -420,13 +439,26 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     args = {
         "model": non_default_fields(spec.model),
         "engines": non_default_fields(
-            engines, "replicas", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
+            engines, "replicas", "spares", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
         ),
         "store_url": store_url,
         # Engine metrics listen on the same interface as shard metrics.
         "host": engines.metrics_host or spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
+
+
+def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, Any]:
+    """The `user_config` that tells engines how many of them are not spares; None: all.
+
+    Engines tell routers, because a change of the router's own configuration restarts every replica. An engine
+    is not told when its `user_config` goes, so without spares it is told that there are none. On Kubernetes,
+    which gives engines a node group, there never are any, and Serve would not start engines of an older image
+    that cannot take a `user_config`.
+    """
+    if not engines.spares and placement.engine:
+        return {}
+    return {"user_config": {"num_serving": engines.replicas.min if engines.spares else None}}
 
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
@@ -451,9 +483,9 @@ def _application(
     }
 
 
-def _replicas(scale: Scale, policy: dict[str, Any]) -> dict[str, Any]:
+def _replicas(scale: Scale, policy: dict[str, Any], spares: int = 0) -> dict[str, Any]:
     if scale.min == scale.max:
-        return {"num_replicas": scale.min}
+        return {"num_replicas": scale.min + spares}
     autoscaling = {
         "min_replicas": scale.min,
         "max_replicas": scale.max,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -47,9 +49,12 @@ from kintsugi.engine.local import (
 )
 from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
+from kintsugi.engine.scheduler.measurements import measured_salt
 from kintsugi.engine.watching import WatchedClient, Watcher, audit_chunk, prefill_in_full
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
+from kintsugi.models.layers import DeclineReason
+from kintsugi.models.names import find_aliases
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
@@ -59,9 +64,9 @@ from kintsugi.store.protocol.readiness import with_readiness
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler.gate import Gate
 
-UNABLE = frozenset(
-    ("architecture", "attention", "embed_input_ids", "rope", "sliding_window", "self_test_failed")
-)
+log = logging.getLogger(__name__)
+
+UNABLE = frozenset((*DeclineReason, "self_test_failed"))
 """Reasons that only the worker finds and that last. All others may pass: a report comes, a store answers."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -92,6 +97,8 @@ class AsyncSpec:
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`."""
     openai: OpenAISpec = field(default_factory=OpenAISpec)
+    aliases: tuple[str, ...] = ()
+    """Other names that clients may use."""
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
@@ -105,9 +112,10 @@ class AsyncSpec:
             arguments["max_model_len"] = model.max_model_len
         if engines.kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
+        folder, name = resolve_model(model.path), model.name or Path(model.path).name or model.path
         spec = AsyncSpec(
-            resolve_model(model.path),
-            model.name or Path(model.path).name or model.path,
+            folder,
+            name,
             store,
             form=FormName(model.form),
             system_prompt=model.system_prompt,
@@ -115,6 +123,7 @@ class AsyncSpec:
             extra_config=connector,
             vllm_args=arguments,
             openai=engines.openai,
+            aliases=find_aliases(name, model.path, folder),
         )
         _ = spec.context_token_ids  # a context that cannot be read is refused at once
         return spec
@@ -170,7 +179,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
     start.
     """
-    config = spec.config
+    config, began_s = spec.config, time.monotonic()
     # The kernel reads ahead what importing and loading read in small pieces.
     asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
     # A fingerprint reads all weights: from the disk while vLLM is imported.
@@ -184,6 +193,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
     from kintsugi.engine.worker.support import find_unsupported
 
+    imported_s = time.monotonic()
     try:
         vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         await digested
@@ -191,7 +201,14 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
         await asyncio.to_thread(prepare, binding)
         store = open_store(config.store)
         gate = await asyncio.to_thread(open_gate, config, store, binding)
+        configured_s = time.monotonic()
         client = AsyncLLM.from_vllm_config(vllm_config)
+        log.info(
+            "vLLM runs: %.1f s to import it, %.1f s to prepare, %.1f s to start its core with the model",
+            imported_s - began_s,
+            configured_s - imported_s,
+            time.monotonic() - configured_s,
+        )
     except KintsugiError:
         raise
     except Exception as error:
@@ -236,8 +253,8 @@ class AsyncEngine(EngineBackend):
         handlers, which takes seconds."""
         from kintsugi.engine.openai.handlers import OpenAIFront
 
-        name, options = self._spec.name, self._spec.openai
-        self._front = OpenAIFront(self._watched, name, self.prefix_token_ids, options)
+        names, options = (self._spec.name, *self._spec.aliases), self._spec.openai
+        self._front = OpenAIFront(self._watched, names, self.prefix_token_ids, options)
         tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -254,6 +271,8 @@ class AsyncEngine(EngineBackend):
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
         closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
+        default = None if closed else state.default or self._spec.config.selection
+        limits = state.limits
         return EngineInfo(
             model=self._spec.name,
             fingerprint=self._gate.binding.model.hex,
@@ -266,6 +285,12 @@ class AsyncEngine(EngineBackend):
             question_foot=self._form.foot,
             context_token_ids=self._context,
             plain_copies=self._spec.config.plain_copies,
+            aliases=self._spec.aliases,
+            selector="" if default is None else default.selector.value,
+            ratio=None if default is None else default.ratio,
+            ratios_min=None if limits is None else {name: limit.ratio for name, limit in limits.items()},
+            version=self._gate.binding.kintsugi,
+            vllm=self._gate.binding.vllm,
         )
 
     @property
@@ -356,7 +381,7 @@ class AsyncEngine(EngineBackend):
         sampling = self._sampling(request)
         self._submitted += 1
         # Also where nothing is blended: response times of a shared prefix cache reveal what others ask.
-        salt = request.params.namespace
+        salt = measured_salt(request.params.namespace, request.measurement)
         outputs = self._watched.generate(
             TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
             sampling,
@@ -369,8 +394,10 @@ class AsyncEngine(EngineBackend):
             async with aclosing(outputs):
                 async for output in outputs:
                     piece = output.outputs[0]
+                    delta = EngineDelta(
+                        tuple(piece.token_ids), piece.text, logprob=_scored(request, output, completed)
+                    )
                     completed += len(piece.token_ids)
-                    delta = EngineDelta(tuple(piece.token_ids), piece.text)
                     yield _last(delta, output, completed) if output.finished else delta
 
     def _check_model(self, fingerprint: str) -> None:
@@ -395,6 +422,8 @@ class AsyncEngine(EngineBackend):
             **self.client.model_config.get_diff_sampling_param(),
             **check_sampling(request.sampling),
         }
+        if request.scored_token is not None:
+            values["logprob_token_ids"] = [request.scored_token]
         try:
             with _errors_as_ours():
                 return SamplingParams(
@@ -478,6 +507,15 @@ def _check_op(params: KintsugiParams) -> None:
     """Raises `InvalidField` for an audit: shadowing calls `AsyncEngine.audit`, and nobody else may."""
     if params.op is Op.AUDIT:
         raise InvalidField("op", "audit belongs to shadowing; use blend or off")
+
+
+def _scored(request: EngineRequest, output: Any, completed: int) -> float | None:
+    """The logprob that the request asks for, in the output that holds the answer's first token."""
+    if request.scored_token is None or completed:
+        return None
+    rows = output.outputs[0].logprobs
+    entry = rows[0].get(request.scored_token) if rows else None
+    return None if entry is None else float(entry.logprob)
 
 
 def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:

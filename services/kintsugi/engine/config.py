@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField
@@ -9,6 +10,62 @@ from kintsugi.core.layout import codec_named
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
+from kintsugi.core.spaces import check_namespace
+
+DISCOVERY_NAMESPACE_CHARS_MAX = 80
+"""Leaves room for the sub-namespaces of cache salts."""
+
+
+@dataclass(frozen=True)
+class DiscoveryConfig:
+    """How chunks are discovered in prompts. See docs/adr/0013."""
+
+    __pydantic_config__ = STRICT
+
+    enabled: bool = True
+    """Whether requests that say `discover` are counted, and what recurs is saved."""
+
+    namespace: str = ""
+    """The namespace of requests that name none, which are then discovered, too; each `cache_salt` makes a
+    sub-namespace. Empty: such requests are vLLM's alone. All their callers share what is found, so set it
+    only where they may know of each other's texts."""
+
+    sights: int = 2
+    """A segment is saved when it has been seen in this many prompts."""
+
+    share: float = 0.5
+    """Tokens that saving may compute, per token of prompts seen."""
+
+    ttl_s: float = 86_400.0
+    """Lifetime of a discovered chunk. Segments are remembered as long."""
+
+    def __post_init__(self) -> None:
+        if self.namespace:
+            check_namespace(self.namespace)
+        if len(self.namespace) > DISCOVERY_NAMESPACE_CHARS_MAX:
+            raise InvalidField(
+                "discovery.namespace", f"must have at most {DISCOVERY_NAMESPACE_CHARS_MAX} characters"
+            )
+        if not 1 <= self.sights <= 255:
+            raise InvalidField("discovery.sights", f"{self.sights} is outside [1, 255]")
+        if not 0.0 < self.share <= 10.0:
+            raise InvalidField(
+                "discovery.share", f"{self.share} is outside (0, 10]; to save nothing, unset enabled"
+            )
+        if not 1.0 <= self.ttl_s < math.inf:
+            raise InvalidField("discovery.ttl_s", f"{self.ttl_s} must be at least 1 and finite")
+
+
+SELF_TEST_CHECKS = (
+    "full ratio",
+    "own prefix",
+    "scattered tokens",
+    "shifted keys: K",
+    "shifted keys: V",
+    "names",
+)
+"""What an engine checks when it starts (`engine.worker.selftest`, `engine.scheduler.selftest`): the names
+that a `self_test_failed` reason gives."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +114,7 @@ class EngineConfig:
     the report's choice counts, not this, nor the two below."""
 
     selector: SelectorName = SelectorName.HKVD
+    """Selector of requests that name none; the report's choice goes before it."""
 
     check_layer: int = 1
     """Layer whose KV deviation selects, for selectors that look at it. Differs from model to model."""
@@ -78,7 +136,8 @@ class EngineConfig:
 
     priors: bool = False
     """Whether chunks are saved with a prior for the selector `prior`: one byte a token, and a second prefill
-    of the chunk behind other text. Such chunks have stored format 3 (docs/adr/0009)."""
+    of the chunk behind the prefix and other text. Saving computes at least twice as much, since nothing of
+    the second prefill is cached. Such chunks have stored format 3 (docs/adr/0009)."""
 
     loading_controller: bool = True
     """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,
@@ -100,6 +159,9 @@ class EngineConfig:
     slice_tokens: int | None = None
     """Full-width tokens' worth of work per engine step, over all layers. None: half of the scheduler's
     `max_num_batched_tokens`, so that a decode beside a blend waits no longer than beside a prefill."""
+
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    """What is done about passages that recur without being declared as chunks."""
 
     self_test: bool = True
     """Check at start that blending gives the engine's own answers; off, nothing would notice a defect."""

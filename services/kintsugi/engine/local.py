@@ -54,14 +54,17 @@ class Prompt:
     """One request."""
 
     token_ids: Sequence[int]
+    """The whole prompt."""
     params: KintsugiParams | None = None
     """None: vLLM without us."""
     max_tokens: int = 16
+    """Longest answer, in tokens."""
     cache_salt: str | None = None
     """vLLM's. The connector sets it to the namespace itself; give one only to test that."""
     top_logprobs: int = 0
     """Logprobs of so many best tokens at each step, besides the chosen one's."""
     ignore_eos: bool = False
+    """Go on behind the token that ends a text."""
     forced: Sequence[int] | None = None
     """Answer with these tokens; logprobs stay the model's own. The engine has to be started for it."""
     priority: int = 0
@@ -73,7 +76,9 @@ class Generation:
     """What one request answered, greedily decoded."""
 
     token_ids: list[int]
+    """The answer's tokens."""
     text: str
+    """The answer."""
     ttft_s: float
     """From handing the request to the engine to its first token."""
     itl_s: list[float]
@@ -83,6 +88,7 @@ class Generation:
     top_logprobs: list[dict[int, float]]
     """Token id -> logprob at each step: the chosen one and `Prompt.top_logprobs` more."""
     finish_reason: str | None
+    """Why it ended, as vLLM says it."""
     num_cached_tokens: int
     """Prompt tokens that the engine did not compute itself: prefix cache and connector."""
     accounting: dict[str, Any] | None
@@ -294,6 +300,18 @@ class LocalEngine:
             raise NotBlendable("connector", f"this engine's is a {type(connector).__name__}. {WORKING}")
         side: SchedulerSide = connector._scheduler
         return side
+
+    def save_discovered(self, timeout_s: float = GENERATE_TIMEOUT_S) -> None:
+        """Step the idle engine until the discovered segments are saved that may be saved now. A server's
+        engine does so by itself. Raises `DeadlineExceeded`."""
+        deadline_s = time.perf_counter() + timeout_s
+        saves = self._scheduler.idle_saves
+        saves.wake()
+        while saves.is_pending:
+            if time.perf_counter() > deadline_s:
+                raise DeadlineExceeded(f"discovered segments were not saved within {timeout_s:.0f} s")
+            self.llm.llm_engine.step()
+            saves.wake()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, so that the next prompt is prefilled from its first token."""

@@ -6,6 +6,7 @@ shard has had time to report: clients keep the map they have, instead of one tha
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -188,9 +189,16 @@ class DirectoryActor:
         self._tls = tls_of(spec)
         self._insecure = spec.insecure
         self._server: Any = None
+        self._starting = asyncio.Lock()
+        """Shards, engines and gateways of a new cluster ask at once."""
 
     async def start(self) -> str:
         """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
+        async with self._starting:
+            await self._start()
+        return self.address()
+
+    async def _start(self) -> None:
         if self._server is None:
             check_listen(self._listen, self._tls, self._insecure)
             server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *SERVER_OPTIONS))
@@ -207,7 +215,6 @@ class DirectoryActor:
                 ) from error
             await server.start()
             self._server = server
-        return self.address()
 
     def address(self) -> str:
         """`host:port`, with this node's own address where it listens on all."""

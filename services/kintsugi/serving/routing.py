@@ -6,6 +6,7 @@ lacks, and the cost of fetching chunks from another host.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class EngineView:
     host: str = ""
     fingerprint: str = ""
     """Its model's fingerprint; empty: not reported yet."""
+    ready_unix_s: float = math.inf
+    """When it became ready; infinite: not reported yet."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +175,35 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
     return per_token_ms * view.waiting_tokens + own_ms
 
 
-def rank_engines(
-    views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
-) -> list[str]:
-    """Engines, the best first, those of another model last; equals in the order of their names' digests,
-    which differs by prompt, so that idle engines share prompts that nobody holds."""
-    salt = wanted.prefix[0] if wanted.prefix else 0
+def spares_among(views: Mapping[str, EngineView], num_serving: int | None) -> frozenset[str]:
+    """All but the ``num_serving`` engines that have been ready longest. None: there are no spares.
 
-    def key(name: str) -> tuple[int, float, int]:
+    All gateways decide alike, without talking to each other. An engine that comes back is the youngest, so
+    the spare that took its place keeps it.
+    """
+    by_age = sorted(views, key=lambda name: (views[name].ready_unix_s, name))
+    return frozenset(by_age[num_serving:] if num_serving is not None else ())
+
+
+def rank_engines(
+    views: Mapping[str, EngineView],
+    wanted: Wanted,
+    memory: PrefixMemory,
+    costs: RouteCosts,
+    num_serving: int | None = None,
+) -> list[str]:
+    """Engines, the best first. Spares come after all others, and engines of another model after those.
+
+    Equals come in the order of their names' digests, which differs by prompt, so that idle engines share
+    prompts that nobody holds. ``num_serving``: see `spares_among`.
+    """
+    salt = wanted.prefix[0] if wanted.prefix else 0
+    spares = spares_among(views, num_serving)
+
+    def key(name: str) -> tuple[int, bool, float, int]:
         view = views[name]
         cost = cost_ms(view, wanted, memory.resident_tokens(wanted.prefix, name), costs)
         order = xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
-        return wanted.strangeness(view), round(cost, 3), order
+        return wanted.strangeness(view), name in spares, round(cost, 3), order
 
     return sorted(views, key=key)

@@ -59,7 +59,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     CPUs are only what Ray counts: on a machine with fewer cores, replicas share them.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
-    cpus = (engines.replicas.max + calibrators) * engines.cpus
+    cpus = (engines.replicas.max + engines.spares + calibrators) * engines.cpus
     cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
     # A raylet's default niceness of 15 would starve its workers beside other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -115,7 +115,7 @@ class Service:
     def _count_wanted_replicas(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
-            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min,
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min + self.spec.engines.spares,
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 

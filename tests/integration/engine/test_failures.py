@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kintsugi.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from kintsugi.core.layout import HeadRange
@@ -148,9 +150,52 @@ def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
             declined = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
             assert declined.accounting is not None
             assert declined.accounting["reason"].startswith("store_unavailable")
-    assert len(lookups) == FAILURES_MAX
-    engine._scheduler._lookups._breaker = CircuitBreaker()  # as if the while were over
+    assert len(lookups) <= 2, "one prompt asks, and at once a thread"
+    engine._scheduler._lookups._breaker = CircuitBreaker(failures_max=1)  # as if the while were over
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2), max_tokens=1)
+    assert blended.accounting is not None
+    assert blended.accounting["outcome"] == "blended"
+
+
+def test_a_store_that_hangs_in_the_middle_of_layer_3_costs_one_prompt_its_deadline(
+    engine: LocalEngine, chunks: list[list[int]], stream_through: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, answers_again = threading.Event(), threading.Event()
+    find = RamStore.find
+
+    def hanging(count: int, frames: Frames) -> Frames:
+        for frame in frames:
+            if frame.layer == 3 and (count or frame.chunk):
+                hangs.set()
+                assert answers_again.wait(60)
+            yield frame
+
+    def find_unless_hanging(self: RamStore, namespace: str, keys: Sequence[ChunkKey]) -> Any:
+        assert not hangs.is_set() or answers_again.wait(60)
+        return find(self, namespace, keys)
+
+    prompt, lookups = rag(*chunks), engine._scheduler._lookups
+    full = ask_cold(engine, prompt.token_ids)
+    stream_through(hanging)
+    with monkeypatch.context() as patch:
+        patch.setattr(RamStore, "find", find_unless_hanging)
+        worker_side = get_kv_transfer_group()._worker
+        patch.setattr(
+            worker_side, "_config", dataclasses.replace(worker_side._config, layer_deadline_ms=3_000)
+        )
+        first, *others = [ask_cold(engine, prompt.token_ids, prompt.params(0.2)) for _ in range(4)]
+        answers_again.set()
+        while not lookups._breaker.is_closed:  # The probe that began with the failure is answered.
+            lookups._prober.submit(int).result(10)
+    assert first.accounting is not None
+    assert (first.accounting["outcome"], first.accounting["restarts"]) == ("failed", 0)
+    assert first.accounting["reason"].startswith("load_timeout: layer 3")
+    for other in others:
+        assert other.accounting is not None
+        assert other.accounting["reason"].startswith("store_unavailable: it failed lately")
+    assert all(max_dlogprob(full, answer) <= 0.01 for answer in (first, *others))
+    stream_through(lambda _count, frames: frames)
+    blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
     assert blended.accounting is not None
     assert blended.accounting["outcome"] == "blended"
 

@@ -174,6 +174,8 @@ def test_a_lost_shard_costs_its_own_chunks_and_comes_back(stack: ExitStack) -> N
         assert all(store.lookup("acme", keys))
         mine = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-0"]
         assert mine
+        assert [shard.answers for shard in store.stats().shards] == [True] * 3
+    assert [shard.address for shard in store.stats().shards if not shard.answers] == [address]
     found = store.lookup("acme", keys)
     assert [key for key, manifest in zip(keys, found, strict=True) if manifest is None] == mine
     items = list(store.stream("acme", keys, range(3), HeadRange(0, 4), deadline_s=2.0))
@@ -380,3 +382,22 @@ def test_closing_ends_calls_that_wait(servers: list[ShardServer], monkeypatch: p
             assert time.monotonic() - began_s < 5.0, "a call's own deadline is 10 s"
         finally:
             release.set()
+
+
+def test_stats_name_every_shard_also_one_that_does_not_answer(servers: list[ShardServer]) -> None:
+    addresses = [ShardAddress(server.shard.shard_id, server.address) for server in servers]
+    silent = ShardAddress("gone", "127.0.0.1:1")
+    store = ShardedStore(FixedDirectory(ShardMap(1, (*addresses, silent), 4)))
+    try:
+        manifest, frames = make_chunk(range(40))
+        store.put(manifest, frames)
+        shards = {shard.address: shard for shard in store.stats().shards}
+        assert list(shards) == [*(one.address for one in addresses), silent.address]
+        assert not shards.pop(silent.address).answers
+        for shard in shards.values():
+            assert (shard.answers, shard.draining, shard.chunks) == (True, False, 1)
+            (tier,) = shard.tiers
+            assert (tier.name, tier.chunks, tier.failure) == ("ram", 1, "")
+            assert tier.bytes_used >= manifest.chunk_bytes
+    finally:
+        store.close()

@@ -113,6 +113,36 @@ def test_metrics_of_engines_listen_where_they_are_told_or_where_the_store_does()
     assert [one["args"]["host"] for one in told] == ["10.0.0.7", "127.0.0.1"]
 
 
+def test_a_spare_is_one_replica_more_and_restarts_nothing() -> None:
+    def made(spares: int) -> dict[str, Any]:
+        return service_application(
+            ServiceSpec(ModelSpec("m"), EngineSpec(replicas=Scale(2, 2), spares=spares))
+        )
+
+    without, with_spare = made(0), made(1)
+    engine, more = (deployments(one)[ENGINE_DEPLOYMENT] for one in (without, with_spare))
+    assert (engine.pop("num_replicas"), more.pop("num_replicas")) == (2, 3)
+    assert (engine.pop("user_config"), more.pop("user_config")) == ({"num_serving": None}, {"num_serving": 2})
+    assert with_spare == without, "Serve starts replicas anew where anything else differs"
+
+
+def test_engines_on_node_groups_are_told_of_spares_only_where_there_are_some() -> None:
+    """On Kubernetes there are none, and an image of an older version cannot be told."""
+    placement = Placement(engine={"kintsugi_engine": 1.0})
+
+    def made(spares: int) -> dict[str, Any]:
+        spec = ServiceSpec(ModelSpec("m"), EngineSpec(spares=spares))
+        return deployments(service_application(spec, placement))[ENGINE_DEPLOYMENT]
+
+    assert "user_config" not in made(0)
+    assert made(1)["user_config"] == {"num_serving": 1}
+
+
+def test_spares_of_a_changing_number_of_engines_are_refused() -> None:
+    with pytest.raises(InvalidField, match=r"engines.spares: .* 1 to 2: set replicas.min and .max alike"):
+        ServiceSpec(ModelSpec("m"), EngineSpec(replicas=Scale(1, 2), spares=1))
+
+
 @given(spec=specs())
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])

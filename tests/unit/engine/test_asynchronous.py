@@ -22,6 +22,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, arguments_for
 from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
+from kintsugi.engine.scheduler.measurements import split_salt
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.store.client.ram import RamStore
@@ -63,6 +64,8 @@ class ScriptedClient:
         self.vllm_config = SimpleNamespace(model_config=self.model_config)
         self.engine_core = SimpleNamespace(resources=SimpleNamespace(ctx=SimpleNamespace(term=lambda: None)))
 
+        self.logprobs: list[dict[int, Any]] | None = None
+
     def shutdown(self) -> None:
         return None
 
@@ -78,7 +81,10 @@ class ScriptedClient:
                     raise item
                 finished = index == len(self.script) - 1
                 piece = SimpleNamespace(
-                    token_ids=[item], text=f"{item} ", finish_reason="length" if finished else None
+                    token_ids=[item],
+                    text=f"{item} ",
+                    finish_reason="length" if finished else None,
+                    logprobs=self.logprobs,
                 )
                 yield SimpleNamespace(
                     outputs=[piece],
@@ -118,6 +124,16 @@ def test_an_answer_passes_in_pieces_and_ends_with_its_accounting() -> None:
     assert sampling.extra_args == {"kv_transfer_params": KintsugiParams("acme").to_mapping()}
     assert request_id.startswith("r-")
     assert more == {"trace_headers": {"traceparent": "00-1"}, "priority": 3}
+
+
+def test_a_measurement_has_a_salt_of_its_own_and_a_scored_token_its_logprob() -> None:
+    client = ScriptedClient()
+    client.logprobs = [{5: SimpleNamespace(logprob=-0.25), 7: SimpleNamespace(logprob=-1.5)}]
+    first, last = asyncio.run(answer(engine_over(client), request(measurement="m1", scored_token=5)))
+    assert (first.logprob, last.logprob) == (-0.25, None)
+    ((prompt, sampling, _, _),) = client.asked
+    assert split_salt(prompt["cache_salt"]) == ("acme", "m1")
+    assert sampling.logprob_token_ids == [5]
 
 
 def test_a_probe_fails_once_the_core_has_ended() -> None:

@@ -348,6 +348,7 @@ def test_scaling_engines_changes_no_pod_and_no_argument() -> None:
     assert before["args"] == after["args"]
     assert before["deployments"][0]["autoscaling_config"]["max_replicas"] == 2
     assert after["deployments"][0]["autoscaling_config"]["max_replicas"] == 8
+    assert "user_config" not in before["deployments"][0], "engines of an older image could not take it over"
 
 
 def test_gpus_are_asked_for_and_used() -> None:

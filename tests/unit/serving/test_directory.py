@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
+from kintsugi.gateway.addresses import free_port
 from kintsugi.serving import directory
-from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, Configured, Membership
+from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, Configured, DirectoryActor, Membership
 from kintsugi.store.client.directory import ShardAddress
 
 
@@ -195,3 +197,19 @@ def test_a_shard_says_nothing_of_the_store_before_serve_has_told_it(monkeypatch:
         ("a", "h:1", instance, True, Configured(2, 5.0)),
         ("a",),
     ]
+
+
+def test_all_who_ask_a_new_directory_at_once_find_it_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: runtime)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    port = free_port("127.0.0.1", 29610, 64)
+
+    async def ask() -> set[str]:
+        actor = DirectoryActor({"directory_port": port})
+        try:
+            return set(await asyncio.gather(*(actor.start() for _ in range(4))))
+        finally:
+            await actor._server.stop(None)
+
+    assert asyncio.run(ask()) == {f"127.0.0.1:{port}"}

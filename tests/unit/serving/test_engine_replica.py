@@ -42,7 +42,31 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
     asyncio.run(ask())
 
 
+def test_spares_come_and_go_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(EngineReplica, "__del__")
+    replica = EngineReplica.__new__(EngineReplica)
+    replica.reconfigure({"num_serving": 2})
+    assert replica._num_serving == 2
+    replica.reconfigure({"num_serving": None})
+    assert replica._num_serving is None
+
+
 @pytest.mark.parametrize("name", ["generate", "openai"])
 def test_what_serve_streams_is_a_generator_function(name: str) -> None:
     """Serve would run any other method in a thread, and refuse the generator that it returns."""
     assert inspect.isasyncgenfunction(getattr(EngineReplica, name))
+
+
+def test_the_collector_is_off_during_a_start_and_ignores_what_that_leaves() -> None:
+    check = """
+import gc
+from kintsugi.serving.engine_replica import collector_off
+try:
+    with collector_off():
+        assert not gc.isenabled()
+        raise OSError
+except OSError:
+    pass
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+"""
+    assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0

@@ -1,4 +1,4 @@
-"""A circuit breaker for one shard: after failures it gets no calls for a while, then one probe."""
+"""A circuit breaker: after failures a shard or a store gets no calls for a while, then one probe."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from collections.abc import Callable
 
 FAILURES_MAX = 3
 OPEN_S = 5.0
+BACKED_OFF_S_MAX = 40.0
 
 
 class CircuitBreaker:
-    """Thread-safe. While it is closed, calls pass. After `FAILURES_MAX` failures in a row it is open and no
+    """Thread-safe. While it is closed, calls pass. After ``failures_max`` failures in a row it is open and no
     call passes for `OPEN_S`. Then one probe passes: its success closes the circuit, its failure opens it
-    again."""
+    again. With ``backs_off``, each failed probe also doubles the wait for the next, up to `BACKED_OFF_S_MAX`:
+    for calls whose probe somebody waits for."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        failures_max: int = FAILURES_MAX,
+        backs_off: bool = False,
+    ) -> None:
         self._clock = clock
+        self._failures_max = failures_max
+        self._backs_off = backs_off
         self._lock = threading.Lock()
         self._failures = 0
+        self._open_s = OPEN_S
         self._opened_s = 0.0
         self._probe_s: float | None = None
 
@@ -26,15 +36,15 @@ class CircuitBreaker:
     def is_closed(self) -> bool:
         """Whether every call passes; else `allows` decides which call may probe."""
         with self._lock:
-            return self._failures < FAILURES_MAX
+            return self._failures < self._failures_max
 
     def allows(self) -> bool:
         """Whether a call may be made now. The caller then records its success or failure, or withdraws it."""
         with self._lock:
-            if self._failures < FAILURES_MAX:
+            if self._failures < self._failures_max:
                 return True
             now = self._clock()
-            if now - self._opened_s < OPEN_S:
+            if now - self._opened_s < self._open_s:
                 return False
             if self._probe_s is not None and now - self._probe_s < OPEN_S:
                 return False  # another caller probes; a probe that never reports is forgotten
@@ -49,11 +59,14 @@ class CircuitBreaker:
     def record_success(self) -> None:
         with self._lock:
             self._failures = 0
+            self._open_s = OPEN_S
             self._probe_s = None
 
     def record_failure(self) -> None:
         with self._lock:
+            if self._backs_off and self._probe_s is not None:
+                self._open_s = min(2 * self._open_s, BACKED_OFF_S_MAX)
             self._failures += 1
             self._probe_s = None
-            if self._failures >= FAILURES_MAX:
+            if self._failures >= self._failures_max:
                 self._opened_s = self._clock()

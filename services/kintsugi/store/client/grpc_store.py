@@ -162,8 +162,9 @@ class GrpcStore(ChunkStore):
         self._manifests = _Manifests()
         self._same_host = SameHost()
         self._formats = StoredFormats(self._stats)
-        self._reads = CircuitBreaker()
-        """Counts streams alone: a shard may answer lookups, and hang in what it sends."""
+        self._reads = CircuitBreaker(backs_off=True)
+        """Counts streams alone: a shard may answer lookups, and hang in what it sends. A prompt waits for
+        every probe."""
         self._writes = CircuitBreaker()
         """Counts puts alone."""
 
@@ -243,7 +244,12 @@ class GrpcStore(ChunkStore):
         return found
 
     def put(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+        self,
+        manifest: ChunkManifest,
+        frames: Sequence[Buffer],
+        recompute_ms: float = 0.0,
+        tier: str = "",
+        ttl_s: float = 0.0,
     ) -> bool:
         """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
         hold."""
@@ -258,7 +264,7 @@ class GrpcStore(ChunkStore):
             ack=_ACKS[self._options.ack],
             tier=tier or self._options.tier,
             recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
-            ttl_s=self._options.ttl_s,
+            ttl_s=ttl_s or self._options.ttl_s,
         )
         inserted = self._put(manifest, frames, header)
         if keys is None or inserted:
@@ -517,6 +523,7 @@ class GrpcStore(ChunkStore):
             bytes_capacity=sum(tier.bytes_capacity for tier in stats.tiers),
             transport=self.transport,
             durable=any(tier.name != "ram" for tier in stats.tiers),
+            shards=(wire.shard_use(self.address, stats),),
         )
 
     def close(self) -> None:
@@ -541,9 +548,13 @@ class _Query(UrlOptions):
     """All options in a URL's query."""
 
     tls_ca: Path | None = None
+    """PEM file of the authority that signed the shards' certificates."""
     tls_cert: Path | None = None
+    """PEM file of the client's certificate."""
     tls_key: Path | None = None
+    """PEM file of that certificate's private key."""
     tls_name: str = ""
+    """The name that the shards' certificates are for; empty: the address that each is called by."""
     keys: Path | None = None
     """Key file, see `store.client.key_file`."""
 

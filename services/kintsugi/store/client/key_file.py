@@ -6,8 +6,9 @@ The file is JSON. Each key is 64 hexadecimal digits; data keys stand newest firs
       "acme": {"name_key": "...", "data_keys": ["...", "..."]},
       "gone": {"destroyed": "2026-11-22T18:00:00Z"}}}
 
-A namespace that the file does not name is not encrypted. A namespace whose keys were destroyed stays in the
-file, so that its requests are refused and not stored unencrypted. Error messages never quote the file.
+A namespace that the file does not name is not encrypted; a part of one that it names has the same keys. A
+namespace whose keys were destroyed stays in the file, so that its requests are refused and not stored
+unencrypted. Error messages never quote the file.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
@@ -61,7 +63,8 @@ class KeyFile(KeySource):
         self._checked_s = time.monotonic()
 
     def find(self, namespace: str) -> NamespaceKeys | None:
-        entry = self._current().get(namespace)
+        entries = self._current()
+        entry = next((entries[name] for name in reversed(enclosing(namespace)) if name in entries), None)
         if entry is None:
             return None
         if entry.keys is None:

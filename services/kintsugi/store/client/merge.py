@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
 from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.store.client.directory import ShardAddress
+from kintsugi.store.client.grpc_store import LeftAlone
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
 
@@ -41,7 +43,7 @@ class ShardStream:
         item, self._head = self._head, None
         chunk = self.chunks[item.chunk]
         if isinstance(item, ChunkLost):
-            return ChunkLost(chunk, item.layer, item.reason)
+            return replace(item, chunk=chunk)
         return LayerFrame(chunk, item.layer, item.data)
 
     def close(self) -> None:
@@ -68,6 +70,8 @@ class _Merge:
         self._done: list[int] = [PRIOR_LAYER - 1] * len(owners)
         """The last layer that was yielded, for each chunk."""
         self._lost: set[int] = set()
+        self._unanswered: set[int] = set()
+        """Chunks with an owner that was asked and did not answer."""
         self._without_owner: list[ChunkLost] = []
         """Chunks lost when a part failed, not yielded yet."""
         self.parts: list[ShardStream] = []
@@ -81,11 +85,16 @@ class _Merge:
                 by_owner.setdefault(self._owners[chunk][self._rank[chunk]], []).append(chunk)
             else:
                 self._lost.add(chunk)
-                lost.append(ChunkLost(chunk, layer, "no shard that owns it has it or answers"))
+                lost.append(self._without(chunk, layer))
         parts = [self._open_part(owner, owned, layer) for owner, owned in by_owner.items()]
         self.parts += parts
         self._prime(parts)
         return lost
+
+    def _without(self, chunk: int, layer: int) -> ChunkLost:
+        if chunk in self._unanswered:
+            return ChunkLost(chunk, layer, "a shard that owns it does not answer", is_unanswered=True)
+        return ChunkLost(chunk, layer, "no shard that owns it has it")
 
     def merge_layer(self, layer: int) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield every item of one layer."""
@@ -104,8 +113,10 @@ class _Merge:
         """As `ShardStream.next_item`. Where a stream fails, the next owners send what is still missing."""
         try:
             return part.next_item(layer)
-        except self._failures:
+        except self._failures as error:
             part.close()
+            if isinstance(error, (Unavailable, DeadlineExceeded)) and not isinstance(error, LeftAlone):
+                self._unanswered.update(part.chunks)
             mine = [c for c in part.chunks if c not in self._lost and self._done[c] < layer]
             later = [c for c in part.chunks if c not in self._lost and self._done[c] >= layer]
             part.chunks = ()

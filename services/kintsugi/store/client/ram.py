@@ -6,12 +6,13 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.interface import (
@@ -36,20 +37,32 @@ _Address = tuple[str, ChunkKey]
 class _Chunk:
     manifest: ChunkManifest
     frames: tuple[memoryview, ...]
+    expires_at_s: float = math.inf
+    """By the store's clock."""
 
 
 class RamStore(ChunkStore):
-    """Chunks in a dict, least recently used first out. `put` copies; `stream` yields views of the copy.
+    """Chunks in a dict, least recently used first out, those with a lifetime before those without. `put`
+    copies; `stream` yields views of the copy.
 
     Calls do not wait, apart from streams with a `bytes_per_s`.
     """
 
-    def __init__(self, capacity_bytes: int = 4 << 30, bytes_per_s: float = math.inf) -> None:
-        """No stream is read faster than `bytes_per_s`, which stands for a slower tier in measurements."""
+    def __init__(
+        self,
+        capacity_bytes: int = 4 << 30,
+        bytes_per_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """No stream is read faster than `bytes_per_s`, which stands for a slower tier in measurements.
+        ``clock`` gives seconds."""
         self.capacity_bytes = capacity_bytes
         self.bytes_per_s = bytes_per_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._chunks: OrderedDict[_Address, _Chunk] = OrderedDict()
+        self._expiring: OrderedDict[_Address, None] = OrderedDict()
+        """The addresses of chunks with a lifetime, least recently used first."""
         self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
@@ -62,11 +75,21 @@ class RamStore(ChunkStore):
             return [self._touch((namespace, key)) for key in keys]
 
     def _touch(self, address: _Address) -> ChunkManifest | None:
-        chunk = self._chunks.get(address)
+        chunk = self._find(address)
         if chunk is None:
             return None
         self._chunks.move_to_end(address)
+        if address in self._expiring:
+            self._expiring.move_to_end(address)
         return chunk.manifest
+
+    def _find(self, address: _Address) -> _Chunk | None:
+        """The chunk; one whose lifetime is over is forgotten."""
+        chunk = self._chunks.get(address)
+        if chunk is not None and chunk.expires_at_s <= self._clock():
+            self._forget(address)
+            return None
+        return chunk
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
@@ -74,20 +97,28 @@ class RamStore(ChunkStore):
         found: dict[int, list[ChunkManifest]] = {}
         with self._lock:
             for anchor in set(anchors):
-                keys = self._by_anchor.get((namespace, space_digest, anchor), ())
-                manifests = [self._chunks[namespace, key].manifest for key in keys]
+                keys = tuple(self._by_anchor.get((namespace, space_digest, anchor), ()))
+                chunks = (self._find((namespace, key)) for key in keys)
+                manifests = [chunk.manifest for chunk in chunks if chunk is not None]
                 if manifests:
                     manifests.sort(key=lambda manifest: -manifest.num_tokens)
                     found[anchor] = manifests[:ANCHOR_CANDIDATES_MAX]
         return found
 
     def put(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+        self,
+        manifest: ChunkManifest,
+        frames: Sequence[Buffer],
+        recompute_ms: float = 0.0,
+        tier: str = "",
+        ttl_s: float = 0.0,
     ) -> bool:
         if tier not in ("", "auto", "ram"):
             raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
         if manifest.is_encrypted:
             raise InvalidField("manifest.key_id", "is for shards: this store has no keys to verify it with")
+        if ttl_s < 0:
+            raise InvalidField("ttl_s", f"{ttl_s} is not positive")
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(
@@ -104,8 +135,10 @@ class RamStore(ChunkStore):
             if self._touch(address) is not None:
                 return False
             while self._bytes_used + manifest.chunk_bytes > self.capacity_bytes:
-                self._forget(next(iter(self._chunks)))
-            self._chunks[address] = _Chunk(manifest, copies)
+                self._forget(next(iter(self._expiring or self._chunks)))
+            self._chunks[address] = _Chunk(manifest, copies, self._clock() + (ttl_s or math.inf))
+            if ttl_s:
+                self._expiring[address] = None
             self._bytes_used += manifest.chunk_bytes
             if manifest.anchor is not None:
                 self._by_anchor.setdefault(_anchor_address(manifest), []).append(manifest.key)
@@ -115,6 +148,7 @@ class RamStore(ChunkStore):
         chunk = self._chunks.pop(address, None)
         if chunk is None:
             return False
+        self._expiring.pop(address, None)
         manifest = chunk.manifest
         self._bytes_used -= manifest.chunk_bytes
         if manifest.anchor is not None:
@@ -133,7 +167,7 @@ class RamStore(ChunkStore):
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         with self._lock:
-            chunks = [self._chunks.get((namespace, key)) for key in keys]
+            chunks = [self._find((namespace, key)) for key in keys]
         due_s = time.perf_counter()
         lost: set[int] = set()
         for layer in layers:
@@ -168,10 +202,13 @@ class RamStore(ChunkStore):
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
         """Frees the memory of the chunks; what the process does with it is not known."""
         with self._lock:
-            wanted = [key for name, key in self._chunks if name == namespace] if keys is None else keys
-            chunks = [self._chunks.get((namespace, key)) for key in wanted]
+            if keys is None:
+                wanted = [address for address in self._chunks if is_within(address[0], namespace)]
+            else:
+                wanted = [(namespace, key) for key in keys]
+            chunks = [self._chunks.get(address) for address in wanted]
             size_bytes = sum(chunk.manifest.chunk_bytes for chunk in chunks if chunk is not None)
-            removed = sum(self._forget((namespace, key)) for key in wanted)
+            removed = sum(map(self._forget, wanted))
             named = [None] if keys is None else keys
             self._erasures += [Erasure(namespace, key, at_s) for key in named]
             self._erased += len(named)
@@ -185,7 +222,8 @@ class RamStore(ChunkStore):
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         with self._lock:
-            mine = [chunk.manifest for (name, _), chunk in self._chunks.items() if name == namespace]
+            addresses = [address for address in self._chunks if address[0] == namespace]
+            mine = [chunk.manifest for address in addresses if (chunk := self._find(address)) is not None]
         mine.sort(key=lambda manifest: manifest.key)
         return [m for m in mine if after is None or m.key > after][:limit]
 

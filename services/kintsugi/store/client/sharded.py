@@ -46,6 +46,7 @@ from kintsugi.store.protocol.interface import (
     Found,
     LayerFrame,
     PinLease,
+    ShardUse,
     StoreStats,
 )
 
@@ -220,11 +221,16 @@ class ShardedStore(ChunkStore):
         }
 
     def put(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+        self,
+        manifest: ChunkManifest,
+        frames: Sequence[Buffer],
+        recompute_ms: float = 0.0,
+        tier: str = "",
+        ttl_s: float = 0.0,
     ) -> bool:
         def put(store: GrpcStore) -> bool | FormatNotStored:
             try:
-                return store.put(manifest, frames, recompute_ms, tier)
+                return store.put(manifest, frames, recompute_ms, tier, ttl_s)
             except FormatNotStored as error:  # not a failure: the shard serves what it can hold
                 return error
 
@@ -275,7 +281,7 @@ class ShardedStore(ChunkStore):
         """A shard's stream. Its breaker learns whether it failed."""
         shard = self._shard(address)
         if not shard.breaker.allows():
-            raise Unavailable(f"{address.address} failed lately and is left alone")
+            raise LeftAlone(f"{address.address} failed lately and is left alone")
         try:
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
         except LeftAlone:
@@ -426,7 +432,8 @@ class ShardedStore(ChunkStore):
             return "+".join(sorted({shard.store.transport for shard in self._shards.values()})) or "none"
 
     def stats(self) -> StoreStats:
-        answers = self._ask_all(self.shard_map().shards, GrpcStore.stats)
+        shards = self.shard_map().shards
+        answers = self._ask_all(shards, GrpcStore.stats)
         parts = [answer for answer in answers if answer is not None]
         transports = sorted({part.transport for part in parts})
         return StoreStats(
@@ -435,6 +442,11 @@ class ShardedStore(ChunkStore):
             bytes_capacity=sum(part.bytes_capacity for part in parts),
             transport="+".join(transports) or "none",
             durable=bool(parts) and all(part.durable for part in parts),
+            shards=tuple(
+                use
+                for shard, answer in zip(shards, answers, strict=True)
+                for use in ((ShardUse(shard.address),) if answer is None else answer.shards)
+            ),
         )
 
     def close(self) -> None:

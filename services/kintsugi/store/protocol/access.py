@@ -99,7 +99,8 @@ class TokenFile(Access):
         if entry is None:
             shown = f"; no entry is for the certificate {', '.join(identities)}" if identities else ""
             raise Unauthenticated(
-                f"no token; send the metadata or header `authorization: Bearer <token>`{shown}"
+                f"no token; send the metadata or header `authorization: Bearer <token>`{shown}; an operator "
+                "makes tokens with kintsugi token"
             )
         return entry.caller
 
@@ -111,7 +112,7 @@ class TokenFile(Access):
         # All of them are compared, so that the time tells nothing.
         found = [grant for grant in self._current().tokens if hmac.compare_digest(presented, grant.sha256)]
         if not found:
-            raise Unauthenticated("this token is unknown or was revoked; ask for another")
+            raise Unauthenticated("this token is unknown or was revoked; ask for another (kintsugi token)")
         for grant in found:
             if problem := grant.why_refused(self._clock()):
                 raise Unauthenticated(problem)

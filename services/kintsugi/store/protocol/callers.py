@@ -14,6 +14,7 @@ from functools import cached_property
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.parts import MARK, base_of, is_within
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
 from kintsugi.core.schema import STRICT
@@ -58,8 +59,12 @@ class Caller:
         return verb in self.verbs
 
     def may_use(self, namespace: str) -> bool:
+        """Whoever may use a namespace may use its parts, too. `docs/*` names no parts of `docs`: who may not
+        use `docs` itself may use them only by `docs/-/*`."""
         return any(
-            namespace.startswith(pattern[:-1]) if pattern.endswith("*") else namespace == pattern
+            (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
+            if pattern.endswith("*")
+            else is_within(namespace, pattern)
             for pattern in self.namespaces
         )
 
@@ -114,6 +119,7 @@ class Grant:
     sha256: str
     """SHA-256 of the token, hexadecimal."""
     namespaces: tuple[str, ...]
+    """Namespaces that the token may use; `*` at the end of one stands for any rest."""
     verbs: tuple[Verb, ...] | None = None
     """None: `TENANT_VERBS`."""
     expires: str | None = None
@@ -135,9 +141,9 @@ class Grant:
     def why_refused(self, now_s: float) -> str:
         """Why the token is not accepted at ``now_s`` (seconds since 1970); empty: it is."""
         if self.revoked:
-            return "this token was revoked; ask for another"
+            return "this token was revoked; ask for another (kintsugi token)"
         if self.expires is not None and now_s >= parse_time_s("expires", self.expires):
-            return f"this token expired at {self.expires}; ask for another"
+            return f"this token expired at {self.expires}; ask for another (kintsugi token)"
         return ""
 
 
@@ -152,6 +158,7 @@ class CertificateGrant:
     subject: str
     """`CN=` and the subject's common name, or `DNS:` or `URI:` and one of its alternative names."""
     namespaces: tuple[str, ...]
+    """Namespaces that the certificate may use; `*` at the end of one stands for any rest."""
     verbs: tuple[Verb, ...] | None = None
     """None: `TENANT_VERBS`."""
 

@@ -26,6 +26,37 @@ ANCHOR_CANDIDATES_MAX = 16
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """What one tier of a shard holds."""
+
+    name: str
+    chunks: int
+    bytes_used: int
+    bytes_capacity: int
+    evictions: int
+    """Since the shard started, as all counts."""
+    queue_bytes: int
+    """Bytes that wait to be written to it."""
+    failure: str
+    """Why the last write to it or read from it failed; empty: neither did."""
+
+
+@dataclass(frozen=True)
+class ShardUse:
+    """What one shard holds and has counted."""
+
+    address: str
+    answers: bool = False
+    """Whether it answered; where not, nothing below counts."""
+    draining: bool = False
+    chunks: int = 0
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    tiers: tuple[TierUse, ...] = ()
+
+
+@dataclass(frozen=True)
 class StoreStats:
     """A snapshot of one store."""
 
@@ -36,6 +67,8 @@ class StoreStats:
     """Name of the path that bytes take to this client: `ram`, `grpc`, `shared-memory`."""
     durable: bool = False
     """Whether every shard that answers has a tier that outlives its process."""
+    shards: tuple[ShardUse, ...] = ()
+    """Every shard of the map. Empty for a store without shards."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +148,20 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def put(
-        self, manifest: ChunkManifest, frames: Sequence[Buffer], recompute_ms: float = 0.0, tier: str = ""
+        self,
+        manifest: ChunkManifest,
+        frames: Sequence[Buffer],
+        recompute_ms: float = 0.0,
+        tier: str = "",
+        ttl_s: float = 0.0,
     ) -> bool:
         """Store one chunk: `frames` holds its layers in order, behind the prior frame where it has priors.
         Returns whether it was new; a chunk that is already there is left alone. `recompute_ms` is the time
         that computing it took, which placement and eviction weigh; 0: unknown. `tier` is where to keep it:
-        `auto`, `ram` or an SSD tier; empty: the client's default. Raises `InvalidField` if frames and
-        manifest disagree or the tier does not exist, and `Corrupted` if a digest does not match."""
+        `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its lifetime; 0: the client's
+        default, which is none unless it was set. Where room is short, chunks with a lifetime leave before
+        those without. Raises `InvalidField` if frames and manifest disagree or the tier does not exist, and
+        `Corrupted` if a digest does not match."""
 
     @abstractmethod
     def stream(
@@ -159,9 +199,9 @@ class ChunkStore(ABC):
         `Unavailable` if a shard that may hold some did not answer; the other shards have deleted theirs."""
 
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
-        """Delete chunks, all of the namespace for None, and leave nothing of their bytes in any tier, nor of
-        what those tiers evicted before. Returns where they were; every shard is named. Waits for readers of
-        the chunks.
+        """Delete chunks, all of the namespace and its parts for None, and leave nothing of their bytes
+        in any tier, nor of what those tiers evicted before. Returns where they were; every shard is named.
+        Waits for readers of the chunks.
 
         The erasure is recorded, so that caches follow it (`erasures`) and shards that are away obey it when
         they return; `at_s` is when it was asked for, in Unix seconds. Raises `Unavailable` if a shard that

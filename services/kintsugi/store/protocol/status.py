@@ -93,7 +93,7 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     if name is None:
         details = f"{where}: {details}"
         if failure.code() == grpc.StatusCode.UNAVAILABLE:  # gRPC's own word: nobody of ours answered
-            details += "; check that it runs, and that this is its address"
+            details += "; check that it runs, and that this is its address (kintsugi status)"
     error = error_of(failure.code(), details, name)
     if isinstance(error, errors.ResourceExhausted) and str(metadata.get(RETRY_AFTER, "")).isdecimal():
         error.retry_after_s = float(metadata[RETRY_AFTER])

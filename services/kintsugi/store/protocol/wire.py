@@ -28,6 +28,7 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol.interface import ShardUse, TierUse
 
 Header = TypeVar("Header", bound=Message)
 
@@ -204,6 +205,32 @@ def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:
         return manifest_from_wire(wire)
     except (VersionMismatch, InvalidField):
         return None
+
+
+def shard_use(address: str, stats: pb.StatsResponse) -> ShardUse:
+    """What a shard that answered says of itself."""
+    tiers = (
+        TierUse(
+            tier.name,
+            tier.chunks,
+            tier.bytes_used,
+            tier.bytes_capacity,
+            tier.evictions,
+            tier.queue_bytes,
+            tier.failure,
+        )
+        for tier in stats.tiers
+    )
+    return ShardUse(
+        address,
+        True,
+        stats.draining,
+        stats.chunks,
+        stats.hits,
+        stats.misses,
+        stats.quarantined,
+        tuple(tiers),
+    )
 
 
 def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:

@@ -162,6 +162,32 @@ def test_the_breaker_opens_probes_once_and_closes() -> None:
     assert breaker.allows()
 
 
+def test_probes_that_somebody_waits_for_become_rarer_until_one_succeeds() -> None:
+    now_s = 0.0
+    breaker = CircuitBreaker(lambda: now_s, backs_off=True)
+
+    def seconds_to_next_probe() -> int:
+        nonlocal now_s
+        for waited_s in range(1, 100):
+            now_s += 1.0
+            if breaker.allows():
+                return waited_s
+        raise AssertionError("it never probes")
+
+    for _ in range(2 * FAILURES_MAX):  # calls that were under way together
+        breaker.record_failure()
+    waits = []
+    for _ in range(6):
+        waits.append(seconds_to_next_probe())
+        breaker.record_failure()
+    assert waits == [5, 10, 20, 40, 40, 40]
+    seconds_to_next_probe()
+    breaker.record_success()
+    for _ in range(FAILURES_MAX):
+        breaker.record_failure()
+    assert seconds_to_next_probe() == 5
+
+
 def test_closing_a_directory_ends_the_wait_for_its_first_map() -> None:
     directory = GrpcDirectory("127.0.0.1:1")
     with ThreadPoolExecutor(1) as pool:

@@ -36,6 +36,27 @@ def write(path: Path, entry: object, namespace: str = "acme") -> Path:
     return path
 
 
+def test_a_part_of_a_namespace_has_its_keys_and_none_once_they_are_destroyed(path: Path) -> None:
+    keys = create_keys(path, "docs")
+    file = KeyFile(path)
+    assert file.find("docs/-/acme") == file.find("docs") == keys
+    assert file.find("docs/acme") is None
+    destroy_keys(path, "docs")
+    with pytest.raises(PermissionDenied):
+        file.find("docs/-/acme")
+
+
+def test_a_session_of_a_tenant_has_the_tenants_keys(path: Path) -> None:
+    create_keys(path, "docs")
+    tenants = create_keys(path, "docs/-/acme")
+    file = KeyFile(path)
+    assert file.find("docs/-/acme/.s") == tenants
+    destroy_keys(path, "docs/-/acme")
+    with pytest.raises(PermissionDenied):
+        KeyFile(path).find("docs/-/acme/.s")
+    assert file.find("docs/-/beta/.s") is not None
+
+
 def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
     create_keys(path, "acme")
     path.chmod(0o644)

@@ -6,8 +6,16 @@ from collections.abc import Generator, Sequence
 
 import pytest
 
-from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, ResourceExhausted, Unavailable
+from kintsugi.core.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    KintsugiError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from kintsugi.store.client.directory import ShardAddress
+from kintsugi.store.client.grpc_store import LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.sharded import READ_FAILURES
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
@@ -39,3 +47,40 @@ def test_the_next_owner_goes_on_where_a_shard_cannot(failure: KintsugiError) -> 
 def test_a_mistake_of_the_callers_is_one_everywhere() -> None:
     with pytest.raises(InvalidField):
         merge(InvalidField("layers", "is wrong"))
+
+
+def losses(first: ChunkLost | KintsugiError) -> list[ChunkLost]:
+    """What a reader hears of a chunk that the first owner loses or fails with, and the second lacks."""
+
+    def items(owner: ShardAddress) -> Generator[LayerFrame | ChunkLost, None, None]:
+        found = first if owner is FIRST else ChunkLost(0, 0, "absent")
+        if isinstance(found, KintsugiError):
+            raise found
+        yield found
+
+    def open_part(owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
+        return ShardStream(chunks, items(owner))
+
+    found = merge_streams([(FIRST, SECOND)], range(1), open_part, READ_FAILURES, lambda parts: None)
+    return [item for item in found if isinstance(item, ChunkLost)]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_unanswered"),
+    [
+        (ChunkLost(0, 0, "absent"), False),
+        (ChunkLost(0, 0, "digest mismatch"), False),
+        (ResourceExhausted("full"), False),
+        (NotFound("erased"), False),
+        (LeftAlone("not asked"), False),
+        (Unavailable("gone"), True),
+        (DeadlineExceeded("late"), True),
+    ],
+)
+def test_a_loss_says_whether_an_owner_did_not_answer(
+    first: ChunkLost | KintsugiError, is_unanswered: bool
+) -> None:
+    (lost,) = losses(first)
+    assert lost.is_unanswered is is_unanswered
+    outer = ShardStream([0], (item for item in [lost]))
+    assert outer.next_item(0) == lost, "also behind another merge"

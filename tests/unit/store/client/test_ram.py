@@ -33,6 +33,31 @@ def test_the_least_recently_used_chunk_goes_first() -> None:
     assert store.stats().bytes_used == 2 * first.chunk_bytes
 
 
+def test_a_chunk_with_a_lifetime_goes_before_one_without() -> None:
+    (first, first_frames), (second, second_frames), (third, third_frames) = (
+        make_chunk(range(start, start + 40)) for start in (0, 100, 200)
+    )
+    store = RamStore(capacity_bytes=2 * first.chunk_bytes)
+    store.put(first, first_frames)
+    store.put(second, second_frames, ttl_s=60)
+    store.lookup("acme", [second.key])
+    store.put(third, third_frames)
+    assert store.lookup("acme", [first.key, second.key, third.key]) == [first, None, third]
+
+
+def test_a_chunk_is_gone_when_its_lifetime_is_over() -> None:
+    now_s = 0.0
+    manifest, frames = make_chunk(range(40))
+    store = RamStore(clock=lambda: now_s)
+    store.put(manifest, frames, ttl_s=10)
+    now_s = 9.0
+    assert store.list("acme") == [manifest]
+    now_s = 10.0
+    assert store.lookup_anchors("acme", manifest.space_digest, [manifest.anchor or 0]) == {}
+    assert store.lookup("acme", [manifest.key]) == [None]
+    assert store.stats().bytes_used == 0
+
+
 def test_a_chunk_larger_than_the_store_is_refused() -> None:
     manifest, frames = make_chunk(range(40))
     with pytest.raises(ResourceExhausted, match="capacity"):
