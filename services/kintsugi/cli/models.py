@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import NotFound
+from kintsugi.models.hub import is_hub_name
 from kintsugi.models.reference import REFERENCE, fetch_model, is_reference
+
+
+def check_model_name(model: str) -> None:
+    """Raises `NotFound`. Whether the hub has a model of that name is not asked."""
+    if is_reference(model) or is_hub_name(model) or Path(model).is_dir():
+        return
+    raise NotFound(
+        f"{model} is no folder; name the folder of a checkpoint, {REFERENCE.name}, or a model of the hub as "
+        "org/model"
+    )
 
 
 def prepare_model(screen: Screen, model: str) -> None:
     """Fetch the reference model if `model` names it and it is not cached yet, and show the progress.
 
-    Raises as `fetch_model` does.
+    Raises as `fetch_model` does, and `NotFound` for what can be no model: libraries would try for half a
+    minute to download it.
     """
+    check_model_name(model)
     if is_reference(model) and not REFERENCE.is_cached:
         with screen.step(f"Fetching {REFERENCE.title} (only once)") as say:
             fetch_model(REFERENCE, say)

@@ -45,6 +45,7 @@ from kintsugi.sdk.types import (
     PutChunk,
     Sampling,
     Segment,
+    ServedModel,
     StoredChunk,
     TokenizedText,
     Tokens,
@@ -64,18 +65,27 @@ class GenerateOptions(TypedDict, total=False):
     """Keywords of `generate` and `stream`; the engine's calibrated defaults hold for what is left out."""
 
     max_tokens: int
+    """Longest answer, in tokens."""
     sampling: Sampling
+    """How tokens are chosen."""
     ratio: float
     """Share of the chunks' tokens to recompute, 0 to 1."""
     selector: str
+    """Which tokens to recompute, by the selector's name."""
     adaptive_mass: float
+    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
+    signal."""
     explain: bool
     """Positions and times per layer in the accounting."""
     no_blend: bool
     """An ordinary full prefill."""
     priority: int
     """vLLM's: lower goes first; below 0 only where the gateway allows it."""
+    model: str
+    """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for any
+    other. Default: whichever is served."""
     timeout_s: float
+    """For the whole call with all its attempts, in seconds."""
 
 
 class _Calls:
@@ -140,6 +150,11 @@ class _Calls:
         request = pb.TokenizeRequest(namespace=self._namespace, texts=texts)
         response = await self._unary("Tokenize", request, pb.TokenizeResponse)
         return [TokenizedText(tuple(text.token_ids), text.key) for text in response.texts]
+
+    async def list_models(self) -> list[ServedModel]:
+        """The models that are served, each with every name that it answers to."""
+        response = await self._unary("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse)
+        return [messages.model_of_wire(model) for model in response.models]
 
     async def get_chunk(self, key: str) -> StoredChunk | None:
         """The chunk that the store holds under a key, or None."""
@@ -313,6 +328,10 @@ class Client:
     def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
         """As `AsyncClient.tokenize`."""
         return run_to_completion(self._calls.tokenize(texts))
+
+    def list_models(self) -> list[ServedModel]:
+        """As `AsyncClient.list_models`."""
+        return run_to_completion(self._calls.list_models())
 
     def list_chunks(self) -> Iterator[StoredChunk]:
         """As `AsyncClient.list_chunks`."""

@@ -1,15 +1,24 @@
-"""LangChain's `TextSplitter` over our chunker: every chunk's metadata carries its key."""
+"""LangChain's `TextSplitter` over our chunker, and a retriever that prefetches what another one finds.
+
+Every chunk's metadata carries its key.
+"""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
 from langchain_text_splitters import TextSplitter
+from pydantic import PrivateAttr
 
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.precompute.chunking import Chunker
+from kintsugi.sdk.client import Client
+from kintsugi.sdk.prefetching import Prefetcher
 
 
 class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
@@ -44,3 +53,43 @@ class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
             for text, metadata in zip(texts, metadatas or [{} for _ in texts], strict=True)
             for chunk in self._chunker.chunks(text, self._markdown)
         ]
+
+
+class KintsugiRetriever(BaseRetriever):  # type: ignore[misc]
+    """Wraps a retriever: what it finds is brought into RAM while the chain writes its prompt.
+
+        retriever = KintsugiRetriever(retriever=store.as_retriever(), client=kintsugi.Client(…))
+
+    Documents pass through unchanged. A gateway that does not answer costs nothing but the prefetch.
+    """
+
+    retriever: BaseRetriever
+    client: Any
+    """A `kintsugi.Client`, whose namespace the prompts are sent to."""
+    put: bool = False
+    """Also store chunks that are not stored yet, in the background."""
+    _prefetcher: Prefetcher = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        if not isinstance(self.client, Client):
+            raise InvalidField("client", f"is a {type(self.client).__name__}; give a kintsugi.Client")
+        self._prefetcher = Prefetcher(self.client, self.put)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        documents: list[Document] = self.retriever.invoke(query, {"callbacks": run_manager.get_child()})
+        self._prefetch(documents)
+        return documents
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        config = {"callbacks": run_manager.get_child()}
+        documents: list[Document] = await self.retriever.ainvoke(query, config)
+        self._prefetch(documents)
+        return documents
+
+    def _prefetch(self, documents: list[Document]) -> None:
+        self._prefetcher.prefetch([document.page_content for document in documents])

@@ -1,17 +1,24 @@
-"""LlamaIndex's `NodeParser` over our chunker: every node's metadata carries its key."""
+"""LlamaIndex's `NodeParser` over our chunker, and what prefetches the nodes that a query has found.
+
+Every node's metadata carries its key.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
-from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from pydantic import PrivateAttr
 
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.precompute.chunking import Chunker
+from kintsugi.sdk.client import Client
+from kintsugi.sdk.prefetching import Prefetcher
 
 
 class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
@@ -31,6 +38,7 @@ class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
 
     @classmethod
     def class_name(cls) -> str:
+        """The name under which LlamaIndex serialises it."""
         return "KintsugiNodeParser"
 
     def _parse_nodes(
@@ -49,3 +57,55 @@ class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
                 one.start_char_idx, one.end_char_idx = chunk.start, chunk.end
             parsed += built
         return parsed
+
+
+class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
+    """Brings the nodes of a query into RAM while the prompt is written. Put it last: then exactly the nodes
+    that reach the prompt are prefetched.
+
+        index.as_query_engine(node_postprocessors=[reranker, KintsugiPrefetch(kintsugi.Client(…))])
+
+    Nodes pass through unchanged. A gateway that does not answer costs nothing but the prefetch.
+    """
+
+    _prefetcher: Prefetcher = PrivateAttr()
+
+    def __init__(self, client: Client, put: bool = False, **kwargs: Any) -> None:
+        """``put``: also store chunks that are not stored yet, in the background."""
+        super().__init__(**kwargs)
+        self._prefetcher = Prefetcher(client, put)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "KintsugiPrefetch"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        self._prefetcher.prefetch(_texts_of(nodes))
+        return nodes
+
+
+class KintsugiPrefetchRetriever(BaseRetriever):  # type: ignore[misc]
+    """Wraps a retriever: what it finds is prefetched, before postprocessors run."""
+
+    def __init__(self, retriever: BaseRetriever, client: Client, put: bool = False) -> None:
+        """``put``: as in `KintsugiPrefetch`."""
+        super().__init__(callback_manager=retriever.callback_manager)
+        self._retriever = retriever
+        self._prefetcher = Prefetcher(client, put)
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = self._retriever.retrieve(query_bundle)
+        self._prefetcher.prefetch(_texts_of(nodes))
+        return nodes
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = await self._retriever.aretrieve(query_bundle)
+        self._prefetcher.prefetch(_texts_of(nodes))
+        return nodes
+
+
+def _texts_of(nodes: Sequence[NodeWithScore]) -> list[str]:
+    """The texts as they were put: without the metadata that a template writes around them."""
+    return [found.node.get_content(MetadataMode.NONE) for found in nodes]

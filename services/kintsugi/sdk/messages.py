@@ -21,6 +21,7 @@ from kintsugi.sdk.types import (
     PutChunk,
     Sampling,
     Segment,
+    ServedModel,
     StoredChunk,
     Tokens,
     Usage,
@@ -101,6 +102,10 @@ def batches(chunks: Iterable[str | Tokens | Sequence[int]]) -> Iterator[list[pb.
 def put_of_wire(result: pb.PutResult) -> PutChunk:
     state = _STATES.get(result.state, "unknown")
     return PutChunk(result.key, result.num_tokens, result.new, state, result.reason)
+
+
+def model_of_wire(model: pb.ServedModel) -> ServedModel:
+    return ServedModel(model.id, tuple(model.aliases), model.max_model_len, model.fingerprint, model.blending)
 
 
 def chunk_of_wire(chunk: pb.ChunkInfo) -> StoredChunk:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.namespaces.parts import SESSION, TENANT, check_value
 from kintsugi.store.protocol.status import errors_of
 from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 
@@ -37,8 +38,11 @@ class ClientOptions:
     tls: bool = False
     """Implied by `tls_ca` and `tls_cert`; alone it trusts the system's authorities."""
     tls_ca: Path | None = None
+    """PEM file of the authority that signed the gateway's certificate."""
     tls_cert: Path | None = None
+    """PEM file of the client's certificate, for a gateway that asks for one."""
     tls_key: Path | None = None
+    """PEM file of that certificate's private key."""
     insecure: bool = False
     """Send the token in the clear beyond loopback."""
     timeout_s: float = 60.0
@@ -46,9 +50,15 @@ class ClientOptions:
     attempts: int = 5
     """Attempts at a call that may be sent again, including the first: with the waits, at least 1.5 s."""
     retry_wait_s_max: float = 2.0
+    """Longest wait between two attempts, in seconds."""
+    tenant: str | None = None
+    """Narrows the client's namespace to this tenant's part of it (docs/TENANTS.md)."""
+    session: str | None = None
+    """Narrows the namespace to this session's part; with `tenant`, to the part of that."""
 
     @property
     def encrypted(self) -> bool:
+        """Whether the connection uses TLS."""
         return self.tls or self.tls_ca is not None or self.tls_cert is not None
 
     def checked(self, address: str) -> Self:
@@ -62,7 +72,15 @@ class ClientOptions:
             )
         if not (self.timeout_s > 0 and self.attempts >= 1):
             raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
+        for name, value in self.narrowing:
+            check_value(name, value)
         return self
+
+    @property
+    def narrowing(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call that say which part of the namespace it works in."""
+        given = ((TENANT, self.tenant), (SESSION, self.session))
+        return tuple((name, value) for name, value in given if value is not None)
 
     def credentials(self) -> Any:
         """Raises `InvalidField` for a file that cannot be read."""
@@ -90,7 +108,7 @@ class Transport:
         """Start a call; a blocking call with one response is over when this returns."""
         token = self.options.token
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
-        metadata = (("x-request-id", uuid.uuid4().hex), *bearer)
+        metadata = (("x-request-id", uuid.uuid4().hex), *bearer, *self.options.narrowing)
         make = getattr(self._channel, kind)
         method = make(f"/{SERVICE}/{name}", type(request).SerializeToString, response.FromString)
         return method(request, timeout=timeout_s, metadata=metadata)

@@ -15,6 +15,7 @@ class Plain:
     """Prompt text that is not a chunk: instructions, a date, anything that no other prompt repeats."""
 
     text: str
+    """The text itself."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Tokens:
     """A chunk as token ids."""
 
     ids: Sequence[int]
+    """Token ids of the model that is served."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Key:
     """A chunk that was put before, named by its key."""
 
     hex: str
+    """The key, hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,11 @@ class DocumentChunk:
     """A chunk of a precomputed corpus."""
 
     corpus: str
+    """Name of the corpus."""
     document_id: str
+    """The document's id in the corpus."""
     index: int
+    """Which of the document's chunks, from 0."""
     version: str | None = None
     """None means the current version."""
 
@@ -49,6 +55,7 @@ class PutChunk:
     key: str
     """Hexadecimal."""
     num_tokens: int
+    """Length of the chunk."""
     new: bool
     """Whether the store did not have it before."""
     state: str
@@ -66,9 +73,13 @@ class StoredChunk:
     """A chunk that the store holds."""
 
     key: str
+    """The chunk's key, hexadecimal."""
     num_tokens: int
+    """Length of the chunk."""
     size_bytes: int
+    """Bytes that it takes in the store."""
     codec: str
+    """How its KV is encoded."""
     model: str
     """Fingerprint, hexadecimal."""
     tier: str
@@ -102,11 +113,29 @@ class Prefetched:
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """A model that the gateway's engines answer with."""
+
+    id: str
+    """The name that the operator gave it."""
+    aliases: tuple[str, ...]
+    """The other names that requests may use: its folder, and its name on the hub."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    fingerprint: str
+    """Hexadecimal."""
+    blending: str
+    """`on`, or why nothing is blended."""
+
+
+@dataclass(frozen=True)
 class TokenizedText:
     """The token ids of a text tokenised by itself, and the key of the chunk that these ids make."""
 
     token_ids: tuple[int, ...]
+    """Token ids of the text alone."""
     key: str
+    """Key of the chunk that these ids make, hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +143,9 @@ class PlacedSegment:
     """Where a segment lies in the prompt."""
 
     start: int
+    """Its first token's position in the prompt."""
     end: int
+    """The position behind its last token."""
     key: str
     """Empty for `Plain`."""
 
@@ -124,7 +155,9 @@ class Delta:
     """A piece of an answer."""
 
     text: str
+    """The text that is new."""
     token_ids: tuple[int, ...]
+    """Its token ids."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +165,23 @@ class Answer:
     """A complete answer, and what it cost."""
 
     text: str
+    """The whole answer."""
     token_ids: tuple[int, ...]
+    """Its token ids."""
     finish_reason: str
+    """Why it ended, as vLLM says it: `stop` or `length`."""
     outcome: str
     """How the prompt was prefilled: `blended`, `prefix_hit`, `declined`, `failed`."""
     reason: str
     """Why it was declined or failed; empty otherwise."""
     usage: Usage
+    """How many tokens were read, written and loaded."""
     ttft_ms: float
     """Time to first token, measured by the gateway."""
     request_id: str
+    """The id under which gateway and engine log the request."""
     segments: tuple[PlacedSegment, ...]
+    """Where each segment lies in the prompt, in order."""
     accounting: Mapping[str, Any] = field(default_factory=dict)
     """Everything that the engine counted, by the names of `kintsugi.core.accounting.Accounting`."""
 
@@ -152,16 +191,28 @@ class Sampling:
     """How tokens are chosen. None keeps vLLM's default."""
 
     max_tokens: int = 16
+    """Longest answer, in tokens."""
     temperature: float | None = None
+    """0 always takes the most likely token."""
     top_p: float | None = None
+    """Choose among the most likely tokens that together have this probability."""
     top_k: int | None = None
+    """Choose among so many of the most likely tokens."""
     min_p: float | None = None
+    """Leave out tokens less likely than this share of the most likely one."""
     seed: int | None = None
+    """Seed of the random choice."""
     stop: Sequence[str] = ()
+    """Texts that end the answer."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end the answer."""
     presence_penalty: float | None = None
+    """Above 0: tokens that are in the answer already become less likely."""
     frequency_penalty: float | None = None
+    """Above 0: tokens become less likely with each time they are in the answer."""
     repetition_penalty: float | None = None
+    """Above 1: tokens of prompt and answer become less likely."""
     ignore_eos: bool | None = None
+    """Go on behind the token that ends a text."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's `SamplingParams`, by name."""

@@ -59,6 +59,15 @@ def test_a_rag_answer_in_five_lines(client: Client) -> None:
     assert answer.usage.cached_tokens == sum(chunk.num_tokens for chunk in chunks)
 
 
+def test_a_model_answers_to_all_its_names_and_to_no_other(client: Client) -> None:
+    (model,) = client.list_models()
+    assert (model.id, model.aliases) == ("stub", ("org/stub",))
+    for name in (model.id, *model.aliases):
+        assert client.generate(PASSAGES, QUESTION, max_tokens=1, model=name).text
+    with pytest.raises(NotFound, match="org/stub"):
+        client.generate(PASSAGES, QUESTION, model="org/other")
+
+
 def test_a_put_is_idempotent_and_says_so(client: Client) -> None:
     (first,) = client.put_chunks(PASSAGES[:1])
     again, other = client.put_chunks(PASSAGES)

@@ -13,9 +13,22 @@ from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import ModelSource, resolve_model_argument
+from kintsugi.core.errors import NotFound
 from kintsugi.models import reference
 from kintsugi.models.reference import REFERENCE
 from tests.fakes.packaged_model import build_package
+
+
+@pytest.mark.parametrize("model", ["nosuchmodel", "./nosuchmodel", "/no/such/model", "a/b/c"])
+def test_what_can_be_no_model_is_said_before_anything_is_downloaded(model: str) -> None:
+    with pytest.raises(NotFound, match="org/model"):
+        prepare_model(Screen(as_json=True), model)
+
+
+def test_a_folder_is_a_model_whatever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    prepare_model(Screen(as_json=True), "mine")
 
 
 def test_figures_say_what_the_model_is() -> None:

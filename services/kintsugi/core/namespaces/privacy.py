@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kintsugi.core.settings import Settings, setting
 
@@ -23,11 +23,29 @@ class NamespacePrivacy(Settings):
     """Chunks have a multiple of this many tokens; the rest of a text is computed with the prompt."""
     shared: str = setting("", maxLength=128)
     """A namespace whose chunks requests may use besides their own; empty: none."""
+    discover: bool | None = setting(None)
+    """Whether passages that recur in prompts are saved without being put. Everybody in the namespace can tell
+    that they were sent. Left out: only where `shared` is set, in a namespace of one user."""
+
+    @property
+    def discovers(self) -> bool:
+        """Whether chunks are discovered in the namespace's prompts."""
+        return bool(self.shared) if self.discover is None else self.discover
 
     @property
     def pads(self) -> bool:
         """Whether first tokens are delayed."""
         return self.ttft_step_ms > 0 or self.ttft_step_us_per_token > 0
+
+    def at_least(self, outer: NamespacePrivacy) -> NamespacePrivacy:
+        """This privacy, where ``outer``, that of the namespace around it, reveals no less."""
+        return replace(
+            self,
+            accounting=self.accounting and outer.accounting,
+            ttft_step_ms=max(self.ttft_step_ms, outer.ttft_step_ms),
+            ttft_step_us_per_token=max(self.ttft_step_us_per_token, outer.ttft_step_us_per_token),
+            chunk_tokens_multiple=max(self.chunk_tokens_multiple, outer.chunk_tokens_multiple),
+        )
 
     def step_s(self, prompt_tokens: int) -> float:
         """The time step of a prompt."""

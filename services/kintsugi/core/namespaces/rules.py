@@ -1,6 +1,7 @@
 """Limits and privacy by pattern: a namespace, a prefix that ends in `*`, or `*` alone.
 
-The pattern that matches the most of a namespace's name decides, and no other applies. See docs/TENANTS.md.
+The pattern that matches the most of a namespace's name decides, and no other applies. A part of a namespace
+(`core.namespaces.parts`) has the rule of its base unless a pattern is about parts of it. See docs/TENANTS.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.parts import MARK, base_of, enclosing, is_within, without_digest
 from kintsugi.core.namespaces.privacy import NO_PRIVACY, NamespacePrivacy
 from kintsugi.core.settings import Settings, check, setting
 from kintsugi.core.spaces import check_namespace
@@ -39,16 +41,24 @@ class NamespaceRules(Settings):
 
     def limits_of(self, namespace: str) -> NamespaceLimits | None:
         """The limits of a namespace; None where no pattern matches it."""
-        return find_rule(self.limits, namespace)[1]
+        return find_rule(self.limits, without_digest(namespace))[1]
 
     def account_of(self, namespace: str) -> str:
         """The name under which the namespace's use is counted: the pattern of limits that namespaces share,
-        or else the namespace."""
-        pattern, limits = find_rule(self.limits, namespace)
-        return pattern if limits is not None and limits.together else namespace
+        or else the namespace; of a tenant's part without limits of its own, its base. Sessions, cache keys
+        and salts have no account: who makes many has no more."""
+        counted = without_digest(namespace)
+        pattern, limits = find_rule(self.limits, counted)
+        if limits is not None and limits.together:
+            return pattern
+        return counted if _is_about_part(pattern, counted) else base_of(counted)
 
     def privacy_of(self, namespace: str) -> NamespacePrivacy:
-        return find_rule(self.privacy, namespace)[1] or NO_PRIVACY
+        """The namespace's own rule; of a part, never less strict than those of the namespaces around it."""
+        *around, own = (find_rule(self.privacy, name)[1] or NO_PRIVACY for name in enclosing(namespace))
+        for outer in around:
+            own = own.at_least(outer)
+        return own
 
     def known_chunks_max(self, namespace: str) -> int | None:
         limits = self.limits_of(namespace)
@@ -66,7 +76,22 @@ NO_RULES = NamespaceRules()
 
 
 def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
-    """The pattern that matches most of the namespace's name, and its rule; empty and None if none does."""
+    """The pattern that matches most of the namespace's name, and its rule; empty and None if none does. For a
+    part without a rule of its own, those of the namespace around it."""
+    base, *parts = enclosing(namespace)
+    for part in reversed(parts):
+        pattern, rule = _find_longest(rules, part)
+        if _is_about_part(pattern, part):
+            return pattern, rule
+    return _find_longest(rules, base)
+
+
+def _is_about_part(pattern: str, namespace: str) -> bool:
+    """Whether a pattern that matches a part is about parts of its base, not about namespaces in general."""
+    return pattern.startswith(f"{base_of(namespace)}{MARK}")
+
+
+def _find_longest(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
     if not rules:
         return "", None
     if namespace in rules:
@@ -80,11 +105,14 @@ def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
 
 def sum_account(counts: Mapping[str, int], namespace: str, rules: NamespaceRules) -> int:
     """The sum of counts by namespace over those whose use is counted with the namespace's."""
-    limits = rules.limits_of(namespace)
-    if limits is None or not limits.together:
-        return counts.get(namespace, 0)
-    account = rules.account_of(namespace)
-    return sum(count for name, count in counts.items() if rules.account_of(name) == account)
+    limits, account = rules.limits_of(namespace), rules.account_of(namespace)
+    if limits is not None and limits.together:
+        return sum(count for name, count in counts.items() if rules.account_of(name) == account)
+    return sum(
+        count
+        for name, count in counts.items()
+        if is_within(name, account) and rules.account_of(name) == account
+    )
 
 
 def check_namespace_pattern(pattern: str, where: str = "namespaces") -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -39,6 +39,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, Open
 from kintsugi.core.request import PARAMS_KEY, trim_spans
 from kintsugi.core.spaces import Span
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
+from kintsugi.engine.openai.tools import check_tools
 
 try:
     from vllm.renderers.chat_utils import load_chat_template
@@ -150,11 +151,12 @@ class OpenAIFront:
     def __init__(
         self,
         client: Any,
-        model: str,
+        names: Sequence[str],
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAISpec | None = None,
     ) -> None:
-        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``model`` the name that callers use.
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``names`` those that callers may use
+        for the model, the one in answers first.
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
@@ -170,13 +172,15 @@ class OpenAIFront:
             "reasoning_parser": options.reasoning_parser,
         }
         online = OnlineRenderer(model_config=model_config, renderer=renderer, **shared)
-        models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model_config.model)])
+        paths = [BaseModelPath(name=name, model_path=model_config.model) for name in names]
+        models = OpenAIServingModels(client, paths)
         details = {"enable_prompt_tokens_details": True, "online_renderer": online}
         self._chat = _Chat(client, models, "assistant", **shared, **details)
         self._completion = _Completion(client, models, request_logger=None, **details)
         self._tokenizer = SegmentTokenizer(renderer.get_tokenizer(), prefix_token_ids)
         self._renderer = renderer
         self._whole = renderer._tokenize_prompt_async
+        self._parses_tools = options.tool_call_parser is not None
         self._segments = make_async(self._tokenizer.segment_text, executor=renderer._executor)
         renderer._tokenize_prompt_async = self._tokenize_prompt
         resolved = resolve_chat_template(
@@ -218,6 +222,7 @@ class OpenAIFront:
         raw = _raw_request(call.trace)
         try:
             if call.path == CHAT_PATH:
+                check_tools(body, self._parses_tools)
                 if not self._template_takes_documents:
                     body = with_documents(body)
                 chat = _ChatRequest.model_validate(body)

@@ -688,6 +688,7 @@ class GenerateRequest(google.protobuf.message.Message):
     EXPLAIN_FIELD_NUMBER: builtins.int
     NO_BLEND_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     ratio: builtins.float
     """Overrides of the engine's calibrated defaults."""
@@ -699,6 +700,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """An ordinary full prefill."""
     priority: builtins.int
     """vLLM's: lower goes first; below 0 only where the gateway allows it."""
+    model: builtins.str
+    """A name of the model that must answer; any other is NOT_FOUND. Empty: whichever is served."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Segment]: ...
     @property
@@ -722,9 +725,10 @@ class GenerateRequest(google.protobuf.message.Message):
         explain: builtins.bool = ...,
         no_blend: builtins.bool = ...,
         priority: builtins.int = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "model", b"model", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adaptive_mass", b"_adaptive_mass"]) -> typing.Literal["adaptive_mass"] | None: ...
     @typing.overload
@@ -982,3 +986,63 @@ class TokenizeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
 
 global___TokenizeResponse = TokenizeResponse
+
+@typing.final
+class ListModelsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListModelsRequest = ListModelsRequest
+
+@typing.final
+class ServedModel(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    BLENDING_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """The name that the operator gave it."""
+    max_model_len: builtins.int
+    """Tokens of prompt and answer together."""
+    fingerprint: builtins.str
+    """Hexadecimal."""
+    blending: builtins.str
+    """`on`, or why nothing is blended."""
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The other names that requests may use: its folder, and its name on the hub."""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        max_model_len: builtins.int = ...,
+        fingerprint: builtins.str = ...,
+        blending: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "blending", b"blending", "fingerprint", b"fingerprint", "id", b"id", "max_model_len", b"max_model_len"]) -> None: ...
+
+global___ServedModel = ServedModel
+
+@typing.final
+class ListModelsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: builtins.int
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServedModel]: ...
+    def __init__(
+        self,
+        *,
+        models: collections.abc.Iterable[global___ServedModel] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+
+global___ListModelsResponse = ListModelsResponse

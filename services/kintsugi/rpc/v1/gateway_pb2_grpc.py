@@ -84,6 +84,11 @@ class KintsugiStub(object):
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/kintsugi.rpc.v1.Kintsugi/ListModels',
+                request_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
 
 
 class KintsugiServicer(object):
@@ -160,6 +165,13 @@ class KintsugiServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """The models that are served, each with all names that it answers to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KintsugiServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,6 +224,11 @@ def add_KintsugiServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeRequest.FromString,
                     response_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
+                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -484,6 +501,33 @@ class Kintsugi(object):
             '/kintsugi.rpc.v1.Kintsugi/Tokenize',
             kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
             kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kintsugi.rpc.v1.Kintsugi/ListModels',
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
+            kintsugi_dot_rpc_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

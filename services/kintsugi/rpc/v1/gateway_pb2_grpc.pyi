@@ -87,6 +87,12 @@ class KintsugiStub:
     ]
     """Token ids and chunk keys of texts, each tokenised alone: what a segment of that text stands for."""
 
+    ListModels: grpc.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.ListModelsRequest,
+        kintsugi.rpc.v1.gateway_pb2.ListModelsResponse,
+    ]
+    """The models that are served, each with all names that it answers to."""
+
 class KintsugiAsyncStub:
     PutChunk: grpc.aio.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.gateway_pb2.PutChunkRequest,
@@ -149,6 +155,12 @@ class KintsugiAsyncStub:
         kintsugi.rpc.v1.gateway_pb2.TokenizeResponse,
     ]
     """Token ids and chunk keys of texts, each tokenised alone: what a segment of that text stands for."""
+
+    ListModels: grpc.aio.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.gateway_pb2.ListModelsRequest,
+        kintsugi.rpc.v1.gateway_pb2.ListModelsResponse,
+    ]
+    """The models that are served, each with all names that it answers to."""
 
 class KintsugiServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -232,5 +244,13 @@ class KintsugiServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.TokenizeResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.TokenizeResponse]]:
         """Token ids and chunk keys of texts, each tokenised alone: what a segment of that text stands for."""
+
+    @abc.abstractmethod
+    def ListModels(
+        self,
+        request: kintsugi.rpc.v1.gateway_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kintsugi.rpc.v1.gateway_pb2.ListModelsResponse, collections.abc.Awaitable[kintsugi.rpc.v1.gateway_pb2.ListModelsResponse]]:
+        """The models that are served, each with all names that it answers to."""
 
 def add_KintsugiServicer_to_server(servicer: KintsugiServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,161 @@
+"""What routers ask over HTTP: where a prompt's chunks lie, and what happened to chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineInfo
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.fronts.errors import Problem, http_status_of
+from kintsugi.gateway.fronts.openai_request import parse_openai_call
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.observed.chunk_events import ChunkEvent
+from kintsugi.gateway.observed.residency import ChunkResidence
+from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH, ServedRequest
+from kintsugi.gateway.texts.segments import Segment
+from kintsugi.store.protocol.callers import Caller
+
+EVENTS_DEFAULT = 100
+NAMED_BY = ("messages", "prompt", "chunks", "keys")
+"""Fields of a residency request that say which chunks are meant; one of them is given."""
+
+
+@dataclass(frozen=True)
+class AskedOf:
+    """A request that was authenticated and read."""
+
+    caller: Caller
+    namespace: str
+    body: Mapping[str, Any]
+
+
+Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf]]
+
+
+def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
+    """``receive`` authenticates and parses a request, which has a place while its block runs; a GET has an
+    empty body."""
+
+    def serve(path: str, answer: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]], verb: str) -> Route:
+        async def handle(request: Request) -> Response:
+            served = ServedRequest(path, request.headers, gateway.metrics.http, 200, audit=gateway.audit)
+            try:
+                with served.record(http_status_of):
+                    async with receive(request, served) as asked:
+                        return JSONResponse(await answer(asked, request))
+            except Exception as error:  # noqa: BLE001  # `record` has logged it
+                return Problem.of(error, served.request_id).response()
+
+        return Route(path, handle, methods=[verb])
+
+    async def find_residency(asked: AskedOf, request: Request) -> dict[str, Any]:
+        chunks, keys = _chunks_of(gateway, asked)
+        found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys)
+        info = await gateway.recent_info.get()
+        return describe_residency(asked.namespace, info, found)
+
+    async def list_events(asked: AskedOf, request: Request) -> dict[str, Any]:
+        query = request.query_params
+        limit = int(_number(query.get("limit"), "limit", EVENTS_DEFAULT))
+        wait_s = _number(query.get("wait_s"), "wait_s", 0.0)
+        cursor = query.get("cursor", "")
+        page = await gateway.read_events(asked.caller, asked.namespace, cursor, limit, wait_s)
+        return {
+            "object": "kintsugi.events",
+            "events": list(map(describe_event, page.events)),
+            "cursor": page.cursor,
+            "lost": page.lost,
+        }
+
+    return [serve(RESIDENCY_PATH, find_residency, "POST"), serve(EVENTS_PATH, list_events, "GET")]
+
+
+def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:
+    """The answer of `RESIDENCY_PATH`. `shards` adds up resident tokens by where they lie."""
+    shards: dict[str, int] = {}
+    for one in found:
+        if one.source is not None:
+            shards[one.source.shard] = shards.get(one.source.shard, 0) + one.num_tokens
+    return {
+        "object": "kintsugi.residency",
+        "namespace": namespace,
+        "model": info.model,
+        "fingerprint": info.fingerprint,
+        "exact": False,
+        "chunks": list(map(_describe_residence, found)),
+        "chunk_tokens": sum(one.num_tokens for one in found),
+        "resident_tokens": sum(shards.values()),
+        "shards": [
+            {"address": address, "host": _host_of(address), "resident_tokens": tokens}
+            for address, tokens in sorted(shards.items())
+        ],
+    }
+
+
+def _describe_residence(one: ChunkResidence) -> dict[str, Any]:
+    place = {"key": one.key.hex, "num_tokens": one.num_tokens, "resident": one.source is not None}
+    if one.source is None:
+        return place
+    return {**place, "namespace": one.namespace, "shard": one.source.shard, "tier": one.source.tier}
+
+
+def describe_event(event: ChunkEvent) -> dict[str, Any]:
+    return {
+        "type": event.type.value,
+        "namespace": event.namespace,
+        "key": None if event.key is None else event.key.hex,
+        "num_tokens": event.num_tokens,
+        "exact": False,
+        "at_s": event.at_s,
+    }
+
+
+def _host_of(address: str) -> str:
+    """The host in `host:port`; an address of another form, such as a socket's, as it is."""
+    return address.rpartition(":")[0].strip("[]") or address
+
+
+def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey]]:
+    """The chunks that a residency request means. Raises `InvalidField`."""
+    named = [name for name in NAMED_BY if asked.body.get(name) is not None]
+    if len(named) != 1:
+        raise InvalidField(
+            "body", f"must have one of {', '.join(NAMED_BY)}, and has {', '.join(named) or 'none'}"
+        )
+    (name,) = named
+    value = asked.body[name]
+    if name in ("messages", "prompt"):
+        path = CHAT_PATH if name == "messages" else COMPLETIONS_PATH
+        call = parse_openai_call(
+            "",
+            path,
+            asked.body,
+            asked.namespace,
+            lambda text: gateway.find_known_texts(asked.namespace, text),
+        )
+        return [Segment(text=text) for text in call.chunk_texts], []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise InvalidField(name, "must be a list of strings")
+    if name == "chunks":
+        return [Segment(text=text) for text in value], []
+    return [], [ChunkKey.from_hex(text) for text in value]
+
+
+def _number(text: str | None, name: str, default: float) -> float:
+    if text is None:
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e9:
+        raise InvalidField(name, f"{text[:40]!r} is no number of 0 or more")
+    return number

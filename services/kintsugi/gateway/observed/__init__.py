@@ -1,0 +1,1 @@
+"""What others learn of a gateway's work: routers of chunks, traces of answers."""

@@ -1,0 +1,27 @@
+"""Tools are refused where their calls are not parsed, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import InvalidField
+from kintsugi.engine.openai.tools import check_tools
+
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
+def test_tools_that_cannot_be_called_are_refused_by_our_own_setting(choice: dict[str, Any]) -> None:
+    body = {"tools": TOOLS, **choice}
+    with pytest.raises(InvalidField, match=r"engines\.openai\.tool_call_parser"):
+        check_tools(body, parses_tools=False)
+    check_tools(body, parses_tools=True)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"tools": []}, {"tools": None}, {"tools": TOOLS, "tool_choice": "none"}]
+)
+def test_requests_that_call_no_tool_pass(body: dict[str, Any]) -> None:
+    check_tools(body, parses_tools=False)

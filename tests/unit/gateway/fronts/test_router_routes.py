@@ -1,0 +1,193 @@
+"""What routers ask over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import httpx
+import pytest
+
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
+from kintsugi.gateway.texts.segments import Segment
+from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.callers import ANYONE, Caller, Verb
+from tests.fakes.stub_backend import StubBackend
+from tests.unit.gateway.fronts.test_http import error_of, run
+
+TEXTS = [
+    "A first passage that is long enough to be found wherever a message holds it.",
+    "A second passage that is long enough to be found wherever a message holds it.",
+]
+OTHER = "A third passage that nobody has put, long enough to be found in a message."
+
+
+class Tokens(Access):
+    """One token may list, and the other one may only generate."""
+
+    def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
+        verbs = frozenset({Verb.GENERATE}) if token == "blind" else frozenset(Verb)
+        return Caller("one", ("docs", "other"), verbs)
+
+
+def open_gateway(**more: Any) -> Gateway:
+    store = RamStore()
+    return Gateway(StubBackend(store=store), store, lambda text: [ord(one) for one in text], **more)
+
+
+def client(gateway: Gateway, token: str = "seeing", namespace: str = "docs") -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {token}", "x-kintsugi-namespace": namespace}
+    transport = httpx.ASGITransport(HttpFront(gateway).app)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+
+async def put(gateway: Gateway, namespace: str = "docs") -> list[str]:
+    puts = await gateway.put_chunks(ANYONE, namespace, [Segment(text=text) for text in TEXTS])
+    return [one.key.hex for one in puts]
+
+
+def test_a_prompts_chunks_are_found_where_they_lie() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        keys = await put(gateway)
+        prompt = f"{TEXTS[1]}\n{OTHER}\n{TEXTS[0]}\nWhy?"
+        marked = {"type": "text", "text": OTHER, "kintsugi": {"chunk": True}}
+        asked: list[tuple[dict[str, Any], list[int | None]]] = [
+            ({"messages": [{"role": "user", "content": prompt}]}, [1, 0]),
+            ({"prompt": prompt}, [1, 0]),
+            ({"messages": [{"role": "user", "content": [marked]}]}, [None]),
+            ({"chunks": [TEXTS[0], OTHER]}, [0, None]),
+            ({"keys": [keys[1], "ab" * 32]}, [1, None]),
+            ({"prompt": "Why?"}, []),
+        ]
+        async with client(gateway) as caller:
+            for question, expected in asked:
+                answer = (await caller.post(RESIDENCY_PATH, json=question)).json()
+                assert answer["exact"] is False
+                chunks = answer["chunks"]
+                assert [one["resident"] for one in chunks] == [place is not None for place in expected]
+                resident = [one for one in chunks if one["resident"]]
+                there = [place for place in expected if place is not None]
+                assert [one["key"] for one in resident] == [keys[place] for place in there]
+                assert {(one["tier"], one["namespace"]) for one in resident} <= {("ram", "docs")}
+                assert answer["resident_tokens"] == sum(len(TEXTS[place]) for place in there)
+                assert sum(one["resident_tokens"] for one in answer["shards"]) == answer["resident_tokens"]
+        await gateway.close()
+
+    run(body)
+
+
+def test_residency_is_told_to_nobody_who_may_not_list() -> None:
+    async def body() -> None:
+        hidden = NamespaceRules(privacy={"docs": NamespacePrivacy(accounting=False)})
+        cases: list[tuple[dict[str, Any], str]] = [({}, "blind"), ({"rules": hidden}, "seeing")]
+        for more, token in cases:
+            gateway = open_gateway(access=Tokens(), **more)
+            await put(gateway)
+            async with client(gateway, token) as caller:
+                for text in (TEXTS[0], "Why?"):
+                    answer = await caller.post(RESIDENCY_PATH, json={"prompt": text})
+                    assert answer.status_code == 403, "whether or not a chunk is known"
+                assert (await caller.get(EVENTS_PATH)).status_code == 403
+            await gateway.close()
+
+    run(body)
+
+
+def test_nothing_is_told_of_another_namespace() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        keys = await put(gateway)
+        async with client(gateway, namespace="other") as caller:
+            answer = (await caller.post(RESIDENCY_PATH, json={"keys": keys})).json()
+            assert not any(one["resident"] for one in answer["chunks"])
+            narrowed = {"x-tenant-id": "acme", "x-kintsugi-namespace": "docs"}
+            answer = (await caller.post(RESIDENCY_PATH, json={"chunks": TEXTS}, headers=narrowed)).json()
+            assert not any(one["resident"] for one in answer["chunks"])
+            named = {"x-kintsugi-namespace": "third"}
+            assert (await caller.post(RESIDENCY_PATH, json={"keys": keys}, headers=named)).status_code == 403
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_shared_namespaces_chunks_are_found_with_where_they_are() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"docs": NamespacePrivacy(shared="other")})
+        gateway = open_gateway(access=Tokens(), rules=rules)
+        await put(gateway, "other")
+        async with client(gateway) as caller:
+            answer = (await caller.post(RESIDENCY_PATH, json={"chunks": TEXTS})).json()
+        assert [(one["resident"], one["namespace"]) for one in answer["chunks"]] == [(True, "other")] * 2
+        await gateway.close()
+
+    run(body)
+
+
+def test_the_answer_is_padded_where_first_tokens_are() -> None:
+    async def body() -> None:
+        rules = NamespaceRules(privacy={"docs": NamespacePrivacy(ttft_step_ms=200)})
+        gateway = open_gateway(access=Tokens(), rules=rules)
+        await put(gateway)
+        async with client(gateway) as caller:
+            for text in (TEXTS[0], OTHER):
+                began_s = time.perf_counter()
+                assert (await caller.post(RESIDENCY_PATH, json={"chunks": [text]})).status_code == 200
+                assert time.perf_counter() - began_s >= 0.2
+        await gateway.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("question", "field"),
+    [
+        ({}, "body"),
+        ({"prompt": "a", "keys": []}, "body"),
+        ({"chunks": "a"}, "chunks"),
+        ({"keys": [1]}, "keys"),
+        ({"keys": ["xy"]}, "key"),
+        ({"chunks": ["a"] * 1025}, "chunks"),
+    ],
+)
+def test_a_bad_question_names_its_field(question: dict[str, Any], field: str) -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        async with client(gateway) as caller:
+            answer = await caller.post(RESIDENCY_PATH, json=question)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+        await gateway.close()
+
+    run(body)
+
+
+def test_events_tell_what_was_put_and_deleted() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        async with client(gateway) as caller:
+            cursor = (await caller.get(EVENTS_PATH)).json()["cursor"]
+            keys = await put(gateway)
+            await put(gateway)
+            await put(gateway, "other")
+            (first, _) = await gateway.list_chunks(ANYONE, "docs")
+            await gateway.delete_chunk(ANYONE, "docs", first.manifest.key)
+            page = (await caller.get(EVENTS_PATH, params={"cursor": cursor, "wait_s": 1})).json()
+            stored = [one for one in page["events"] if one["type"] == "chunk_stored"]
+            assert sorted(one["key"] for one in stored) == sorted(keys), "the second put found them"
+            assert {one["num_tokens"] for one in stored} == {len(text) for text in TEXTS}
+            (deleted,) = [one for one in page["events"] if one["type"] == "chunk_deleted"]
+            assert deleted["key"] == first.manifest.key.hex
+            assert not any(one["exact"] for one in page["events"])
+            again = (await caller.get(EVENTS_PATH, params={"cursor": page["cursor"]})).json()
+            assert (again["events"], again["lost"]) == ([], False)
+            for query in ({"limit": "0"}, {"limit": "x"}, {"wait_s": "-1"}, {"cursor": "?"}):
+                assert (await caller.get(EVENTS_PATH, params=query)).status_code == 400
+        await gateway.close()
+
+    run(body)
