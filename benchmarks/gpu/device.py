@@ -47,7 +47,7 @@ from kintsugi.core.plan import Selection  # noqa: E402
 from kintsugi.core.request import SelectorName  # noqa: E402
 from kintsugi.fusor import staging  # noqa: E402
 from kintsugi.fusor.attention import attend_scattered  # noqa: E402
-from kintsugi.fusor.codecs import as_bytes, decode_frame, decode_into, encode_frame  # noqa: E402
+from kintsugi.fusor.codecs import Encoding, as_bytes, decode_frame, decode_into, encode_frame  # noqa: E402
 from tests.contracts.scattered_attention import TOLERANCE, Case, matches_reference  # noqa: E402
 from tests.fakes.paged_stack import ModelShape  # noqa: E402
 
@@ -109,7 +109,7 @@ def codec_rows(plan: Plan) -> Iterator[Row]:
         key, value = (torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device=plan.device) for _ in "kv")
 
         def decode(there=there, codec=codec, key=key, value=value) -> None:  # type: ignore[no-untyped-def]
-            decode_into(there, layout, codec, tokens, slice(None), key, value)
+            decode_into(there, Encoding.of(layout, None, codec, tokens), slice(None), key, value)
 
         seconds = blending.seconds_of(decode, plan.device, plan.repeats)
         got = (key.cpu(), value.cpu())

@@ -17,7 +17,7 @@ from benchmarks.support.figures import Figure, spread
 from benchmarks.support.prompts import ChunkPrompt
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.engine.worker import scattered
+from kintsugi.engine.worker.attention import scattered
 
 SHAPE = "llama-210m"
 RATIO = 0.15

@@ -1,8 +1,8 @@
 """What asking for chunks costs a prompt that gets none: the store lacks them all, is dead, or hangs.
 
 The store that hangs holds every chunk. It stops in the middle of layer 3 of a blend, behind a TCP proxy
-(`benchmarks.support.proxy`), and answers nothing more. The first prompts wait for their deadlines: they are
-counted, and the longest wait is a figure of its own.
+(`benchmarks.support.proxy`), and answers nothing more. The first prompt waits for its deadline: it counts,
+and its wait is a figure of its own.
 """
 
 from __future__ import annotations

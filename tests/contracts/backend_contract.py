@@ -89,6 +89,27 @@ class BackendContract:
     def engines(self) -> Engines:
         raise NotImplementedError
 
+    def test_a_scored_token_has_a_logprob_in_the_first_piece_alone(self, engines: Engines) -> None:
+        asked = engines.request(engines.tokens(40))
+        assert [one.logprob for one in engines.run(engines.answer(asked))] == [None] * 4
+        first, *rest = engines.run(engines.answer(dataclasses.replace(asked, scored_token=5)))
+        assert first.logprob is not None
+        assert first.logprob <= 0.0
+        assert [one.logprob for one in rest] == [None] * 3
+
+    def test_a_measurement_finds_nothing_that_others_left_in_the_prefix_cache(self, engines: Engines) -> None:
+        room = engines.run(engines.backend.info()).max_model_len
+        prompt = engines.tokens(min(300, room - 8))  # more than one block of any engine's cache
+        measured = dataclasses.replace(engines.request(prompt), measurement="first")
+        for request in (
+            engines.request(prompt),
+            measured,
+            dataclasses.replace(measured, measurement="second"),
+        ):
+            last = engines.run(engines.answer(request))[-1]
+            assert last.usage is not None
+            assert last.usage.cached_tokens == 0
+
     def test_it_says_what_it_serves(self, engines: Engines) -> None:
         info = engines.run(engines.backend.info())
         assert info.model

@@ -14,7 +14,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.client.ram import RamStore
 
-INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on")
+INFO = EngineInfo("scripted", "ab" * 32, (0,), True, 4096, "on", aliases=("org/scripted", "/models/scripted"))
 JSON = OpenAIHead(200, "application/json")
 STREAM = OpenAIHead(200, "text/event-stream")
 

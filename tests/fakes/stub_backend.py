@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,8 @@ class StubSeen:
     """Answers that were closed before their last token."""
 
 
+LOGPROBS: Mapping[Op, float] = {Op.OFF: -0.1, Op.BLEND: -0.3}
+"""Of every token that is scored."""
 REMEMBERED_MAX = 10_000
 """Requests kept in `StubSeen`."""
 
@@ -97,6 +99,7 @@ class StubBackend(EngineBackend):
             question_foot=question_foot,
             context_token_ids=tuple(context_token_ids),
             plain_copies=plain_copies,
+            aliases=("org/stub",),
         )
 
     def come_up(self) -> None:
@@ -132,12 +135,14 @@ class StubBackend(EngineBackend):
                     await asyncio.sleep(self.delays.token_s)
                 last = index == max_tokens - 1
                 complete = last
+                scored = index == 0 and request.scored_token is not None
                 yield EngineDelta(
                     (index,),
                     _WORDS[index % len(_WORDS)] + " ",
                     "length" if last else None,
                     accounting.to_mapping() if last else None,
                     usage if last else None,
+                    LOGPROBS[request.params.op] if scored else None,
                 )
         finally:
             self.seen.running -= 1

@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("the engine on a GPU: no CUDA device here", allow_module_level=True)
 
 from kintsugi.engine.local import LocalEngine  # noqa: E402
-from kintsugi.engine.worker import scattered, selftest  # noqa: E402
+from kintsugi.engine.worker import selftest  # noqa: E402
+from kintsugi.engine.worker.attention import scattered  # noqa: E402
 from tests.integration.engine.test_architectures import (  # noqa: E402
     engine,
     float32_engine,

@@ -122,7 +122,8 @@ async def fetch_model_name(client: httpx.AsyncClient) -> str:
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, TypeError, LookupError) as error:
         raise Unavailable(
-            f"{client.base_url} lists no model ({error}); name the URL of an OpenAI endpoint"
+            f"{client.base_url} lists no model ({error}); name the URL of an OpenAI endpoint, or start one: "
+            "kintsugi serve"
         ) from error
 
 

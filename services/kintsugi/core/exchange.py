@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from kintsugi.core.errors import NotFound
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.tokens import TokenIds
 
@@ -31,6 +32,11 @@ class EngineRequest:
     fingerprint: str = ""
     """Hexadecimal, of the model that the tokens are for: while one replaces another, engines of both answer.
     Empty where the engine asks itself."""
+    measurement: str = ""
+    """Not empty: the request finds nothing in the engine's prefix cache but what requests of the same
+    namespace and measurement have left there, so that its time is that of a prompt that comes first."""
+    scored_token: int | None = None
+    """A token whose logprob as the answer's first token is reported; the answer is sampled as always."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ class Usage:
     """Tokens, as OpenAI counts them."""
 
     prompt_tokens: int
+    """Length of the prompt."""
     completion_tokens: int
+    """Length of the answer."""
     cached_tokens: int
     """Prompt tokens that the engine did not compute itself: prefix cache and chunks."""
 
@@ -67,6 +75,8 @@ class EngineDelta:
     accounting: Mapping[str, Any] | None = None
     """`core.accounting.Accounting.to_mapping`."""
     usage: Usage | None = None
+    logprob: float | None = None
+    """The logprob of `EngineRequest.scored_token`; None where none was asked for."""
 
 
 class SaveState(StrEnum):
@@ -135,3 +145,25 @@ class EngineInfo:
     """The context between the prefix and each chunk while the chunk is prefilled."""
     plain_copies: bool = True
     """With a context: whether a plain copy of each chunk is stored, too."""
+    aliases: tuple[str, ...] = ()
+    """Other names that requests may use for the model: its folder, and its name on the hub."""
+    selector: str = ""
+    """The selector of a request that names none; empty where the gate is closed."""
+    ratio: float | None = None
+    """The ratio of a request that names none; None where the gate is closed."""
+    ratios_min: Mapping[str, float] | None = None
+    """By selector, the least ratio that the gate allows; None: any selector with any ratio."""
+    version: str = ""
+    """Version of Kintsugi that the engine runs; empty: not known."""
+    vllm: str = ""
+    """Version of vLLM; empty: not known."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the model answers to, `model` first."""
+        return self.model, *self.aliases
+
+    def check_name(self, name: str) -> None:
+        """Raises `NotFound` unless the model answers to ``name``."""
+        if name not in self.names:
+            raise NotFound(f"model {name!r} is not served here; ask for one of {', '.join(self.names)}")

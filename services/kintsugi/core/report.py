@@ -62,8 +62,11 @@ class Binding:
     prefix: str
     """Digest of the tokens that chunks were prefilled behind."""
     codec: str
+    """How the chunks were stored."""
     vllm: str
+    """Version of vLLM."""
     kintsugi: str
+    """Version of Kintsugi."""
     context: str = ""
     """Digest of the context between the prefix and each chunk; empty: none."""
 
@@ -76,6 +79,7 @@ class Binding:
         kintsugi: str,
         context_token_ids: Sequence[int] = (),
     ) -> Binding:
+        """Make one from token ids instead of their digests."""
         prefix = blake3.blake3(b"kintsugi-prefix\0" + token_bytes(prefix_token_ids)).hexdigest()[:32]
         context = blake3.blake3(b"kintsugi-context\0" + token_bytes(context_token_ids)).hexdigest()[:32]
         return Binding(
@@ -84,6 +88,7 @@ class Binding:
 
     @property
     def model(self) -> ModelFingerprint:
+        """The model's fingerprint."""
         return ModelFingerprint(bytes.fromhex(self.fingerprint))
 
     @property

@@ -7,12 +7,14 @@ leaves their blocks unnamed, and calls `start_load_kv` in every step, where the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -28,16 +30,18 @@ from kintsugi.core.errors import InvalidField, SelfTestFailed
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
-from kintsugi.engine.protocol import StepMetadata, WorkerReport
+from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
+from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of, prior_text_of
+from kintsugi.engine.scheduler.idle_saves import IdleSaves
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.parking import Parking
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.selftest import check_names
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
-from kintsugi.engine.worker.support import find_unsupported, find_wrapper, has_windows
+from kintsugi.engine.worker.support import find_local_chunk, find_unsupported, find_wrapper, has_windows
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner
@@ -77,21 +81,24 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "shard (kintsugi store serve) and name it: grpc://host:port",
             )
         store = open_store(config.store)
-        max_batched = vllm_config.scheduler_config.max_num_batched_tokens
-        slice_tokens = config.slice_tokens or max(1, max_batched // 2)
+        slice_tokens = config.slice_tokens or max(1, vllm_config.scheduler_config.max_num_batched_tokens // 2)
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             binding = binding_of(vllm_config, config)
+            salts = Salts(store).start()
+            discovery = Discovery(config.discovery, salts, partial(load_token_classes, vllm_config))
+            prior_text = prior_text_of(config, vllm_config)
+            local_chunk = find_local_chunk(kv_cache_config)
             self._side = SchedulerSide(
                 config=config,
                 store=store,
                 planner=_planner_of(config),
                 gate=open_gate(config, store, binding),
-                salts=Salts(store).start(),
+                salts=salts,
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
-                prior_text=prior_text_of(config, vllm_config),
+                prior_text=prior_text,
                 hash_block_size=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
                 declined_because=(
                     find_unsupported(vllm_config)
@@ -100,8 +107,17 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ),
                 engine=_engine_of(vllm_config, config),
                 parking=_parking_of(vllm_config, kv_cache_config),
+                discovery=discovery,
+                idle_saves=IdleSaves(
+                    discovery,
+                    config,
+                    _block_sizes(kv_cache_config),
+                    min(filter(None, (vllm_config.model_config.max_model_len, local_chunk))),
+                    prior_text,
+                ),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
+                local_chunk=local_chunk,
                 caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:
@@ -124,9 +140,15 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Scheduler role
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Called once, after every worker's `register_kv_caches`."""
+        facts = [one for one in metadata.values() if isinstance(one, WorkerFacts)]
+        self._scheduler.restores_keys = all(one.restores_keys for one in facts)
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if gpu_block_pool.enable_kv_cache_events:
             announce_exact_only(gpu_block_pool)
+        self._scheduler.idle_saves.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -149,6 +171,12 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(report, WorkerReport):
             self._scheduler.update(report)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM should go on stepping, though it has no requests: discovered segments wait to be
+        saved."""
+        side = self._scheduler
+        return side.declined_because is None and side.idle_saves.is_pending
+
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.request_finished(request)
 
@@ -166,6 +194,9 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerFacts | None:
+        return self._worker.facts()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -254,8 +285,13 @@ def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
 
 def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parking:
     """A place for every blend that the worker works on, but no more than the engine has seats."""
-    blocks_per_token = sum(1 / group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+    blocks_per_token = sum(1 / size for size in _block_sizes(kv_cache_config))
     return Parking(
         places=min(PASSES_MAX, vllm_config.scheduler_config.max_num_seqs),
         cache_tokens=int(kv_cache_config.num_blocks / blocks_per_token),
     )
+
+
+def _block_sizes(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Tokens per block of each group."""
+    return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 
 from kintsugi.engine.versions import WORKING
 
@@ -14,6 +16,10 @@ CONNECTOR = "KintsugiConnector"
 def register() -> None:
     """Called by vLLM when it loads plugins, once per process and possibly more often. Never raises: a vLLM
     without connectors serves on."""
+    if multiprocessing.parent_process() is not None:
+        # A core or worker that vLLM starts collects its whole heap several times before it is ready. Each
+        # time takes 0.3 s for the modules that it has imported, which are not garbage.
+        gc.freeze()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.layout import ChunkManifest
@@ -52,6 +56,26 @@ class SaveJob:
     """Compare the chunk with what the store holds under its key, and store nothing."""
     other_lead: tuple[int, ...] | None = None
     """The tokens that the chunk is prefilled behind once more, for its prior. None: it gets none."""
+    ttl_s: float = 0.0
+    """Lifetime of the chunk; 0: the store's default."""
+    erasures_seen: str = ""
+    """Cursor behind the erasures that were obeyed when the save began. Saves that requests ask for have
+    none."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """How many tokens its longer prefill computes. Nothing of the second is cached, so that one may be
+        the longer by a whole prefix."""
+        return max(len(self.tokens.token_ids), self._second_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many tokens both of its prefills compute."""
+        return len(self.tokens.token_ids) + self._second_tokens
+
+    @property
+    def _second_tokens(self) -> int:
+        return 0 if self.other_lead is None else len(self.other_lead) + self.chunk_end - self.chunk_start
 
 
 @dataclass(frozen=True)
@@ -90,6 +114,19 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[SaveJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     probes: list[ProbeJob] = field(default_factory=list)
+    discovered: list[SaveJob] = field(default_factory=list)
+    """Saves that no request waits for. A step begins one batch of them at most."""
+    idle_tokens: int = 0
+    """Full-width tokens' worth of work that such saves may do in this step; 0: they wait."""
+
+
+@dataclass(frozen=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker learnt of the model at start."""
+
+    restores_keys: bool
+    """Whether every stored key is what the model had before its rotation. Otherwise the rotation was taken
+    off what attention got, and turning it back differs by roundings."""
 
 
 @dataclass
@@ -102,6 +139,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     passes: dict[str, PassSample] = field(default_factory=dict)
     """Samples of finished blends that went as planned, by request id."""
     loads: list[LoadSample] = field(default_factory=list)
+    discovered: list[Accounting] = field(default_factory=list)
+    """What became of each save of the batch that no request waited for, once all have ended."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Over tensor-parallel ranks: bytes add up, waits take the longest, failures win."""
@@ -114,7 +153,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for request_id, sample in other.passes.items():
             slower = passes.get(request_id, sample)
             passes[request_id] = max(slower, sample, key=lambda one: one.busy_s + one.load_wait_s)
-        return WorkerReport(finished, self.unable or other.unable, passes, self.loads + other.loads)
+        return WorkerReport(
+            finished,
+            self.unable or other.unable,
+            passes,
+            self.loads + other.loads,
+            self.discovered + other.discovered,
+        )
 
 
 def _merge(mine: Accounting, theirs: Accounting) -> Accounting:

@@ -66,4 +66,6 @@ def free_port(host: str, first: int, count: int) -> int:
                     f"{format_address(host, port)} cannot be bound ({error.strerror}); name another one"
                 ) from error
             return port
+    if count == 1:
+        raise Unavailable(f"{format_address(host, first)} is taken; stop what listens there, or name another")
     raise Unavailable(f"ports {first} to {first + count - 1} of {host} are all taken; name another first one")

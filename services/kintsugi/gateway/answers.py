@@ -12,16 +12,18 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kintsugi.core.accounting import Outcome
+from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.namespaces.privacy import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.observed.genai import Attribute
 from kintsugi.gateway.padding import pad_events, padding_s
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import EnginePlace, FairShares
@@ -32,6 +34,8 @@ log = logging.getLogger("kintsugi.gateway")
 ATTEMPTS = 2
 """Engines that are asked, one after the other, for an answer that has not begun."""
 RETRY_WAIT_S = 0.05
+TALLY_MAX = 64
+"""Reasons that are counted apart; further ones are counted together."""
 FOLLOW_UPS_MAX = 64
 """Answers whose missed chunks are being found; misses of further ones are dropped."""
 
@@ -50,6 +54,8 @@ class Ask(ABC, Generic[Event]):
     ) -> None:
         """``trace``: the W3C headers that came with the request."""
         self.metrics = metrics
+        self.is_counted = True
+        """Whether the answer counts among those that the service reports."""
         self.method = method
         self.namespace = namespace
         self.request_id = request_id
@@ -80,6 +86,14 @@ class Ask(ABC, Generic[Event]):
     def authorize(self) -> None:
         """Raises `PermissionDenied`."""
         return
+
+    def describe_request(self) -> Mapping[str, Attribute]:
+        """Attributes of the request's span, before it is answered."""
+        return {}
+
+    def describe_answer(self) -> Mapping[str, Attribute]:
+        """Further ones, once it has been answered."""
+        return {}
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Event]:
         """Makes the request ready for an engine; the events that go out before the answer.
@@ -125,6 +139,29 @@ class Ask(ABC, Generic[Event]):
         Raises `KintsugiError`."""
 
 
+class AnswerTally:
+    """How many answers were blended since the gateway started, and why the others were not."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def count(self, accounting: Mapping[str, Any]) -> None:
+        """``accounting`` is empty if the engine reported nothing."""
+        outcome = str(accounting.get("outcome", "unknown"))
+        is_blended = outcome == Outcome.BLENDED
+        entry = outcome, label_of_reason(None if is_blended else accounting.get("reason"))
+        if entry not in self._counts and len(self._counts) >= TALLY_MAX:
+            entry = outcome, "other"
+        self._counts[entry] += 1
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON form, the most frequent first."""
+        return [
+            {"outcome": outcome, "reason": reason, "count": count}
+            for (outcome, reason), count in self._counts.most_common()
+        ]
+
+
 class AnswerPipeline:
     """Answers asks. For one event loop."""
 
@@ -139,6 +176,7 @@ class AnswerPipeline:
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.under_way = 0
         """Answers that an engine is asked for or gives."""
+        self.tally = AnswerTally()
 
     def stream(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
         """The answer's events as they come, or as late as its namespace's privacy has them. Closing the
@@ -156,6 +194,7 @@ class AnswerPipeline:
         with span(ask.span_name, ask.trace) as request:
             request.set("kintsugi.namespace", ask.namespace)
             request.set("kintsugi.request_id", ask.request_id)
+            request.set_all(ask.describe_request())
             async with self._take_share(ask, request) as (before, place):
                 with self._track_answer(), span("gateway.engine", request.headers()) as engine:
                     timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
@@ -193,11 +232,17 @@ class AnswerPipeline:
                     after = ask.finish(first_s + (ask.delay_s or 0.0))
                     accounting = ask.accounting or {}
                     describe(request, accounting)
+                    request.set_all(ask.describe_answer())
                     add_layers(engine, accounting)
-                    ask.metrics.count_accounting(accounting)
+                    self._count(ask, accounting)
                     for event in after:
                         yield event
         self._follow_up(ask)
+
+    def _count(self, ask: Ask[Any], accounting: Mapping[str, Any]) -> None:
+        ask.metrics.count_accounting(accounting)
+        if ask.is_counted:
+            self.tally.count(accounting)
 
     @asynccontextmanager
     async def _take_share(

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.copies import Copies
@@ -213,9 +214,10 @@ class Filler:
             self.queue.forget((namespace, key))
 
     def forget_namespace(self, namespace: str) -> None:
-        """Forget all chunks of a namespace that were missed."""
-        known = {*self._unchecked, *self.queue.known()}
-        self.forget(namespace, [key for name, key in known if name == namespace])
+        """Forget all chunks of a namespace and its parts that were missed."""
+        for name, key in {*self._unchecked, *self.queue.known()}:
+            if is_within(name, namespace):
+                self.forget(name, [key])
 
     async def _run(self) -> None:
         while True:

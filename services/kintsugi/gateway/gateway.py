@@ -8,6 +8,7 @@ front ends `fronts.grpc_server` and `fronts.http` translate: requests into these
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
-from kintsugi.core.exchange import EngineDelta, SaveOutcome, SaveState
+from kintsugi.core.exchange import EngineDelta, EngineInfo, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
@@ -27,6 +28,9 @@ from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
+from kintsugi.gateway.observed.chunk_events import ChunkEvents, EventPage
+from kintsugi.gateway.observed.residency import ChunkResidence, Residency
+from kintsugi.gateway.padding import padding_s
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
 from kintsugi.gateway.recent_info import RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
@@ -42,7 +46,7 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.callers import Caller, Verb
-from kintsugi.store.protocol.interface import ChunkStore
+from kintsugi.store.protocol.interface import ChunkStore, StoreStats
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,8 @@ class Gateway:
         self.recent_info = RecentInfo(lambda: self.backend.info())
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
+        self.detokenize = detokenize
+        """The text of token ids; None where the tokenizer is not known."""
         self._resolver = SegmentResolver(
             tokenize, self.known, documents, token_chars_max, self._privacy_of, store.name_key
         )
@@ -158,8 +164,10 @@ class Gateway:
             segments_max=self.limits.segments_max,
             allow_negative_priority=allow_negative_priority,
         )
-        self._saver = Saver(backend, shares=self.shares)
-        self._copies = Copies(self.spaces, self._store, lambda namespace: self._privacy_of(namespace).shared)
+        self._events = ChunkEvents()
+        self._saver = Saver(backend, shares=self.shares, on_saved=self._events.stored)
+
+        self._copies = Copies(self.spaces, self._store, self._shared_with)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
@@ -171,12 +179,11 @@ class Gateway:
             )
             self._filler.start()
             queue = self._filler.queue
-            self.metrics.add_gauge(
-                "fill_queue_chunks", "Missed chunks that wait to be filled", lambda: len(queue)
-            )
+            self.metrics.add_gauge("fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(queue))
         remembered = Remembered(
-            self.known, self._resolver, self._saver, self._filler, documents, self._learner
+            self.known, self._resolver, self._saver, self._filler, documents, self._learner, self._events
         )
+        self._residency = Residency(self.spaces, self._resolver, self._store, self._shared_with)
         self._eraser = Eraser(self._store, self._copies, remembered)
         self.answers = AnswerPipeline(backend, self._filler, self.shares)
         self.metrics.add_gauge(
@@ -229,6 +236,10 @@ class Gateway:
         gateway.follow_erasures()
         return gateway
 
+    async def store_stats(self) -> StoreStats:
+        """What the store holds now, shard by shard. Raises `Unavailable`."""
+        return await self._store.run(lambda store: store.stats())
+
     def follow_erasures(self) -> None:
         """Forgets from now on what others erase from the store."""
         self._eraser.start()
@@ -242,6 +253,9 @@ class Gateway:
 
     def _privacy_of(self, namespace: str) -> NamespacePrivacy:
         return self.rules().privacy_of(namespace)
+
+    def _shared_with(self, namespace: str) -> str:
+        return self._privacy_of(namespace).shared
 
     def find_known_texts(self, namespace: str, text: str) -> list[tuple[int, int]]:
         """`[start, end)` of the texts of chunks that a namespace may use inside ``text``, in characters:
@@ -263,11 +277,11 @@ class Gateway:
     def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
         """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
         ask.privacy = self._privacy_of(ask.namespace)
-        ask.hides_chunks = self._hides_chunks(caller, ask.namespace)
+        ask.hides_chunks = self.hides_chunks(caller, ask.namespace)
         ask.shows_accounting = caller.may(Verb.LIST) and not ask.hides_chunks
         return self.answers.stream(ask)
 
-    def _hides_chunks(self, caller: Caller, namespace: str) -> bool:
+    def hides_chunks(self, caller: Caller, namespace: str) -> bool:
         """Whether the namespace's privacy hides from the caller which chunks are known."""
         return not (self._privacy_of(namespace).accounting or may_see_hidden(caller))
 
@@ -382,7 +396,7 @@ class Gateway:
         """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
         a caller who may not know what the store holds."""
         with self._serve(caller, namespace, Verb.GENERATE):
-            if hides_chunks := self._hides_chunks(caller, namespace):
+            if hides_chunks := self.hides_chunks(caller, namespace):
                 refuse_keys(namespace, segments)
             self._check_count("segments", len(segments), self.limits.segments_max)
             space = await self.spaces.find(namespace)
@@ -393,6 +407,52 @@ class Gateway:
             accepted = await self._store.run(lambda store: store.prefetch(namespace, wanted))
             await self._resolver.learn(space, segments, pieces)
             return keys, accepted if caller.may(Verb.LIST) and not hides_chunks else 0
+
+    async def find_residency(
+        self, caller: Caller, namespace: str, chunks: Sequence[Segment], keys: Sequence[ChunkKey] = ()
+    ) -> list[ChunkResidence]:
+        """Where chunks lie, those of ``chunks`` first. Padded as a first token is, where the namespace's
+        privacy pads. Raises `PermissionDenied` where the caller may not know what is stored."""
+        began_s = time.perf_counter()
+        with self._serve_told(caller, namespace):
+            if chunks or keys:
+                self._check_count("chunks", len(chunks) + len(keys), self.limits.segments_max)
+            found = await self._residency.find(namespace, chunks)
+            found += await self._residency.find_keys(namespace, keys)
+        privacy = self._privacy_of(namespace)
+        if privacy.pads:
+            step_s = privacy.step_s(sum(one.num_tokens for one in found))
+            await asyncio.sleep(padding_s(time.perf_counter() - began_s, step_s))
+        return found
+
+    async def read_events(
+        self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
+    ) -> EventPage:
+        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`."""
+        with self._serve_told(caller, namespace):
+            self._check_count("limit", limit, self.limits.chunks_max)
+            return await self._events.read(namespace, cursor, limit, wait_s)
+
+    @contextmanager
+    def _serve_told(self, caller: Caller, namespace: str) -> Iterator[None]:
+        """As `_serve`, for what tells which chunks are stored."""
+        with self._serve(caller, namespace, Verb.LIST):
+            if self.hides_chunks(caller, namespace):
+                raise PermissionDenied(
+                    f"namespace {namespace!r} does not tell which chunks are stored; ask with a token for "
+                    "every namespace"
+                )
+            yield
+
+    async def list_models(self, caller: Caller) -> list[EngineInfo]:
+        """The models that engines answer with: one. Every caller may know. Raises `Unavailable`."""
+        return [await self.recent_info.get()]
+
+    async def find_model(self, caller: Caller, name: str) -> EngineInfo:
+        """The model that answers to a name. Raises `NotFound` and `Unavailable`."""
+        (info,) = await self.list_models(caller)
+        info.check_name(name)
+        return info
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenises each text alone."""

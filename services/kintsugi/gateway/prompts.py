@@ -15,6 +15,7 @@ from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priori
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.metrics import GatewayMetrics
+from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.requests import choose_request_id
 from kintsugi.gateway.saves import ToSave
@@ -38,7 +39,11 @@ class GenerateCall:
     options: BlendOptions = field(default_factory=BlendOptions)
     explain: bool = False
     no_blend: bool = False
+    measurement: str = ""
+    """`EngineRequest.measurement`."""
     priority: int = 0
+    model: str = ""
+    """A name of the model that must answer; empty: whichever is served."""
     request_id: str = field(default_factory=choose_request_id)
     """For logs; the same id may come twice."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +93,11 @@ class Prompts:
         """The most tokens that the model reads and writes; None before an engine has answered."""
         return self._spaces.tokens_max
 
+    @property
+    def model(self) -> str | None:
+        """The name of the model that engines answer with; None before an engine has answered."""
+        return self._spaces.model
+
     async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
         """The prompt, and the request for an engine without request id and trace.
 
@@ -99,6 +109,8 @@ class Prompts:
                 f"{len(call.segments)} segments; at most {self._segments_max} make a prompt: join some",
             )
         info, space = await self._spaces.info(), await self._spaces.find(call.namespace)
+        if call.model:
+            info.check_name(call.model)
         prompt = await self._resolver.prompt(
             space, call.segments, call.question, info.max_model_len, info.question_foot
         )
@@ -124,6 +136,7 @@ class Prompts:
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
             check_priority(call.priority, self._allow_negative_priority),
             fingerprint=space.fingerprint.hex,
+            measurement=call.measurement,
         )
 
     async def learn(self, call: GenerateCall, prompt: ResolvedPrompt) -> None:
@@ -165,12 +178,31 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._request: EngineRequest
         self._last: EngineDelta | None = None
 
+    @property
+    def prompt(self) -> ResolvedPrompt:
+        """What the segments stand for, once `prepare` has resolved them."""
+        return self._prompt
+
     def authorize(self) -> None:
         self._caller.authorize(self.namespace, Verb.GENERATE)
         if self._call.explain:
             self._caller.require(Verb.LIST)
         if self.hides_chunks:
             refuse_keys(self.namespace, self._call.segments)
+
+    def describe_request(self) -> Mapping[str, Attribute]:
+        asked = {"max_tokens": MAX_TOKENS_DEFAULT, **self._call.sampling, "model": self._call.model}
+        return describe_request(self.method, asked)
+
+    def describe_answer(self) -> Mapping[str, Attribute]:
+        last = self._last
+        reasons = [] if last is None or last.finish_reason is None else [last.finish_reason]
+        return describe_answer(self._usage(), self._prompts.model, self.request_id, reasons)
+
+    def _usage(self) -> Usage:
+        """What the engine says of it, without what a blend computed."""
+        usage = (None if self._last is None else self._last.usage) or Usage(len(self._prompt.token_ids), 0, 0)
+        return replace(usage, cached_tokens=count_cached(usage.cached_tokens, self.accounting or {}))
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         began_s = time.perf_counter()
@@ -206,7 +238,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         if last is None or last.finish_reason is None:
             raise Unavailable("the engine ended the answer before it was complete; send the request again")
         accounting = last.accounting or {}
-        usage = last.usage or Usage(len(self._prompt.token_ids), 0, 0)
+        usage = self._usage()
         self.tokens_unused = self.tokens - usage.prompt_tokens - usage.completion_tokens
         if not self.shows_accounting:
             accounting, usage = {}, replace(usage, cached_tokens=0)

@@ -113,6 +113,12 @@ class Spaces:
         known = self._recent_info.known
         return None if known is None else known.max_model_len
 
+    @property
+    def model(self) -> str | None:
+        """The name of the model; None before an engine has answered."""
+        known = self._recent_info.known
+        return None if known is None else known.model
+
     async def info(self) -> EngineInfo:
         """The newest description of an engine with our tokenizer: while one model replaces another, engines
         of both answer. Raises `Unavailable` if none has answered yet."""

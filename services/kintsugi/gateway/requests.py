@@ -24,9 +24,14 @@ log = logging.getLogger("kintsugi.gateway")
 
 REQUEST_ID = "x-request-id"
 """Header or metadata key: the caller's id of a request, and ours in the answer."""
+RESIDENCY_PATH = "/v1/kintsugi/residency"
+EVENTS_PATH = "/v1/kintsugi/events"
 METHOD_VERBS: Mapping[str, Verb | None] = {
     CHAT_PATH: Verb.GENERATE,
     COMPLETIONS_PATH: Verb.GENERATE,
+    RESIDENCY_PATH: Verb.LIST,
+    EVENTS_PATH: Verb.LIST,
+    "/console/api/compare": Verb.GENERATE,
     "Generate": Verb.GENERATE,
     "Prefetch": Verb.GENERATE,
     "PutChunk": Verb.PUT,
@@ -37,6 +42,7 @@ METHOD_VERBS: Mapping[str, Verb | None] = {
     "DeleteDocument": Verb.DELETE,
     "EraseNamespace": Verb.ADMIN,
     "Tokenize": None,
+    "ListModels": None,
 }
 """The verb that each method needs, for the audit log. None: any."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.shares import FairShares
@@ -40,8 +41,11 @@ class Saver:
         backend: EngineBackend,
         waiting_tokens_max: int = WAITING_TOKENS_MAX,
         shares: FairShares | None = None,
+        on_saved: Callable[[str, ChunkKey, int], None] = lambda namespace, key, num_tokens: None,
     ) -> None:
-        """``shares``: where calls to the engines wait for their namespace's turn."""
+        """``shares``: where calls to the engines wait for their namespace's turn. ``on_saved`` is called with
+        the namespace, key and length of each chunk that was saved."""
+        self._on_saved = on_saved
         self._backend = backend
         self._shares = shares or FairShares()
         self._waiting_tokens_max = waiting_tokens_max
@@ -89,13 +93,15 @@ class Saver:
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
     async def forget(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
-        """Drop chunks that wait, all of the namespace for None, and wait for those that are being saved, if
-        they were submitted before ``asked_at_s`` (Unix seconds). Returns whether any was being saved: the
-        store may have it now."""
+        """Drop chunks that wait, all of the namespace and its parts for None, and wait for those that are
+        being saved, if they were submitted before ``asked_at_s`` (Unix seconds). Returns whether any was
+        being saved: the store may have it now."""
         wanted = [
             address
             for address, since_s in self._submitted_s.items()
-            if address[0] == namespace and (keys is None or address[1] in keys) and since_s <= asked_at_s
+            if (is_within(address[0], namespace) if keys is None else address[0] == namespace)
+            and (keys is None or address[1] in keys)
+            and since_s <= asked_at_s
         ]
         running = []
         for address in wanted:
@@ -143,6 +149,8 @@ class Saver:
                     self._running.discard((namespace, key))
                     del self._futures[namespace, key], self._submitted_s[namespace, key]
                 if not future.done():
+                    if outcome.state is SaveState.SAVED:
+                        self._on_saved(namespace, key, len(tokens))
                     future.set_result(outcome)
 
     def _wait_for_turn(self, namespace: str, batch: Sequence[ToSave]) -> AbstractAsyncContextManager[object]:

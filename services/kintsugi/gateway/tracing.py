@@ -18,6 +18,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.gateway.observed.genai import Attribute
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -91,8 +92,12 @@ class TraceSpan:
         over.end(max(began_ns, ended_ns))
         return TraceSpan(over, trace.set_span_in_context(over, self._context))
 
-    def set(self, name: str, value: str | int | float | bool) -> None:
+    def set(self, name: str, value: Attribute) -> None:
         self._span.set_attribute(name, value)
+
+    def set_all(self, attributes: Mapping[str, Attribute]) -> None:
+        for name, value in attributes.items():
+            self.set(name, value)
 
     def headers(self) -> dict[str, str]:
         """W3C headers that make the next process's spans children of this one."""

@@ -94,7 +94,8 @@ class DocumentIndex(ABC):
         return False
 
     def erase_namespace(self, namespace: str) -> int:
-        """Forget every corpus of the namespace. Returns the number of chunks. Nothing is left in files."""
+        """Forget every corpus of the namespace and its parts. Returns the number of chunks. Nothing is left
+        in files."""
         return 0
 
     @abstractmethod

@@ -27,6 +27,7 @@ from pathlib import Path
 import blake3
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, check_namespace
 from kintsugi.precompute.database import Database, lock_state
 from kintsugi.precompute.documents import (
@@ -428,15 +429,10 @@ class Ledger(DocumentIndex):
 
     def erase_namespace(self, namespace: str) -> int:
         with self._database.transaction() as db:
-            numbers = db.execute("SELECT id FROM edition WHERE namespace=?", (namespace,)).fetchall()
-            failures = "DELETE FROM failure WHERE run IN (SELECT id FROM run WHERE edition=?)"
-            db.executemany(failures, numbers)
-            for table in ("span", "document", "file", "run"):
-                db.executemany(f"DELETE FROM {table} WHERE edition=?", numbers)
-            db.executemany("DELETE FROM edition WHERE id=?", numbers)
-            erased = db.execute("DELETE FROM chunk WHERE namespace=?", (namespace,)).rowcount
+            held = db.execute("SELECT namespace FROM edition UNION SELECT namespace FROM chunk").fetchall()
+            erased = sum(_erase_one(db, name) for (name,) in held if is_within(name, namespace))
         self._database.scrub()
-        return int(erased)
+        return erased
 
     def empty(self, edition: int) -> None:
         """Delete an edition's documents. Chunks that no other edition has become orphans."""
@@ -575,3 +571,13 @@ def _claim_document_chunks(
         if changed:
             fresh.append(PendingChunk(ChunkKey(chunk.key), chunk.tokens, chunk.num_tokens))
     return fresh
+
+
+def _erase_one(db: sqlite3.Connection, namespace: str) -> int:
+    """Deletes every corpus of the namespace, not those of its parts. Returns the number of chunks."""
+    numbers = db.execute("SELECT id FROM edition WHERE namespace=?", (namespace,)).fetchall()
+    db.executemany("DELETE FROM failure WHERE run IN (SELECT id FROM run WHERE edition=?)", numbers)
+    for table in ("span", "document", "file", "run"):
+        db.executemany(f"DELETE FROM {table} WHERE edition=?", numbers)
+    db.executemany("DELETE FROM edition WHERE id=?", numbers)
+    return int(db.execute("DELETE FROM chunk WHERE namespace=?", (namespace,)).rowcount)

@@ -42,6 +42,7 @@ class JobSpec:
     store: str
     """URL that every worker can reach: grpc://, shards:// or shardfile://."""
     namespace: str
+    """The tenant whose requests will use the chunks."""
     corpus: str = ""
     """Name of the corpus. Empty: derived from the last part of the source."""
     format: Format | None = None
@@ -54,6 +55,7 @@ class JobSpec:
     prefix_token_ids: list[int] | None = None
     """As in the engine's configuration; None means the head of the model's own prompt form."""
     portable: bool = True
+    """Whether the chunks may be used behind another prefix, as in the engine's configuration."""
     context_token_ids: list[int] = field(default_factory=list)
     """What chunks are prefilled behind after the prefix, as in the engines' configuration."""
     plain_copies: bool = True
@@ -63,9 +65,11 @@ class JobSpec:
     priors: bool = False
     """Whether chunks get a prior, as in the engines' configuration."""
     workers: int = 1
+    """Number of workers. Each runs an engine of its own."""
     gpus_per_worker: float = 0.0
     """As Ray counts GPUs: below 1, several workers share one. 0 runs vLLM on the CPU."""
     cpus_per_worker: float = 1.0
+    """CPU cores of each worker, as Ray counts them."""
     batch_tokens: int = 16_384
     """Tokens per batch, which is also what a dying worker loses."""
     tokens_per_s_max: float = 0.0
@@ -154,12 +158,13 @@ class ModelFacts:
         quantization = (config.get("quantization_config") or {}).get("quant_method")
         cache_dtype = str(spec.engine.get("kv_cache_dtype", "auto"))
         overrides = spec.engine.get("hf_overrides")
+        positions = _context_length(spec, text)
         fingerprint = model_fingerprint(
             folder,
             kv_dtype_of(dtype, cache_dtype, spec.engine.get("quantization") or quantization),
             overrides if isinstance(overrides, dict) else None,
+            max_model_len=spec.engine.get("max_model_len"),
         )
-        positions = _context_length(spec, text)
         prefix = spec.prefix_token_ids
         if prefix is None:
             prefix = list(load_form(folder, vllm_args=spec.engine).head)

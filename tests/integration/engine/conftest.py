@@ -8,15 +8,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.models.cache import cache_folder, make_folder_once
+from kintsugi.models.factory import RECIPE, make_checkpoint_of, make_checkpoint_once
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 from tests.heap import freeze_imports
+from tests.model_configs import DECLINED, FAMILIES, SEEDS, config_of
 
 NAMESPACE = "acme"
 PREFIX = [0]
@@ -28,6 +33,16 @@ UNCALIBRATED = {"allow_uncalibrated": True, "loading_controller": False}
 
 PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}
 """A busy machine is no reason to decline: tests that mean a deadline set it."""
+
+
+def folder_of(name: str) -> Path:
+    """The checkpoint of a named shape, or of a family of `tests.model_configs`; made on first use."""
+    if name not in FAMILIES | DECLINED:
+        return make_checkpoint_once(name)
+    digest = blake3(config_of(name).to_json_string().encode()).hexdigest(length=8)
+    seed = SEEDS.get(name, 0)
+    final = cache_folder() / "checkpoints" / f"{name}-{digest}-seed{seed}-r{RECIPE}"
+    return make_folder_once(final, lambda draft: make_checkpoint_of(config_of(name), draft, seed))
 
 
 @dataclass
@@ -50,7 +65,7 @@ class EngineSlot:
                 **vllm_args,
             }
             config = {"store": f"ram://{shape}", **PATIENT, **UNCALIBRATED, **(extra_config or {})}
-            self.engine = LocalEngine.start(make_checkpoint_once(shape), extra_config=config, **arguments)
+            self.engine = LocalEngine.start(folder_of(shape), extra_config=config, **arguments)
             self.wanted = wanted
         assert self.engine is not None
         return self.engine

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.engine.worker import scattered
+from kintsugi.engine.worker.attention import scattered
 from kintsugi.fusor.kernels.native import find_compiler, has_amx
 from kintsugi.fusor.kernels.packed import PackedKernel
 from tests.integration.engine.conftest import (

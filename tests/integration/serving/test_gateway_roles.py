@@ -46,6 +46,7 @@ CALLS: dict[str, tuple[Verb | None, Any]] = {
     "Prefetch": (Verb.GENERATE, pb.PrefetchChunksRequest(namespace="docs", segments=SEGMENTS)),
     "Generate": (Verb.GENERATE, pb.GenerateRequest(namespace="docs", segments=SEGMENTS, question=CHUNK)),
     "Tokenize": (None, pb.TokenizeRequest(namespace="docs", texts=["a chunk"])),
+    "ListModels": (None, pb.ListModelsRequest()),
 }
 ALLOWED = {grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND}
 """What a call that is let through ends with here."""

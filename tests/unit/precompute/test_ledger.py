@@ -357,6 +357,15 @@ def test_a_document_of_an_encrypted_namespace_is_erased_with_its_plain_copies(le
     assert erased == [key(1, space), key(1, space.plain)]
 
 
+def test_a_namespace_is_erased_with_its_parts(ledger: Ledger) -> None:
+    part = replace(SPACE, namespace="acme/-/tenant")
+    for name, space in (("tea", SPACE), ("tea", part)):
+        Corpus(ledger, name, space).run(document("a", 1, space=space))
+    assert ledger.erase_namespace("acme/-/other") == 0
+    assert ledger.erase_namespace("acme") == 2
+    assert ledger.editions("tea") == []
+
+
 def test_plain_copies_follow_the_newest_job(ledger: Ledger) -> None:
     corpus = Corpus(ledger, space=PREPARED)
     corpus.run(document("a", 1, space=PREPARED))

@@ -161,8 +161,9 @@ def test_models_that_are_none_are_explained(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_blended_is_not_filled(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
-    with pytest.raises(NotBlendable, match="mla"):
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "index_topk")
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, 64)))
+    with pytest.raises(NotBlendable, match="indexed_attention"):
         ModelFacts.of(spec(model=str(tmp_path)))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -43,8 +43,8 @@ from kintsugi.engine.scheduler.metrics import BlendPromMetrics
 found = {}
 
 def declare(kind):
-    def metric(name, _text, labelnames=(), **_):
-        found[name] = [kind, *labelnames]
+    def metric(name, text, labelnames=(), **_):
+        found[name] = [kind, labelnames, text]
     return metric
 
 kinds = {getattr(prometheus, name): declare(name.lower()) for name in ("Counter", "Gauge", "Histogram")}
@@ -54,39 +54,70 @@ print(json.dumps(found))
 """Importing vLLM takes ten seconds, and all that is needed of it is two base classes."""
 
 
+@dataclass(frozen=True)
+class Family:
+    """A metric as Prometheus knows it. `text`: what it says of itself."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}{{{', '.join(self.labels)}}}"
+
+    @property
+    def exported(self) -> str:
+        """Its name on a page of metrics."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
 def surface() -> dict[str, dict[str, str]]:
     """`{process: {family: type{label, ...}}}`. vLLM adds labels of its own to those of an engine."""
+    found = families()
+    shown = {process: {name: str(one) for name, one in of.items()} for process, of in found.items()}
+    # Recorded from the beginning under the names that are exported, without labels.
+    shown["operator"] = {one.exported: f"{one.kind}{{}}" for one in found["operator"].values()}
+    return shown
+
+
+def families() -> dict[str, dict[str, Family]]:
+    """Every family by process and name."""
+    pulse = Pulse()
     return {
         "shard": _shard(),
         "gateway": asyncio.run(_gateway()),
         "engine": {**_engine(), **_families(_registry_of(ShadowCounts()))},
-        "operator": {name: _shown(kind) for name, kind in re.findall(r"# TYPE (\S+) (\S+)", Pulse().text())},
+        "operator": _families(_registry_of(pulse, pulse.objects)),
     }
 
 
-def _registry_of(collector: Any) -> CollectorRegistry:
+def _registry_of(*collectors: Any) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return registry
 
 
-def _families(registry: CollectorRegistry) -> dict[str, str]:
+def _families(registry: CollectorRegistry) -> dict[str, Family]:
     """Families without samples count too; only the declaring object knows their labels."""
     found = {}
     for collector in list(registry._collector_to_names):
         declared = [collector] if hasattr(collector, "_labelnames") else list(collector.collect())
         for family in declared:
             name, kind = getattr(family, "name", None), getattr(family, "type", None)
-            found[name or family._name] = _shown(kind or family._type, *family._labelnames)
+            text = getattr(family, "documentation", None) or family._documentation
+            name, labels = name or family._name, tuple(family._labelnames)
+            found[name] = Family(name, kind or family._type, labels, text)
     return dict(sorted(found.items()))
 
 
-def _shard() -> dict[str, str]:
+def _shard() -> dict[str, Family]:
     shard = MagicMock(table=MagicMock(counters=Counters(), queues=[]), tiers=[], failure=None)
     return _families(ShardMetrics(shard, {}).registry)
 
 
-async def _gateway() -> dict[str, str]:
+async def _gateway() -> dict[str, Family]:
     """gRPC and HTTP front ends share a registry."""
     store = RamStore()
     gateway = Gateway(Mock(), store, lambda text: list(text.encode()), fill=FillConfig())
@@ -96,12 +127,9 @@ async def _gateway() -> dict[str, str]:
         await gateway.close()
 
 
-def _engine() -> dict[str, str]:
+def _engine() -> dict[str, Family]:
     """Families that the connector declares over vLLM's channel."""
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{_ENGINE}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    return {name: _shown(*declared) for name, declared in sorted(json.loads(said.stdout).items())}
-
-
-def _shown(kind: str, *labels: str) -> str:
-    return f"{kind}{{{', '.join(labels)}}}"
+    declared = sorted(json.loads(said.stdout).items())
+    return {name: Family(name, kind, tuple(labels), text) for name, (kind, labels, text) in declared}

@@ -39,7 +39,7 @@ def reserve_memory(device: torch.device) -> float:
 def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
     """Most device memory that a blend holds between two units."""
     loaded_tokens = sum(hit.num_tokens for hit in job.plan.hits)
-    layer_bytes = 2 * loaded_tokens * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    layer_bytes = loaded_tokens * model.kv_width * model.dtype.itemsize
     asked = make_selector(job.plan.selection, len(model.layers)).query_layers
     layers = prefetch_layers + LAYERS_IN_USE + (max(asked) + 1 if asked else 0)
     hidden_size: int = model.vllm_config.model_config.get_hidden_size()

@@ -26,6 +26,7 @@ from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, Places
+from kintsugi.gateway.fronts.narrowing import check_sent_once, narrow_by_headers
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
@@ -79,6 +80,7 @@ class KintsugiService:
             "ListChunks": (pb.ListChunksRequest, self.list_chunks),
             "Prefetch": (pb.PrefetchChunksRequest, self.prefetch),
             "Tokenize": (pb.TokenizeRequest, self.tokenize),
+            "ListModels": (pb.ListModelsRequest, self.list_models),
         }
         handlers = {
             name: _build_handler(self._unary(name, message, handler), _serialize_message)
@@ -119,7 +121,10 @@ class KintsugiService:
             data = await _read_message(context)
             with self._budget.reserve(len(data), caller.name):
                 request = _parse_message(message, data)
-                served.namespace = request.namespace
+                if hasattr(request, "namespace"):
+                    check_sent_once([name for name, _ in context.invocation_metadata() or ()])
+                    request.namespace = narrow_by_headers(request.namespace, served.headers)
+                    served.namespace = request.namespace
                 yield caller, request
 
     @asynccontextmanager
@@ -207,6 +212,10 @@ class KintsugiService:
         segments = wire.segments_of(request.segments)
         keys, accepted = await self.gateway.prefetch(caller, request.namespace, segments)
         return pb.PrefetchChunksResponse(keys=[key.hex if key else "" for key in keys], accepted=accepted)
+
+    async def list_models(self, caller: Caller, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        models = await self.gateway.list_models(caller)
+        return pb.ListModelsResponse(models=map(wire.model_to_wire, models))
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         pieces = await self.gateway.tokenize(caller, request.namespace, list(request.texts))

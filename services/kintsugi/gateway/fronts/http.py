@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,12 +23,17 @@ from starlette.types import Receive, Scope, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
+from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.http_connection import admit_connection
 from kintsugi.gateway.fronts.limits import Places, RequestLimits, name_caller
+from kintsugi.gateway.fronts.model_routes import model_routes
+from kintsugi.gateway.fronts.narrowing import narrow_by_request
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.openai_server import identities_of_scope
+from kintsugi.gateway.fronts.router_routes import AskedOf, router_routes
+from kintsugi.gateway.fronts.service import SERVICE_PATH, describe_service
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.store.protocol.access import Access
@@ -51,10 +57,13 @@ class HttpFront:
             routes=[
                 Route(CHAT_PATH, completions, methods=["POST"]),
                 Route(COMPLETIONS_PATH, completions, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
+                *model_routes(gateway, lambda request: _identify(gateway.access, request)),
+                *router_routes(gateway, completions.receive),
+                Route(SERVICE_PATH, self._service, methods=["GET"]),
                 Route("/healthz", self._health, methods=["GET"]),
                 Route("/readyz", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
+                *Console(gateway).routes,
             ],
             middleware=[Middleware(RequestLimits, gateway.limits, shared=gateway.access.has_tokens)],
             exception_handlers={
@@ -81,25 +90,10 @@ class HttpFront:
             _identify(access, request).require_everywhere(Verb.ADMIN)
         return Response(generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _models(self, request: Request) -> Response:
-        _identify(self._gateway.access, request)
-        info = await self._gateway.recent_info.get()
-        model = {
-            "id": info.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kintsugi",
-            "max_model_len": info.max_model_len,
-            "kintsugi": {
-                "fingerprint": info.fingerprint,
-                "prefix_token_ids": list(info.prefix_token_ids),
-                "portable": info.portable,
-                "form": info.form,
-                "context_token_ids": list(info.context_token_ids),
-                "blending": info.blending,
-            },
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+    async def _service(self, request: Request) -> Response:
+        """What runs, and what becomes of answers."""
+        caller = _identify(self._gateway.access, request)
+        return JSONResponse(await describe_service(self._gateway, caller))
 
 
 def _identify(access: Access, request: Request) -> Caller:
@@ -147,6 +141,23 @@ class _Completions:
                 return
             await self._answer_body(caller, request, served, reply, raw)
 
+    @asynccontextmanager
+    async def receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
+        """Authenticates a request that is not for an engine, and parses its body; the request has a place
+        while the block runs. Raises what it is refused with."""
+        caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
+        admit_connection(request.scope)
+        name_caller(request.scope, caller)
+        with self._places.hold(caller):
+            try:
+                body = _parse_body(await request.body()) if request.method == "POST" else {}
+            except ClientDisconnect:
+                raise InvalidField("body", "was cut off; send it whole") from None
+            wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
+            base = choose_namespace(caller, wanted)
+            served.namespace = narrow_by_request(base, served.headers, body)
+            yield AskedOf(caller, served.namespace, body)
+
     async def _answer_body(
         self, caller: Caller, request: Request, served: ServedRequest, reply: _Reply, raw: bytes
     ) -> None:
@@ -171,7 +182,8 @@ class _Completions:
         def parse() -> OpenAICall:
             body = _parse_body(raw)
             wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
-            namespace = served.namespace = choose_namespace(caller, wanted)
+            base = choose_namespace(caller, wanted)
+            namespace = served.namespace = narrow_by_request(base, served.headers, body)
             caller.require(Verb.GENERATE)
             call = parse_openai_call(
                 served.request_id,
@@ -274,6 +286,7 @@ async def _answer_problem(request: Request, error: Exception) -> Response:
 
 async def _answer_unknown_path(request: Request, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 404))
-    message = f"{request.method} {request.url.path} is not served here; see /v1/models"
+    served = f"POST {CHAT_PATH}, POST {COMPLETIONS_PATH} and GET /v1/models"
+    message = f"{request.method} {request.url.path} is not served here; this gateway answers {served}"
     kind = "NotFoundError" if status == 404 else "MethodNotAllowedError"
     return Problem(status, kind, message).response()

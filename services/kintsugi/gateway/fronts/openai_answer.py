@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.exchange import OpenAICall, OpenAIHead
+from kintsugi.core.exchange import OpenAICall, OpenAIHead, Usage
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
+from kintsugi.gateway.fronts.openai_request import ANSWERS_MAX
+from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import TIMES, without_times
@@ -22,6 +24,7 @@ from kintsugi.store.protocol.callers import Caller, Verb
 _DATA = b"data: "
 _CACHED = b'"prompt_tokens_details"'
 _USAGE = b'"usage"'
+_FINISHED = b'"finish_reason":"'
 _USED = ("prompt_tokens", "completion_tokens")
 CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
@@ -59,6 +62,10 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._pieces = 0
         self._tokens_used: int | None = None
         """What a whole answer says of itself."""
+        self._usage: Usage | None = None
+        self._finish_reasons: list[str] = []
+        prompt = call.body.get("prompt")
+        self._has_one_prompt = not isinstance(prompt, list) or len(prompt) == 1 or _is_tokens(prompt)
 
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
@@ -68,6 +75,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             timeline=timeline,
             shared=self.privacy.shared,
             chunk_tokens_multiple=self.privacy.chunk_tokens_multiple,
+            discover=self.privacy.discovers,
         )
         return backend.openai(replace(self._call, params=params, trace=trace))
 
@@ -83,12 +91,31 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
+            if self._has_one_prompt:  # of several, the accounting is the first's
+                item = with_cached_tokens_in(item, found)
+        if _USAGE in item or _FINISHED in item:
+            self._note_end(_document(item))
         if not self.shows_accounting:
             item = without_accounting_in(item)
         elif found is not None and not self.wants_times:
             item = without_times_in(item)
         head, self._head = self._head, None
         return (item,) if head is None else (head, item)
+
+    def describe_request(self) -> Mapping[str, Attribute]:
+        return describe_request(self._call.path, self._call.body)
+
+    def describe_answer(self) -> Mapping[str, Attribute]:
+        return describe_answer(self._usage, self._prompts.model, self.request_id, self._finish_reasons)
+
+    def _note_end(self, document: Any) -> None:
+        """Notes what a piece says of how much was used, and why answers ended."""
+        self._usage = usage_in(document) or self._usage
+        choices = document.get("choices") if isinstance(document, dict) else None
+        for choice in choices if isinstance(choices, list) else ():
+            reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+            if isinstance(reason, str) and len(self._finish_reasons) < ANSWERS_MAX:
+                self._finish_reasons.append(reason)
 
     def first_token_s(self, first_s: float) -> float:
         """A whole response is one event, and its last token is the last of many: the engine tells when the
@@ -127,6 +154,29 @@ def tokens_used_in(piece: bytes) -> int | None:
         return None
     counts: list[Any] = [usage.get(name, 0) for name in _USED]
     return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
+
+
+def usage_in(document: Any) -> Usage | None:
+    """The usage that a response or an event has; None if it has none."""
+    usage = document.get("usage") if isinstance(document, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    counts: list[Any] = [usage.get("prompt_tokens"), usage.get("completion_tokens") or 0, cached or 0]
+    return Usage(*counts) if all(type(count) is int for count in counts) else None
+
+
+def with_cached_tokens_in(piece: bytes, accounting: Mapping[str, Any]) -> bytes:
+    """The piece with cached tokens that leave out what a blend computed (`genai.count_cached`)."""
+    document = None if _CACHED not in piece else _document(piece)
+    usage = document.get("usage") if isinstance(document, dict) else None
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    if not isinstance(details, dict) or type(details.get("cached_tokens")) is not int:
+        return piece
+    reported = details["cached_tokens"]
+    details["cached_tokens"] = count_cached(reported, accounting)
+    return piece if details["cached_tokens"] == reported else _encode_like(piece, document)
 
 
 def without_times_in(piece: bytes) -> bytes:
@@ -183,6 +233,11 @@ def _count_tokens(content: Any) -> int:
     if isinstance(content, Mapping):
         return sum(_count_tokens(content.get(name)) for name in ("content", "text", "contents"))
     return 0
+
+
+def _is_tokens(prompt: list[Any]) -> bool:
+    """Whether a list is one prompt of token ids, not several prompts."""
+    return all(isinstance(one, int) for one in prompt)
 
 
 def _encode_like(piece: bytes, document: Any) -> bytes:

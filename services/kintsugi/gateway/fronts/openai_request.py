@@ -13,6 +13,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
+from kintsugi.gateway.fronts.narrowing import NARROWING_FIELDS
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Maximum length of the text that is searched for known chunks: no model reads more."""
@@ -25,10 +26,9 @@ Finder = Callable[[str], Sequence[tuple[int, int]]]
 
 _RESERVED = {
     "kv_transfer_params": "is set here; say what you want of blending in `kintsugi`",
-    "cache_salt": "is the namespace here; leave it out",
 }
 
-_GATEWAYS_OWN = ("shared", "chunk_tokens_multiple")
+_GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
 """Parameters that follow from the namespace's privacy."""
 
 
@@ -78,7 +78,8 @@ def parse_openai_call(
         # own: none of them would be blended or accounted for.
         raise InvalidField("use_beam_search", "is not served here; leave it out, or sample `n` answers")
     params = _params_of(body.get(PARAMS_KEY), namespace)
-    passed = {name: value for name, value in body.items() if name not in (PARAMS_KEY, *_RESERVED)}
+    dropped = (PARAMS_KEY, *_RESERVED, *NARROWING_FIELDS)
+    passed = {name: value for name, value in body.items() if name not in dropped}
     chunks = _Chunks(find)
     if path == CHAT_PATH:
         if passed.get("documents") is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import EngineDelta
+from kintsugi.core.exchange import EngineDelta, EngineInfo
 from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
@@ -74,6 +74,7 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
         explain=wire.explain,
         no_blend=wire.no_blend,
         priority=wire.priority,
+        model=wire.model,
         request_id=request_id,
         trace=trace,
     )
@@ -145,6 +146,16 @@ def _struct(accounting: Mapping[str, Any]) -> Struct:
         else:  # through JSON: layers are numbers in Python and names in JSON
             struct[name] = json.loads(json.dumps(value))
     return struct
+
+
+def model_to_wire(info: EngineInfo) -> pb.ServedModel:
+    return pb.ServedModel(
+        id=info.model,
+        aliases=info.aliases,
+        max_model_len=info.max_model_len,
+        fingerprint=info.fingerprint,
+        blending=info.blending,
+    )
 
 
 def put_to_wire(put: Put) -> pb.PutResult:

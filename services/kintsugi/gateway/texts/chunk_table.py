@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from kintsugi.core.errors import Corrupted, KintsugiError
+from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import ID_BYTES
 from kintsugi.gateway.texts.known_texts import ChunkText
@@ -143,6 +144,14 @@ class ChunkTable:
         with self._reads.open_read() as db:
             row = db.execute(_SHARE, (namespace,)).fetchone()
         return (0, 0) if row is None else row
+
+    def parts(self, namespace: str) -> list[str]:
+        """The parts of a namespace that hold chunks."""
+        with self._reads.open_read() as db:
+            names = [
+                name for (name,) in db.execute("SELECT namespace FROM share WHERE typeof(namespace) = 'text'")
+            ]
+        return [name for name in names if name != namespace and is_within(name, namespace)]
 
     def apply(
         self, touched: Iterable[Address], changes: Iterable[tuple[Address, Record | None]]

@@ -131,9 +131,17 @@ class KnownChunks:
         self._write([((namespace, key), None) for key in keys])
 
     def erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
-        """Forget chunks, all of the namespace for None, and leave nothing of them in files. Chunks that were
-        remembered after ``asked_at_s`` (Unix seconds) stay. Returns how many went. Raises as `ChunkTable`
-        does: then some may be left."""
+        """Forget chunks, all of the namespace and its parts for None, and leave nothing of them in files.
+        Chunks that were remembered after ``asked_at_s`` (Unix seconds) stay. Returns how many went. Raises as
+        `ChunkTable` does: then some may be left."""
+        names = [namespace, *(self.parts(namespace) if keys is None else ())]
+        return sum(self._erase(name, keys, asked_at_s) for name in names)
+
+    def parts(self, namespace: str) -> list[str]:
+        """The parts of a namespace of which chunks are known."""
+        return self._table.parts(namespace)
+
+    def _erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
         with self._writing:
             with self._lock:
                 spared = {

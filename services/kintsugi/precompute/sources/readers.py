@@ -63,6 +63,7 @@ class Columns:
     __pydantic_config__ = STRICT
 
     text: str = "text"
+    """Column of the document's text."""
     id: str = "id"
     """If missing, the document's id is made from its file and place."""
     version: str = "version"

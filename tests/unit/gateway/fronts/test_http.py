@@ -494,7 +494,7 @@ def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
                 (await caller.get(CHAT_PATH), 405),
             ):
                 assert response.status_code == status
-                error_of(response)
+                assert "POST /v1/chat/completions" in error_of(response)["message"]
 
     run(body)
 

@@ -157,11 +157,12 @@ def test_what_was_cached_is_told_to_those_who_may_know(token: str) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("name", ["shared", "chunk_tokens_multiple"])
-def test_callers_do_not_choose_whose_chunks_they_read(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("shared", "victim"), ("chunk_tokens_multiple", 2), ("discover", True)]
+)
+def test_callers_do_not_choose_whose_chunks_they_read(name: str, value: object) -> None:
     async def body() -> None:
         async with client(ScriptedBackend(), NamespaceRules()) as caller:
-            value = "victim" if name == "shared" else 2
             refused = await caller.post(CHAT_PATH, json={**CHAT, "kintsugi": {name: value}})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == f"kintsugi.{name}"
@@ -177,6 +178,29 @@ def test_a_namespaces_privacy_reaches_the_engine() -> None:
             await caller.post(CHAT_PATH, json=CHAT)
         (call,) = backend.calls
         assert (call.params.shared, call.params.chunk_tokens_multiple) == ("docs", 16)
+        assert KintsugiParams.from_mapping(call.params.to_mapping()["kintsugi"]) == call.params
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "discovers"),
+    [
+        (NamespacePrivacy(), False),
+        (NamespacePrivacy(shared="docs"), True),
+        (NamespacePrivacy(shared="docs", discover=False), False),
+        (NamespacePrivacy(discover=True), True),
+    ],
+)
+def test_chunks_are_discovered_where_a_rule_or_a_namespace_of_ones_own_allows_it(
+    privacy: NamespacePrivacy, discovers: bool
+) -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        async with client(backend, NamespaceRules(privacy={"acme": privacy})) as caller:
+            await caller.post(CHAT_PATH, json={**CHAT, "kintsugi": {"no_store": True}})
+        (call,) = backend.calls
+        assert (call.params.discover, call.params.no_store) == (discovers, True)
         assert KintsugiParams.from_mapping(call.params.to_mapping()["kintsugi"]) == call.params
 
     run(body)

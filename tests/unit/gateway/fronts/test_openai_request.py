@@ -97,7 +97,6 @@ def test_constraints_of_the_blend() -> None:
         (chat("q", kintsugi={"spans": [[0, 1]]}), "kintsugi.spans"),
         (chat("q", kintsugi={"op": "delete"}), "kintsugi.op"),
         (chat("q", kv_transfer_params={"a": 1}), "kv_transfer_params"),
-        (chat("q", cache_salt="theirs"), "cache_salt"),
         (chat([{"type": "text", "text": "a", "kintsugi": True}]), "messages[0].content[0].kintsugi"),
         (chat([{"type": "text", "text": 3, "kintsugi": {"chunk": True}}]), "messages[0].content[0].text"),
         (chat([{"type": "text", "text": "", "kintsugi": {"chunk": True}}]), "messages[0].content[0].text"),
