@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,8 +57,10 @@ def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> 
     assert prefix["cost"] < 1 == full["cost"]
     assert "INFO" not in result.stderr, "the engine's log is not for the terminal"
     text = page.read_text(encoding="utf-8")
-    assert "layer 3" in text
-    assert "0.txt" in text
+    view = json.loads(re.findall(r"<script[^>]*application/json[^>]*>(.*?)</script>", text, re.DOTALL)[0])
+    assert len(view["layers"]) > 3
+    assert all(view["layers"]), "at ratio 1 every layer computes"
+    assert any("0.txt" in part["title"] for part in view["parts"])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -15,6 +15,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
+from kintsugi.cli.service.facts import ServiceLink
 from kintsugi.core.errors import InvalidField
 from kintsugi.store.protocol.callers import Verb
 
@@ -63,11 +64,33 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Also start an engine with this checkpoint and run its self-test.")
     ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Check a running service instead: URL of its gateway's HTTP port.")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="With --url: bearer token.")] = "",
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="With --url: PEM file of the authority of its certificate.")
+    ] = None,
 ) -> ExitCode:
-    """Check whether this installation can blend, and with --model whether a model can."""
+    """Check whether this installation can blend, with --model whether a model can, or with --url what a
+    running service lacks."""
+    if url is not None:
+        if model is not None:
+            raise InvalidField("url", "checks a running service, --model this installation: leave out one")
+        from kintsugi.cli.commands.status import diagnose
+
+        return diagnose(screen, ServiceLink(url=url, api_key=api_key, tls_ca=tls_ca))
     from kintsugi.cli.commands.doctor import run
 
     return run(screen, model)
+
+
+@command(app)
+def status(screen: Screen, link: ServiceLink) -> ExitCode:
+    """Say what a service runs, what it blends, why not, and what would help."""
+    from kintsugi.cli.commands.status import run
+
+    return run(screen, link)
 
 
 @command(app)
@@ -151,7 +174,7 @@ if find_spec("httpx") is not None:  # of the extra `serving`
 
 if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
 
-    @command(app)
+    @command(app, serves=True)
     def serve(screen: Screen, task: ServeTask) -> ExitCode:
         """Serve a model with its chunk store and gateway on this machine until interrupted."""
         from kintsugi.cli.commands.serve import run

@@ -74,6 +74,10 @@ class DemoTask:
     question: Annotated[str | None, typer.Option(help="Question to ask about the chunks.")] = None
     form: Form = FormName.AUTO
     repeat: Repeat = 3
+    open_console: Annotated[
+        bool,
+        typer.Option("--open", help="Then keep serving the model, and open the console in a browser."),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +27,9 @@ _AS_JSON = inspect.Parameter(
 )
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Function], Function]:
+def command(
+    app: typer.Typer, name: str | None = None, *, serves: bool = False
+) -> Callable[[Function], Function]:
     """Add a function to `app` and leave it as it is.
 
     Its first parameter is the `Screen`, which the option `--json` configures. Any other parameter is an
@@ -46,7 +49,9 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Function], F
                     if parameter.name in fields:
                         own = {field.name: values.pop(field.name) for field in fields[parameter.name]}
                         values[parameter.name] = parameter.annotation(**own)
-                code = function(Screen(as_json), **values)
+                screen = Screen(as_json)
+                with nullcontext() if serves else screen.working():
+                    code = function(screen, **values)
             except KintsugiError as error:
                 document = error_document(error)
                 if as_json:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,24 +15,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kintsugi.cli.progress import ProgressLines
 from kintsugi.core.errors import Unavailable
-
-PART_S = 15.0
-"""Without a terminal, one line of progress in so many seconds."""
-
-
-class _EveryFewSeconds:
-    """Prints lines, but not more often than `PART_S`."""
-
-    def __init__(self, console: Console, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock_s = clock_s
-        self._due_s = clock_s() + PART_S
-
-    def print(self, line: str) -> None:
-        if self._clock_s() >= self._due_s:
-            self._due_s = self._clock_s() + PART_S
-            self._console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 class Screen:
@@ -40,18 +25,35 @@ class Screen:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self._progress = Console(stderr=True)
+        self._lock = threading.Lock()
+        """Held while `_progress` is replaced, and by the thread that prints lines on it."""
+        self._lines = ProgressLines(self._print_line)
+
+    def _print_line(self, line: str) -> None:
+        with self._lock:
+            self._progress.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Without a terminal, print a line every ten seconds while the body runs, also between steps."""
+        if self._progress.is_terminal:
+            yield
+            return
+        with self._lines.track("working"):
+            yield
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
         """Show `text`, a spinner and the elapsed time while the body runs, and a tick afterwards.
 
-        Yields a function with which the body can name its current part. Without a terminal, parts are printed
-        as lines, at most one in `PART_S`.
+        Yields a function with which the body can name its current part. Without a terminal, a line every ten
+        seconds names it, also while the body says nothing.
         """
         if not self._progress.is_terminal:
             started_s = time.monotonic()
             self._progress.print(f"{text} …", highlight=False)
-            yield _EveryFewSeconds(self._progress).print
+            with self._lines.track(text) as activity:
+                yield activity.name_part
             self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
             return
         columns = (
@@ -96,14 +98,19 @@ class Screen:
         """
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirect_output(log) as terminal:
-            outer, self._progress = self._progress, Console(file=terminal)
+            outer = self._progress
+            self._print_on(Console(file=terminal))
             try:
                 yield
                 os.unlink(name)
             except Unavailable as error:
                 raise Unavailable(f"{error}; the engine's log is {name}") from error
             finally:
-                self._progress = outer
+                self._print_on(outer)
+
+    def _print_on(self, console: Console) -> None:
+        with self._lock:
+            self._progress = console
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from kintsugi.cli.main import app
 from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
 from kintsugi.core.request import SelectorName
+from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
 from tests.unit.core.test_report import entry, report
@@ -58,8 +59,8 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "open_session", open_session)
-        monkeypatch.setattr(module, "resolve_model_argument", lambda model: ModelSource("m", "m"))
-    monkeypatch.setattr(demo, "make_random_model", lambda screen: ModelSource("m", "m"))
+        monkeypatch.setattr(module, "resolve_model_argument", lambda model: ModelSource("o/m", "m"))
+    monkeypatch.setattr(demo, "make_random_model", lambda screen: ModelSource("o/m", "m"))
     return trusted
 
 
@@ -233,10 +234,28 @@ def test_doctor_fails_where_a_check_does(
     assert result.exit_code == code
     assert "[b]8[/b] GiB" in result.stdout, "details are text, not markup"
     document = json.loads(RUNNER.invoke(app, ["doctor", "--json"]).stdout)
-    assert document == {
-        "ok": code is ExitCode.OK,
-        "checks": [{"name": "memory", "verdict": verdict.value, "detail": "[b]8[/b] GiB"}],
-    }
+    assert document["ok"] is (code is ExitCode.OK)
+    memory, *of_a_model = document["checks"]
+    assert memory == {"name": "memory", "verdict": verdict.value, "detail": "[b]8[/b] GiB"}
+    assert {check["verdict"] for check in of_a_model} == {"skipped"}
+
+
+def test_doctor_lists_the_same_checks_whether_or_not_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_engine(monkeypatch, FakeEngine())
+
+    def names(*arguments: str) -> list[str]:
+        document = json.loads(RUNNER.invoke(app, ["doctor", "--json", *arguments]).stdout)
+        return [check["name"] for check in document["checks"]]
+
+    monkeypatch.setattr(doctor, "installation_checks", list)
+    without = names()
+    assert without == names("--model", "m")
+    assert {"engine", "self-test: own prefix", "self-test: names", "stored chunks", "self-test"} <= set(
+        without
+    )
+    broken = Check("vllm", CheckResult.FAILED, "not installed")
+    monkeypatch.setattr(doctor, "installation_checks", lambda: [broken])
+    assert ["vllm", *without] == names("--model", "m")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +267,42 @@ def test_doctor_reports_the_self_test(
     monkeypatch.setattr(doctor, "installation_checks", list)
     use_engine(monkeypatch, FakeEngine(reason))
     result = RUNNER.invoke(app, ["doctor", "--model", "m", "--json"])
-    (check,) = json.loads(result.stdout)["checks"]
+    *parts, check = json.loads(result.stdout)["checks"]
     assert (check["name"], check["verdict"]) == ("self-test", verdict)
     assert reason is None or check["detail"] == reason
+    verdicts = {part["name"]: part["verdict"] for part in parts}
+    assert verdicts["engine"] == "ok"
+    assert verdicts["self-test: full ratio"] == verdict
+    assert verdicts["self-test: own prefix"] == ("ok" if reason is None else "skipped")
+    assert verdicts["blended chunks"] == ("ok" if reason is None else "skipped")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason", "failed", "passed"),
+    [
+        ("engine", "no such model", "engine", set()),
+        ("stored chunks", "rope: layer 0 turns by what it reads", "stored chunks", {"engine"}),
+        ("stored chunks", "self_test_failed: check 'new one': far off", "self-test: new one", {"engine"}),
+        (
+            "blended chunks",
+            "store_timeout: lookup took too long",
+            "blended chunks",
+            {"engine", "stored chunks", *(f"self-test: {name}" for name in SELF_TEST_CHECKS)},
+        ),
+    ],
+)
+def test_doctor_says_which_check_failed_and_which_are_not_known(
+    broken: str, reason: str, failed: str, passed: set[str]
+) -> None:
+    *checks, verdict = doctor.list_model_checks("m", broken, reason)
+    assert (verdict.name, verdict.verdict, verdict.detail) == ("self-test", CheckResult.FAILED, reason)
+    assert [check.name for check in checks if check.verdict is CheckResult.FAILED] == [failed]
+    assert {check.name for check in checks if check.verdict is CheckResult.OK} == passed
+    assert all(check.detail for check in checks)
+
+
+def test_doctor_prints_one_line_for_all_that_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installation_checks", list)
+    (line,) = RUNNER.invoke(app, ["doctor"]).stdout.strip().splitlines()
+    assert "self-test" in line
+    assert "--model" in line

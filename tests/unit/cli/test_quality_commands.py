@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -14,10 +13,8 @@ from typing import Any
 
 import pytest
 from examples import offline_longbench
-from rich.console import Console
 from typer.testing import CliRunner
 
-from kintsugi.cli import screen
 from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
@@ -92,7 +89,7 @@ def questions(folder: Path, count: int = 400, answer: str = "w5") -> Path:
 def calibrated(folder: Path, *more: str, **of_questions: Any) -> Any:
     path = questions(folder, **of_questions)
     out = str(folder / "report.json")
-    arguments = ["calibrate", "--model", "m", "--questions", str(path), "--out", out, *more]
+    arguments = ["calibrate", "--model", "o/m", "--questions", str(path), "--out", out, *more]
     return RUNNER.invoke(app, arguments)
 
 
@@ -174,15 +171,15 @@ def test_bad_input_is_code_2_and_says_what_to_change(
 
 
 def test_a_report_needs_somewhere_to_go(tmp_path: Path) -> None:
-    nowhere = RUNNER.invoke(app, ["calibrate", "--model", "m"])
+    nowhere = RUNNER.invoke(app, ["calibrate", "--model", "o/m"])
     assert nowhere.exit_code == ExitCode.BAD_INPUT
     assert "--store URL" in nowhere.stderr
-    missing = RUNNER.invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path / "no/report")])
+    missing = RUNNER.invoke(app, ["calibrate", "--model", "o/m", "--out", str(tmp_path / "no/report")])
     assert "is not a folder" in missing.stderr
-    folder = RUNNER.invoke(app, ["calibrate", "--model", "m", "--out", str(tmp_path)])
+    folder = RUNNER.invoke(app, ["calibrate", "--model", "o/m", "--out", str(tmp_path)])
     assert "is a folder" in " ".join(folder.stderr.split())
     absent = RUNNER.invoke(
-        app, ["calibrate", "--model", "m", "--questions", str(tmp_path / "q"), "--out", str(tmp_path / "r")]
+        app, ["calibrate", "--model", "o/m", "--questions", str(tmp_path / "q"), "--out", str(tmp_path / "r")]
     )
     assert "is not a file" in absent.stderr
 
@@ -325,7 +322,7 @@ def test_an_evaluation_that_cannot_end_well_is_not_begun(
     tmp_path: Path, more: tuple[str, ...], word: str
 ) -> None:
     pytest.importorskip("matplotlib")
-    result = RUNNER.invoke(app, ["eval", "--model", "m", "--questions", str(questions(tmp_path)), *more])
+    result = RUNNER.invoke(app, ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), *more])
     assert result.exit_code == ExitCode.BAD_INPUT, result.stderr
     assert word in " ".join(result.stderr.split())
 
@@ -335,7 +332,7 @@ def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--plots", str(tmp_path)]
+    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--plots", str(tmp_path)]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == ExitCode.UNAVAILABLE
     assert "kintsugi-kv[plots]" in " ".join(result.stderr.split())
@@ -368,7 +365,7 @@ def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, 
     path = questions(tmp_path)
     long = {"chunks": ["word " * 100], "question": "why?", "answers": ["w5"]}
     path.write_text(path.read_text() + "\n" + json.dumps(long))
-    arguments = ["calibrate", "--model", "m", "--questions", str(path), "--out", str(tmp_path / "r.json")]
+    arguments = ["calibrate", "--model", "o/m", "--questions", str(path), "--out", str(tmp_path / "r.json")]
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == ExitCode.OK
     assert "question 401 is left out" in " ".join(result.stderr.split())
@@ -376,7 +373,7 @@ def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, 
 
 def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
+    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.1,0.3", "--selectors", "hkvd", "--check-layers", "1", "--rates", "2"]
     result = RUNNER.invoke(app, [*arguments, "--plots", str(tmp_path / "plots")], env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.OK, result.stderr
@@ -398,7 +395,7 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
 def test_chunks_get_priors_where_the_selector_prior_is_evaluated(
     engine: RunningEngine, tmp_path: Path
 ) -> None:
-    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
+    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     assert RUNNER.invoke(app, [*arguments, "--selectors", "query,prior", "--ratios", "0.3"]).exit_code == 0
     assert engine.spec is not None
     assert engine.spec.extra_config == {"priors": True}
@@ -414,7 +411,7 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
         yield engine
 
     monkeypatch.setattr(evaluate, "start_measuring_engine", one_that_starts)
-    arguments = ["eval", "--model", "m", "--questions", str(questions(tmp_path)), "--limit", "8"]
+    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.UNAVAILABLE
@@ -429,7 +426,16 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
 def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """The example as it is run, over one small data set; its exit code."""
     questions(tmp_path, 4).rename(tmp_path / "musique.jsonl")
-    fixed = ["--model", "m", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--datasets", "musique"]
+    fixed = [
+        "--model",
+        "o/m",
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--datasets",
+        "musique",
+    ]
 
     def run(*more: str) -> int:
         monkeypatch.setattr("sys.argv", ["offline_longbench.py", *fixed, "--rates", "2", *more])
@@ -474,13 +480,3 @@ def test_lists() -> None:
             parse("x", text)
     with pytest.raises(InvalidField, match="is not one of"):
         parse_selectors("best")
-
-
-def test_progress_is_printed_now_and_then_without_a_terminal() -> None:
-    now_s = [0.0]
-    lines = io.StringIO()
-    shown = screen._EveryFewSeconds(Console(file=lines), lambda: now_s[0])
-    for second in range(40):
-        now_s[0] = float(second)
-        shown.print(f"part {second} [of many]")
-    assert lines.getvalue().splitlines() == ["  part 15 [of many]", "  part 30 [of many]"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from kintsugi.cli.main import app
 from kintsugi.core.deploy import ServiceSpec, spec_from_yaml_mapping
 
 REPOSITORY = Path(__file__).parents[3]
@@ -86,6 +89,44 @@ def test_the_service_is_one_that_we_know_and_only_its_gateway_is_reachable(compo
     assert {spec.gateway.grpc_port, spec.gateway.http_port} < published
     folders = [spec.store.data_dir, spec.gateway.data_dir, *(tier.path for tier in spec.store.tiers)]
     assert all(folder.startswith("/data/") for folder in folders)
+
+
+def test_the_command_is_one_that_the_cli_takes(compose: dict[str, Any]) -> None:
+    """As far as a machine without containers can: the CLI reads the mounted configuration."""
+    service = compose["services"]["kintsugi"]
+    mounts = dict(reversed(one.split(":")[:2]) for one in service["volumes"])
+    in_image = {"/opt/kintsugi/": f"{REPOSITORY}/services/"}
+    arguments = [str(one) for one in service["command"]]
+    here = in_image | {target: str(COMPOSE.parent / source) for target, source in mounts.items()}
+    for target, path in here.items():
+        arguments = [one.replace(target, path) for one in arguments]
+    assert (COMPOSE.parent / mounts["/etc/kintsugi/service.yaml"]).is_file()
+    result = CliRunner().invoke(app, [*arguments, "--print-config"])
+    assert result.exit_code == 0, result.output
+    assert f"{REPOSITORY}/services/kintsugi/checkpoints/bundled" in json.dumps(yaml.safe_load(result.output))
+    unknown = CliRunner().invoke(app, [*arguments, "--no-such-option"])
+    assert unknown.exit_code != 0, "or nothing was checked"
+
+
+def test_values_have_the_forms_of_composes_schema(compose: dict[str, Any]) -> None:
+    duration, size = re.compile(r"(\d+(us|ms|s|m|h))+"), re.compile(r"\d+(b|k|kb|m|mb|g|gb)?")
+    conditions = {"service_started", "service_healthy", "service_completed_successfully"}
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    for name, service in compose["services"].items():
+        assert re.fullmatch(r"[a-zA-Z0-9._-]+", name)
+        assert re.fullmatch(r"[\w./-]+:[\w.-]+", service["image"]), "a tag, so that it is the same tomorrow"
+        if "kintsugi/" in service["image"]:
+            assert service["image"].endswith(f":{version}")
+        for field in ("command", "entrypoint", "cap_drop", "security_opt", "tmpfs", "ports", "volumes"):
+            assert all(isinstance(one, str) for one in service.get(field, [])), (name, field)
+        assert duration.fullmatch(service.get("stop_grace_period", "1s"))
+        assert size.fullmatch(service.get("shm_size", "1g"))
+        assert service.get("restart", "no") in ("no", "always", "on-failure", "unless-stopped")
+        assert isinstance(service.get("read_only", False), bool)
+        assert all(isinstance(one, str) for one in service.get("environment", {}).values()), "YAML has types"
+        waits = service.get("depends_on", {})
+        if isinstance(waits, dict):
+            assert {one["condition"] for one in waits.values()} <= conditions
 
 
 def test_prometheus_asks_the_ports_that_answer(compose: dict[str, Any]) -> None:

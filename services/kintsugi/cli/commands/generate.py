@@ -33,6 +33,7 @@ from kintsugi.cli.session import (
     resolve_model_argument,
 )
 from kintsugi.core.request import KintsugiParams, SelectorName, parse_selector
+from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.quality import reports
 
 
@@ -98,6 +99,11 @@ def _page(
 ) -> html.Page:
     blend, prompt, tokenizer = measurements[-1], session.prompt, session.form.tokenizer
     accounting = blend.generation.accounting
+    titles = [chunk.title for chunk in prompt.chunks]
+
+    def decode(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
     size = f"{format_count(len(prompt.token_ids), 'token')}, {format_count(len(prompt.chunks), 'chunk')}"
     return html.Page(
         title="How this answer was blended",
@@ -105,8 +111,7 @@ def _page(
         question=task.question,
         answer=blend.generation.text,
         facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],
-        parts=html.parts_of(prompt, accounting, lambda token: str(tokenizer.decode([token]))),
-        timeline=html.timeline_of(accounting),
+        view=view_of(parts_of(prompt.token_ids, prompt.spans, titles, decode), accounting),
         comparison_headings=HEADINGS if task.compare else (),
         comparison=comparison_rows(measurements, len(prompt.chunks)) if task.compare else (),
     )

@@ -15,8 +15,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
@@ -185,12 +183,13 @@ def run(
         engine=parse_engine_arguments(engine),
     )
     with closing(Ledger(state_folder(state))) as ledger:
-        with _show_progress() as (show, note):
+        with screen.step("Comparing with the store" if dry_run else "Prefilling") as say:
+            show = _say_progress(say)
             if dry_run:
                 progress = survey(spec, show)
             else:
                 job = Job(spec, ledger, on_progress=show)
-                with _cancel_on_signals(job, note):
+                with _cancel_on_signals(job, screen.note):
                     progress = job.run()
         rate = ledger.tokens_per_s(progress.fingerprint)
     _report(screen, progress, rate, spec.workers)
@@ -200,8 +199,8 @@ def run(
 def coverage(screen: Screen, documents: CorpusOptions) -> None:
     """Print the share of a corpus that is in the store, by tier. Changes nothing."""
     prepare_model(screen, documents.model)
-    with _show_progress() as (show, _):
-        progress = survey(documents.job_spec(errors_share_max=1.0), show)
+    with screen.step("Comparing with the store") as say:
+        progress = survey(documents.job_spec(errors_share_max=1.0), _say_progress(say))
     _report_coverage(screen, progress)
 
 
@@ -241,7 +240,7 @@ def list_corpora(screen: Screen, state: StateFolder = None) -> None:
     screen.show([dataclasses.asdict(edition) for edition in editions], lambda console: console.print(table))
 
 
-@command(app)
+@command(app, serves=True)
 def serve(
     screen: Screen,
     listen: Annotated[str, typer.Option(help="Loopback address, as host:port.")] = "127.0.0.1:7410",
@@ -311,41 +310,23 @@ def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _show_progress() -> Iterator[tuple[Callable[[Progress], None], Callable[[str], None]]]:
-    """Show progress on stderr; in a file or pipe, a line every ten seconds.
-
-    Yields a function that shows progress, and one that prints a remark.
-    """
-    console = Console(stderr=True)
-    last = [0.0]
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rest]}"))
-    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0, rest="")
-
-        def show(progress: Progress) -> None:
-            done = progress.chunks_resident + progress.chunks_filled
-            share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
-            text, rest = _format_progress(progress)
-            bar.update(task, completed=share, description=text, rest=rest)
-            if not console.is_terminal and progress.elapsed_s - last[0] >= 10:
-                last[0] = progress.elapsed_s
-                console.print(f"{text} {rest}", highlight=False, soft_wrap=True)
-
-        yield show, lambda text: console.print(text, highlight=False, soft_wrap=True)
+def _say_progress(say: Callable[[str], None]) -> Callable[[Progress], None]:
+    return lambda progress: say(_format_progress(progress))
 
 
-def _format_progress(progress: Progress) -> tuple[str, str]:
-    """Counts, and throughput with the time left."""
-    left = progress.seconds_left
+def _format_progress(progress: Progress) -> str:
+    """The share that is done, counts, and throughput with the time left."""
+    done = progress.chunks_resident + progress.chunks_filled
+    share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
     text = (
-        f"{progress.state.value}: {progress.documents} documents, {progress.chunks} chunks, "
+        f"{share:.0%}, {progress.documents} documents, {progress.chunks} chunks, "
         f"{progress.chunks_resident} hits skipped"
     )
     if progress.dry:
-        return text, f"{format_bytes(progress.bytes_missing)} missing"
-    rest = f"{progress.tokens_per_s:.0f} tokens/s, {format_bytes(progress.bytes_filled)}"
-    return text, f"{rest}, {'?' if left is None else f'{left:.0f} s'} left"
+        return f"{text}, {format_bytes(progress.bytes_missing)} missing"
+    left = "?" if progress.seconds_left is None else f"{progress.seconds_left:.0f} s"
+    filled = format_bytes(progress.bytes_filled)
+    return f"{text}, {progress.tokens_per_s:.0f} tokens/s, {filled}, {left} left"
 
 
 def _report(screen: Screen, progress: Progress, tokens_per_s: float | None, workers: int) -> None:

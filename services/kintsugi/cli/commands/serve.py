@@ -32,6 +32,7 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
+from kintsugi.gateway.console.assets import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
@@ -138,6 +139,13 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
         text = yaml.safe_dump(config, sort_keys=False)
         screen.show(config, lambda console: console.out(text, end="", highlight=False))
         return ExitCode.OK
+    return serve(screen, spec)
+
+
+def serve(
+    screen: Screen, spec: ServiceSpec, on_ready: Callable[[str], None] = lambda console_url: None
+) -> ExitCode:
+    """Serves until SIGINT or SIGTERM. ``on_ready`` is called with the console's address."""
     _check_here(spec)
     prepare_model(screen, spec.model.path)
     spec = _with_free_ports(spec)
@@ -145,7 +153,7 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
     with protect_store(spec) as spec, _run_service(screen, spec, stop) as service:
         if stop.is_set():
             return ExitCode.OK
-        _report_ready(screen, service)
+        on_ready(_report_ready(screen, service))
         monitor = ServiceMonitor(service, screen)
         while not stop.wait(POLL_S):
             monitor.poll()
@@ -197,9 +205,14 @@ def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
     """Choose a free port for the directory. Raises `Unavailable` if a port of the gateway is taken."""
     store, gateway = spec.store, spec.gateway
-    for port in (gateway.grpc_port, gateway.http_port):
-        if port:
-            free_port(gateway.host, port, 1)
+    for option, port in (("--grpc-port", gateway.grpc_port), ("--http-port", gateway.http_port)):
+        try:
+            if port:
+                free_port(gateway.host, port, 1)
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error} ({option} 0: any free port); kintsugi status says whether a service runs already"
+            ) from error
     directory = free_port(store.host, store.directory_port, DIRECTORY_PORTS)
     return dataclasses.replace(spec, store=dataclasses.replace(store, directory_port=directory))
 
@@ -245,22 +258,25 @@ def describe_progress(found: Sequence[DeploymentProgress]) -> str:
     )
 
 
-def _report_ready(screen: Screen, service: Service) -> None:
-    """Print the addresses of a service that is ready."""
+def _report_ready(screen: Screen, service: Service) -> str:
+    """Prints the addresses of a service that is ready. Returns the console's."""
     addresses, info = service.addresses(), service.info()
     scheme = "https" if service.spec.gateway.tls_cert else "http"
     details = {
         "model": info.model,
         "http": f"{scheme}://{addresses['http']}",
+        "console": f"{scheme}://{addresses['http']}{CONSOLE_PATH}",
         "grpc": addresses["grpc"],
         "store": directory_url(service.spec.store),
         "blending": info.blending,
         "fingerprint": info.fingerprint,
     }
     text = (
-        "serving {model}\n  OpenAI   {http}/v1\n  gRPC     {grpc}\n  store    {store}\n  blending {blending}"
+        "serving {model}\n  OpenAI   {http}/v1\n  gRPC     {grpc}\n  console  {console}\n  store    {store}\n"
+        "  blending {blending}"
     )
     screen.show_event("ready", text.format(**details), **details)
+    return details["console"]
 
 
 class ServiceMonitor:

@@ -104,7 +104,7 @@ def parse_quotas(quotas: list[str]) -> dict[str, int]:
     return parsed
 
 
-@command(app)
+@command(app, serves=True)
 def serve(
     screen: Screen,
     data_dir: Annotated[

@@ -1,0 +1,60 @@
+"""`kintsugi status` and `kintsugi doctor --url`: a running service, and what would help it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kintsugi import __version__
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.screen import Screen
+from kintsugi.cli.service.facts import Contact, ServiceFacts, ServiceLink, ask_service
+from kintsugi.cli.service.status import ServiceStatus, describe_status
+
+
+def run(screen: Screen, link: ServiceLink) -> ExitCode:
+    """`UNAVAILABLE` if no gateway answers or no engine behind it, `BAD_INPUT` if it does not accept us."""
+    facts = ask_service(link)
+    status = describe_status(facts)
+    screen.show(status_document(facts, status), lambda console: _render(console, status))
+    if facts.contact is Contact.UNAUTHENTICATED:
+        return ExitCode.BAD_INPUT
+    return ExitCode.OK if status.running else ExitCode.UNAVAILABLE
+
+
+def diagnose(screen: Screen, link: ServiceLink) -> ExitCode:
+    """`UNAVAILABLE` if any check failed."""
+    from kintsugi.cli.commands.doctor import CheckResult, doctor_document, print_checks
+    from kintsugi.cli.service.checks import check_service
+
+    with screen.step("Checking the service"):
+        checks = check_service(ask_service(link), __version__)
+    screen.show(doctor_document(checks), lambda console: print_checks(console, checks))
+    failed = any(check.verdict is CheckResult.FAILED for check in checks)
+    return ExitCode.UNAVAILABLE if failed else ExitCode.OK
+
+
+def status_document(facts: ServiceFacts, status: ServiceStatus) -> dict[str, Any]:
+    """JSON form: the status, and under `facts` what it was decided from."""
+    return {**asdict(status), "runs": dict(status.runs), "facts": asdict(facts)}
+
+
+def _render(console: Console, status: ServiceStatus) -> None:
+    state = (
+        "runs" if status.running else "is not ready" if status.contact == "answered" else "does not answer"
+    )
+    console.print(Text(f"{status.url} {state}", style="bold"))
+    lines = [*status.runs]
+    if status.blending:
+        lines.append(("blending", status.blending))
+    if status.why_not:
+        lines.append(("not blended", " · ".join(status.why_not)))
+    for part, detail in lines:
+        console.print(Text(f"  {part:<12}", style="dim") + Text(detail), soft_wrap=True)
+    if status.helps:
+        console.print(Text("What would help", style="bold"))
+        for help_text in status.helps:
+            console.print(Text(f"  {help_text}"), soft_wrap=True)

@@ -1,0 +1,176 @@
+"""What a person wants to know of a running service: what runs, what is blended, why not, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kintsugi.cli.render import format_bytes, format_count
+from kintsugi.cli.service.facts import AnswerCount, Contact, ServiceFacts, StoreFacts
+from kintsugi.core.accounting import Outcome, label_of_reason
+from kintsugi.models.reference import REFERENCE
+
+MENTIONED_SHARE = 0.1
+"""A reason is worth advice from this share of the answers on."""
+
+_NEXT = {
+    Contact.REFUSED: (
+        f"start one here: kintsugi serve --model {REFERENCE.name}",
+        "if one runs elsewhere, name it: kintsugi status --url http://HOST:PORT",
+    ),
+    Contact.SILENT: ("if it is still starting, ask again in a minute; if not, look into its log",),
+    Contact.UNKNOWN_HOST: ("check the host in --url",),
+    Contact.UNTRUSTED: ("name the authority of its certificate with --tls-ca, or use http:// in --url",),
+    Contact.NOT_HTTP: (
+        "name the HTTP port, which kintsugi serve prints as OpenAI; this may be its gRPC port",
+        "if it serves TLS, use https:// in --url",
+    ),
+    Contact.FOREIGN: ("name the HTTP port of a gateway: kintsugi serve prints it as OpenAI",),
+    Contact.UNAUTHENTICATED: (
+        "pass a token with --api-key or in OPENAI_API_KEY",
+        "an operator makes one: kintsugi token NAME --namespace NAMESPACE --file TOKENS_FILE",
+    ),
+    Contact.FAILED: ("look into the gateway's log",),
+}
+
+_CALIBRATE = "kintsugi calibrate --model MODEL --store URL"
+_BLENDING_OFF = {
+    "not_calibrated": f"calibrate: {_CALIBRATE} (kintsugi serve does it by itself while it serves)",
+    "calibration_outdated": f"calibrate again: {_CALIBRATE}",
+    "calibration_unreadable": f"calibrate again: {_CALIBRATE}",
+    "calibration_of_another": f"calibrate again for this model, prefix and version: {_CALIBRATE}",
+    "calibration_failed": "calibrate on questions like those you serve: kintsugi calibrate --questions FILE",
+    "drift": f"answers drifted from what was calibrated: find out why, then calibrate again: {_CALIBRATE}",
+    "weights_changed": "restart the engines: their weights are not those that they started with",
+}
+_BLENDING_OFF_ELSE = "see what is missing: kintsugi doctor --model MODEL"
+
+_NOT_BLENDED = {
+    "no_chunk_cached": "store what prompts repeat: kintsugi precompute SOURCE, or put_chunks of the client",
+    "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE",
+    "loading_is_slower": "nothing to do, or a faster store: loading these chunks takes longer than prefill",
+    "blending_is_slower": "nothing to do: prompts are so short that a prefill is faster",
+    "store_unavailable": "see which shards answer: kintsugi doctor --url URL",
+    "store_timeout": "see which shards answer: kintsugi doctor --url URL",
+    "foreign_prefix": "begin prompts with the system prompt that chunks are prefilled behind",
+    "prompt_logprobs": "do not ask for logprobs of prompt tokens: they need a full prefill",
+    "busy": "add engines (--engines): lookups wait for the store",
+}
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """What `kintsugi status` says."""
+
+    running: bool
+    """Whether a gateway answered, and an engine behind it."""
+    url: str
+    contact: Contact
+    runs: list[tuple[str, str]] = field(default_factory=list)
+    """Parts and what is known of each."""
+    blending: str = ""
+    """`on`, or why not; empty: unknown."""
+    why_not: list[str] = field(default_factory=list)
+    """Why answers were not blended, the most frequent reason first."""
+    helps: list[str] = field(default_factory=list)
+    """What would help, each with a command where there is one."""
+
+
+def describe_status(facts: ServiceFacts) -> ServiceStatus:
+    """What runs, what is blended, why not, and what would help."""
+    if facts.contact is not Contact.ANSWERED:
+        return ServiceStatus(
+            False,
+            facts.url,
+            facts.contact,
+            runs=[("gateway", facts.detail)],
+            helps=list(_NEXT[facts.contact]),
+        )
+    engines = facts.engines
+    runs = [("gateway", f"Kintsugi {facts.version}" + (", read-only" if facts.read_only else ""))]
+    if engines is None or engines.error is not None:
+        runs.append(("engines", engines.error or "none" if engines is not None else "none"))
+        runs += _describe_store(facts.store)
+        return ServiceStatus(
+            False,
+            facts.url,
+            facts.contact,
+            runs,
+            helps=["wait until an engine has started; if none does, look into the log of kintsugi serve"],
+        )
+    version = f"vLLM {engines.vllm}" if engines.vllm else ""
+    known = (engines.model, f"{engines.max_model_len:,} tokens", engines.form, version)
+    runs.append(("engines", ", ".join(filter(None, known))))
+    runs += _describe_store(facts.store)
+    if facts.answers is not None:
+        runs.append(("answers", describe_answers(facts.answers)))
+    helps = []
+    if engines.blending != "on":
+        helps.append(advise_on_gate(engines.blending))
+    helps += [] if facts.store is None else _advise_on_store(facts.store)
+    frequent = find_frequent_reasons(facts.answers or ())
+    helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
+    return ServiceStatus(
+        True,
+        facts.url,
+        facts.contact,
+        runs,
+        engines.blending,
+        [f"{one.reason}: {format_count(one.count, 'answer')}" for one in frequent],
+        list(dict.fromkeys(helps)),
+    )
+
+
+def advise_on_gate(blending: str) -> str:
+    """What would turn blending on, where ``blending`` says why it is off."""
+    return _BLENDING_OFF.get(label_of_reason(blending), _BLENDING_OFF_ELSE)
+
+
+def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
+    """Why answers were not blended, where that happens often enough to matter; most frequent first."""
+    total = sum(one.count for one in answers)
+    other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.SAVED, Outcome.AUDITED)
+    found = [
+        one
+        for one in answers
+        if one.outcome not in other and one.reason != "none" and one.count >= MENTIONED_SHARE * total
+    ]
+    return sorted(found, key=lambda one: -one.count)
+
+
+def describe_answers(answers: Sequence[AnswerCount]) -> str:
+    """`14 since the gateway started: 9 blended, 5 declined`."""
+    totals: dict[str, int] = {}
+    for one in answers:
+        totals[one.outcome] = totals.get(one.outcome, 0) + one.count
+    if not totals:
+        return "none yet"
+    parts = ", ".join(f"{count:,} {outcome}" for outcome, count in totals.items())
+    return f"{sum(totals.values()):,} since the gateway started: {parts}"
+
+
+def describe_store(store: StoreFacts) -> str:
+    """`2 shards, 120 chunks, 1.2 GiB of 4 GiB`."""
+    if store.error is not None:
+        return store.error
+    away = f" ({', '.join(store.shards_away)} did not answer)" if store.shards_away else ""
+    return (
+        f"{format_count(store.shards, 'shard')}{away}, {format_count(store.chunks, 'chunk')}, "
+        f"{format_bytes(store.bytes_used)} of {format_bytes(store.bytes_capacity)}"
+    )
+
+
+def _describe_store(store: StoreFacts | None) -> list[tuple[str, str]]:
+    return [] if store is None else [("store", describe_store(store))]
+
+
+def _advise_on_store(store: StoreFacts) -> list[str]:
+    if store.error is not None or not store.shards:
+        return ["start a shard, or look into the log of kintsugi serve: without one nothing is blended"]
+    if store.shards_away:
+        return [
+            f"see what ails {store.shards_away[0]}: kintsugi store status --address {store.shards_away[0]}"
+        ]
+    if not store.chunks:
+        return [_NOT_BLENDED["no_chunk_cached"]]
+    return []

@@ -1,0 +1,283 @@
+"""`kintsugi status` and `kintsugi doctor --url`: what they find out, decide and say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kintsugi.cli.commands.doctor import CheckResult
+from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.main import app
+from kintsugi.cli.service import facts as service_facts
+from kintsugi.cli.service.checks import check_service
+from kintsugi.cli.service.facts import (
+    AnswerCount,
+    CallerFacts,
+    Contact,
+    EngineFacts,
+    ServiceFacts,
+    ServiceLink,
+    StoreFacts,
+    ask_service,
+    parse_url,
+)
+from kintsugi.cli.service.status import describe_status
+from kintsugi.core.errors import InvalidField
+
+RUNNER = CliRunner()
+ENGINES = EngineFacts(None, "small", 4096, "chat", "on", "0.1.0", "0.32.0")
+STORE = StoreFacts(None, shards=2, chunks=120, bytes_used=1 << 30, bytes_capacity=4 << 30)
+HEALTHY = ServiceFacts(
+    "http://127.0.0.1:8000",
+    Contact.ANSWERED,
+    version="0.1.0",
+    round_trip_s=0.02,
+    caller=CallerFacts("anyone", ("*",), ("generate",)),
+    engines=ENGINES,
+    store=STORE,
+    answers=(AnswerCount("blended", "none", 9), AnswerCount("prefix_hit", "prefix_hit", 5)),
+)
+
+
+def verdicts(facts: ServiceFacts) -> dict[str, CheckResult]:
+    return {check.name: check.verdict for check in check_service(facts, "0.1.0")}
+
+
+def test_a_healthy_service_needs_no_help() -> None:
+    status = describe_status(HEALTHY)
+    assert (status.running, status.blending, status.why_not, status.helps) == (True, "on", [], [])
+    assert dict(status.runs) == {
+        "gateway": "Kintsugi 0.1.0",
+        "engines": "small, 4,096 tokens, chat, vLLM 0.32.0",
+        "store": "2 shards, 120 chunks, 1 GiB of 4 GiB",
+        "answers": "14 since the gateway started: 9 blended, 5 prefix_hit",
+    }
+    assert set(verdicts(HEALTHY).values()) == {CheckResult.OK}
+
+
+@pytest.mark.parametrize("contact", [one for one in Contact if one is not Contact.ANSWERED])
+def test_whatever_keeps_a_gateway_from_answering_there_is_something_to_do(contact: Contact) -> None:
+    facts = ServiceFacts("http://127.0.0.1:8000", contact, "why")
+    status = describe_status(facts)
+    assert not status.running
+    assert status.helps
+    assert ("gateway", "why") in status.runs
+    failed = [check for check in check_service(facts, "0.1.0") if check.verdict is CheckResult.FAILED]
+    assert len(failed) == 1
+    assert status.helps[0] in failed[0].detail
+
+
+@pytest.mark.parametrize(
+    ("blending", "word"),
+    [
+        ("not_calibrated: no calibration report for this model", "kintsugi calibrate"),
+        ("drift: KL rose", "drifted"),
+        ("weights_changed: since then", "restart the engines"),
+        ("sliding_window: layer 3", "kintsugi doctor --model"),
+    ],
+)
+def test_blending_that_is_off_says_what_turns_it_on(blending: str, word: str) -> None:
+    facts = dataclasses.replace(HEALTHY, engines=dataclasses.replace(ENGINES, blending=blending))
+    status = describe_status(facts)
+    assert (status.running, status.blending) == (True, blending)
+    assert word in status.helps[0]
+    assert verdicts(facts)["blending"] is CheckResult.WARNING
+
+
+def test_only_frequent_reasons_are_named_and_advised_on() -> None:
+    answers = (
+        AnswerCount("blended", "none", 40),
+        AnswerCount("declined", "outside_calibration", 14),
+        AnswerCount("declined", "no_chunk_cached", 40),
+        AnswerCount("declined", "busy", 3),
+        AnswerCount("declined", "something_new", 15),
+        AnswerCount("unknown", "none", 20),
+    )
+    status = describe_status(dataclasses.replace(HEALTHY, answers=answers))
+    assert status.why_not == [
+        "no_chunk_cached: 40 answers",
+        "something_new: 15 answers",
+        "outside_calibration: 14 answers",
+    ]
+    assert [word in line for word, line in zip(("precompute", "calibrate"), status.helps, strict=True)]
+
+
+def test_engines_that_do_not_answer_are_not_running() -> None:
+    facts = dataclasses.replace(HEALTHY, engines=EngineFacts("no engine answered within 5 s"))
+    status = describe_status(facts)
+    assert not status.running
+    assert ("engines", "no engine answered within 5 s") in status.runs
+    assert status.helps
+    assert verdicts(facts)["engines"] is CheckResult.FAILED
+
+
+@pytest.mark.parametrize(
+    ("store", "verdict", "word"),
+    [
+        (StoreFacts("the directory does not answer"), CheckResult.FAILED, "log"),
+        (StoreFacts(None, shards=0), CheckResult.FAILED, "log"),
+        (dataclasses.replace(STORE, shards_away=("h:7400",)), CheckResult.WARNING, "--address h:7400"),
+        (dataclasses.replace(STORE, chunks=0), CheckResult.OK, "precompute"),
+    ],
+)
+def test_a_store_that_lacks_something_is_noticed(store: StoreFacts, verdict: CheckResult, word: str) -> None:
+    facts = dataclasses.replace(HEALTHY, store=store)
+    assert word in describe_status(facts).helps[0]
+    assert verdicts(facts)["store"] is verdict
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "round_trip_s", "verdict"),
+    [
+        (1.9, 0.0, CheckResult.OK),
+        (4.9, 6.0, CheckResult.OK),
+        (-3.0, 0.0, CheckResult.WARNING),
+        (90.0, 0.0, CheckResult.FAILED),
+    ],
+)
+def test_clocks_are_compared_as_well_as_the_round_trip_allows(
+    ahead_s: float, round_trip_s: float, verdict: CheckResult
+) -> None:
+    facts = dataclasses.replace(HEALTHY, clock_ahead_s=ahead_s, round_trip_s=round_trip_s)
+    assert verdicts(facts)["clock"] is verdict
+
+
+def test_versions_that_differ_and_tokens_that_see_little_are_warnings() -> None:
+    assert verdicts(dataclasses.replace(HEALTHY, version="0.0.9"))["versions"] is CheckResult.WARNING
+    older = dataclasses.replace(ENGINES, version="0.0.9")
+    assert verdicts(dataclasses.replace(HEALTHY, engines=older))["versions"] is CheckResult.WARNING
+    tenant = dataclasses.replace(HEALTHY, has_tokens=True, store=None, answers=None)
+    found = verdicts(tenant)
+    assert found["token"] is CheckResult.WARNING
+    assert {"store", "answers"}.isdisjoint(found)
+
+
+def test_urls_are_taken_as_they_are_copied() -> None:
+    for text in ("127.0.0.1:8000", "http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"):
+        assert parse_url(text) == "http://127.0.0.1:8000"
+    assert parse_url("https://host/v1") == "https://host"
+    for text in ("grpc://127.0.0.1:7500", "http://", "127.0.0.1:http", "http://[::1:8000", "127.0.0.1:0"):
+        with pytest.raises(InvalidField, match="HTTP address"):
+            parse_url(text)
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server whose one connection is given to ``answer``."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            if status == 302:
+                self.send_header("location", body)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_nothing_there_is_told_from_something_else_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # bound and not listening: refused
+        bound.bind(("127.0.0.1", 0))
+        refused = ask_service(ServiceLink(url=f"127.0.0.1:{bound.getsockname()[1]}"))
+    assert (refused.contact, refused.detail) == (Contact.REFUSED, "Connection refused")
+    http2 = bytes.fromhex("00000604000000000000030000006400000000")
+    with listening(lambda connection: (connection.recv(4096), connection.sendall(http2))[0]) as address:
+        assert ask_service(ServiceLink(url=address)).contact is Contact.NOT_HTTP
+    with listening(lambda connection: None) as address:  # closes at once, as a TLS server would
+        assert ask_service(ServiceLink(url=address)).contact is Contact.NOT_HTTP
+    with listening(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")) as address:
+        assert ask_service(ServiceLink(url=f"https://{address}")).contact is Contact.UNTRUSTED
+    monkeypatch.setattr(service_facts, "TIMEOUT_S", 0.05)
+    let_go = threading.Event()
+    with listening(lambda connection: (let_go.wait(30), None)[1]) as address:
+        assert ask_service(ServiceLink(url=address)).contact is Contact.SILENT
+        let_go.set()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "contact"),
+    [
+        (404, "no such page", Contact.FOREIGN),
+        (200, "<html>", Contact.FOREIGN),
+        (200, '{"status": "ok"}', Contact.FOREIGN),
+        (200, "[]", Contact.FOREIGN),
+        (401, '{"error": {"message": "this token expired at noon"}}', Contact.UNAUTHENTICATED),
+        (503, "overloaded", Contact.FAILED),
+        (302, "/elsewhere", Contact.FAILED),
+    ],
+)
+def test_http_servers_are_told_apart(status: int, body: str, contact: Contact) -> None:
+    with answering(status, body) as url:
+        found = ask_service(ServiceLink(url=url))
+    assert found.contact is contact
+    assert status != 401 or found.detail == "this token expired at noon"
+
+
+def test_an_authority_that_is_none_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("none")
+    with pytest.raises(InvalidField, match="no PEM file"):
+        ask_service(ServiceLink(tls_ca=tmp_path / "ca.pem"))
+
+
+def test_the_commands_exit_codes_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ServiceLink] = []
+
+    def answer_with(facts: ServiceFacts) -> None:
+        def ask(link: ServiceLink) -> ServiceFacts:
+            asked.append(link)
+            return facts
+
+        monkeypatch.setattr("kintsugi.cli.commands.status.ask_service", ask)
+
+    answer_with(HEALTHY)
+    result = RUNNER.invoke(app, ["status", "--json"])
+    assert result.exit_code == ExitCode.OK
+    document = json.loads(result.stdout)
+    assert (document["running"], document["runs"]["gateway"]) == (True, "Kintsugi 0.1.0")
+    assert document["facts"]["store"]["chunks"] == 120
+    assert RUNNER.invoke(app, ["doctor", "--url", "u", "--api-key", "t"]).exit_code == ExitCode.OK
+    assert asked[-1] == ServiceLink(url="u", api_key="t")
+    answer_with(ServiceFacts("http://127.0.0.1:8000", Contact.REFUSED, "Connection refused"))
+    down = RUNNER.invoke(app, ["status"])
+    assert down.exit_code == ExitCode.UNAVAILABLE
+    assert "kintsugi serve --model" in down.stdout
+    diagnosed = RUNNER.invoke(app, ["doctor", "--url", "u", "--json"])
+    assert diagnosed.exit_code == ExitCode.UNAVAILABLE
+    assert json.loads(diagnosed.stdout)["checks"][0]["verdict"] == "failed"
+    answer_with(ServiceFacts("http://127.0.0.1:8000", Contact.UNAUTHENTICATED, "no token"))
+    assert RUNNER.invoke(app, ["status"]).exit_code == ExitCode.BAD_INPUT
+    both = RUNNER.invoke(app, ["doctor", "--url", "u", "--model", "m"])
+    assert both.exit_code == ExitCode.BAD_INPUT
+    assert "leave out one" in both.stderr

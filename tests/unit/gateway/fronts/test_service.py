@@ -1,0 +1,136 @@
+"""What a gateway tells its operator, and that the commands read what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from kintsugi import __version__
+from kintsugi.cli.service.facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
+from kintsugi.core.errors import Unavailable
+from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
+from kintsugi.gateway.fronts import service
+from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.gateway.fronts.service import SERVICE_PATH
+from kintsugi.store.client.ram import RamStore
+from tests.fakes.openai_backend import ScriptedBackend, answered, gateway_over
+from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run
+from tests.unit.gateway.fronts.test_http_roles import Roles, bearing
+
+
+def test_the_commands_read_what_a_gateway_tells() -> None:
+    accountings: list[dict[str, object]] = [
+        {"outcome": "blended", "reason": "confirmed"},
+        {"outcome": "declined", "reason": "no_chunk_cached: the store holds none"},
+        {"outcome": "declined", "reason": "no_chunk_cached: the store holds none"},
+    ]
+    backend = ScriptedBackend(lambda call: answered("fine", accountings.pop()))
+
+    async def body() -> None:
+        server = HttpServer(HttpFront(gateway_over(backend)).app, "127.0.0.1", 0)
+        await server.start()
+        try:
+            async with httpx.AsyncClient(base_url=f"http://{server.address}") as caller:
+                for _ in range(3):
+                    assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
+            link = ServiceLink(url=f"http://{server.address}/v1")
+            facts = await asyncio.to_thread(ask_service, link)
+            behind = await asyncio.to_thread(ask_service, link, lambda: time.time() - 90.0)
+        finally:
+            await server.stop()
+        assert facts.contact is Contact.ANSWERED, facts.detail
+        assert (facts.version, facts.has_tokens, facts.read_only) == (__version__, False, False)
+        assert facts.engines == EngineFacts(None, "scripted", 4096, "", "on")
+        assert facts.store is not None
+        assert (facts.store.error, facts.store.shards, facts.store.chunks) == (None, 1, 0)
+        assert facts.answers == (
+            AnswerCount("declined", "no_chunk_cached", 2),
+            AnswerCount("blended", "none", 1),
+        )
+        assert abs(facts.clock_ahead_s) < 2.0
+        assert 88.0 < behind.clock_ahead_s < 92.0
+
+    run(body)
+
+
+@pytest.mark.parametrize(("token", "sees_all"), [("generate@*", False), ("admin", False), ("admin@*", True)])
+def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: str, sees_all: bool) -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend(), Roles()) as caller:
+            assert (await caller.get(SERVICE_PATH)).status_code == 401
+            told = (await caller.get(SERVICE_PATH, headers=bearing(token))).json()
+        assert (told["store"] is not None, told["answers"] is not None) == (sees_all, sees_all)
+        assert told["engines"]["model"] == "scripted"
+        assert told["caller"]["name"] == "someone"
+        async with client(ScriptedBackend(), Tokens()) as caller:  # a file of before there were verbs
+            told = (await caller.get(SERVICE_PATH, headers=bearing("one"))).json()
+        assert told["store"] is not None
+
+    run(body)
+
+
+class FailingStore(RamStore):
+    def stats(self) -> Any:
+        raise Unavailable("the directory does not answer")
+
+
+class HangingStore(RamStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def stats(self) -> Any:
+        assert self.let_go.wait(30)
+        return super().stats()
+
+
+def test_engines_and_stores_that_fail_are_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend(info_error=Unavailable("no engine")))
+        caller = gateway.access.caller(None)
+        gateway._store._store = FailingStore()
+        failing = await service.describe_service(gateway, caller)
+        assert failing["engines"] == {"error": "no engine"}
+        assert failing["store"] == {"error": "the directory does not answer"}
+        gateway._store._store = hanging = HangingStore()
+        monkeypatch.setattr(service, "STORE_ANSWER_S", 0.01)
+        told = await service.describe_service(gateway, caller)
+        hanging.let_go.set()
+        assert "did not answer within" in told["store"]["error"]
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_model_is_retrieved_by_its_name() -> None:
+    async def body() -> None:
+        async with client(ScriptedBackend()) as caller:
+            (model,) = (await caller.get("/v1/models")).json()["data"]
+            assert (await caller.get("/v1/models/scripted")).json() == model
+            for other in ("another", "/work/model", "scripted/more"):
+                missing = await caller.get(f"/v1/models/{other}")
+                assert missing.status_code == 404
+                assert "ask for one of scripted" in error_of(missing)["message"]
+        async with client(ScriptedBackend(), Roles()) as caller:
+            assert (await caller.get("/v1/models/scripted")).status_code == 401
+
+    run(body)
+
+
+def test_reasons_that_are_counted_are_bounded() -> None:
+    tally = AnswerTally()
+    for index in range(3 * TALLY_MAX):
+        letters = "".join(chr(ord("a") + int(digit)) for digit in str(index))
+        tally.count({"outcome": "declined", "reason": f"{letters}: why"})
+    tally.count({})
+    found = tally.to_list()
+    assert len(found) <= TALLY_MAX + 2
+    assert sum(entry["count"] for entry in found) == 3 * TALLY_MAX + 1
+    assert found[0] == {"outcome": "declined", "reason": "other", "count": 2 * TALLY_MAX}
