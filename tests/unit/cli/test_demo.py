@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.cli.session import ModelSource
 from kintsugi.core import errors
+from kintsugi.core.deploy import ServiceSpec
 from kintsugi.core.request import SelectorName
 from kintsugi.models.bundled import Showcase
 from kintsugi.models.demo_questions import DemoQuestion, Said
@@ -79,9 +81,18 @@ def test_the_demo_asks_the_reference_model_what_was_asked_before(engine: FakeEng
 
 def test_each_answer_has_a_verdict(engine: FakeEngine) -> None:
     text = RUNNER.invoke(app, ["demo"], env={"COLUMNS": "80"}).stdout
-    answers = text[text.index("agrees") : text.index("cost: share")]
+    answers = text[text.index("The answers") : text.index("computed: share")]
     assert (answers.count(" right "), answers.count(" wrong ")) == (3, 1)
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_table_says_what_each_way_does(engine: FakeEngine) -> None:
+    text = RUNNER.invoke(app, ["demo"], env=WIDE).stdout
+    table = text[text.index("what it does") : text.index("The answers")]
+    for words in ("first word after", "computes the whole prompt", "recomputes a few tokens"):
+        assert words in table
+    for jargon in ("TTFT", "agrees", "cost"):
+        assert jargon not in table
 
 
 def test_another_model_gets_the_question_but_not_the_tally(engine: FakeEngine) -> None:
@@ -107,6 +118,7 @@ def test_the_bundled_model_serves_where_the_reference_model_is_missing(
     text = RUNNER.invoke(app, ["demo"], env=WIDE).stdout
     for words in (REFERENCE.title, str(error), "bundled model", "2.8 million parameters"):
         assert words in text
+    assert "×" not in text[: text.index("The answers")], "on so small a model a blend may even be slower"
     document = json.loads(RUNNER.invoke(app, ["demo", "--json"]).stdout)
     assert document["fallback"] == {"kind": type(error).__name__, "reason": str(error)}
     assert (document["expected"], document["question"]) == ("1", "who hid it")
@@ -137,12 +149,53 @@ def test_random_weights_show_times_alone(engine: FakeEngine) -> None:
     assert text.exit_code == ExitCode.OK
     for words in ("full prefill", "prefix caching", "full KV reuse", "blend", "4.0×", "random weights"):
         assert words in text.stdout
+    assert "8 8 8 8" not in text.stdout, "gibberish"
     document = json.loads(RUNNER.invoke(app, ["demo", "--random-weights", "--json"]).stdout)
     assert document["random_weights"] is True
     assert len(document["chunks"]) == 6
     assert [method["speedup"] for method in document["methods"]] == [1.0, 1.0, 20.0, 4.0]
     assert [method["right"] for method in document["methods"]] == [None] * 4
     assert (document["expected"], document["chosen"], document["tally"]) == (None, None, None)
+
+
+def test_open_serves_the_model_and_opens_the_console(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServiceSpec] = []
+    opened: list[str] = []
+
+    def serve(screen: object, spec: ServiceSpec, on_ready: Callable[[str], None]) -> ExitCode:
+        served.append(spec)
+        on_ready("http://127.0.0.1:8000/console")
+        return ExitCode.OK
+
+    monkeypatch.setattr("kintsugi.cli.commands.serve.serve", serve)
+    monkeypatch.setattr(demo.webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert RUNNER.invoke(app, ["demo", "--open"], env=WIDE).exit_code == ExitCode.OK
+    (spec,) = served
+    assert spec.model.path == REFERENCE.name
+    assert spec.engines.allow_uncalibrated
+    assert spec.engines.connector["loading_controller"] is False
+    assert spec.gateway.host == "127.0.0.1"
+    assert opened == ["http://127.0.0.1:8000/console"]
+
+
+def test_without_a_desktop_no_browser_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without one Python would start a browser in the terminal, which then waits for keys."""
+    opened: list[str] = []
+    monkeypatch.setattr(demo.webbrowser, "open", opened.append)
+    monkeypatch.setattr(demo.sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    demo.open_in_browser("http://127.0.0.1:8000/console")
+    assert opened == []
+
+
+def test_the_demo_ends_with_the_consoles_address(engine: FakeEngine) -> None:
+    text = RUNNER.invoke(app, ["demo"], env=WIDE).stdout
+    assert "kintsugi demo --open" in text
+    assert "http://127.0.0.1:8000/console" in text
 
 
 def test_random_weights_and_a_model_exclude_each_other(engine: FakeEngine) -> None:

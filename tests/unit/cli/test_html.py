@@ -1,14 +1,18 @@
-"""The page shows every token once, escaped, in its depth's colour, and refers to nothing outside."""
+"""The report holds a blend as data and the code that draws it, escapes texts, and loads nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 from html.parser import HTMLParser
 
-import pytest
-
-from kintsugi.cli.html import Page, depth_class, parts_of, render_page, tick_step, timeline_of
+from kintsugi.cli.html import Page, render_page
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
+from kintsugi.gateway.console.assets import read_text
+from kintsugi.gateway.console.view import parts_of, view_of
+from tests.unit.cli.fakes import PROMPT, explained_accounting
 
 
 class Reader(HTMLParser):
@@ -39,8 +43,13 @@ class Reader(HTMLParser):
         self.text += data
 
 
+def decode(token: int) -> str:
+    return f"</script><{token}>"
+
+
 def page_of(prompt: RagPrompt = PROMPT, accounting: dict[str, object] | None = None) -> str:
     accounting = explained_accounting() if accounting is None else accounting
+    titles = [chunk.title for chunk in prompt.chunks]
     return render_page(
         Page(
             title="Title",
@@ -48,73 +57,57 @@ def page_of(prompt: RagPrompt = PROMPT, accounting: dict[str, object] | None = N
             question="<script>alert('q')</script>",
             answer="a & b </div>",
             facts=[("cost", "40 %")],
-            parts=parts_of(prompt, accounting, lambda token: f"<{token}>"),
-            timeline=timeline_of(accounting),
+            view=view_of(
+                parts_of(prompt.token_ids, prompt.spans, titles, decode),
+                accounting,
+            ),
             comparison_headings=("", "TTFT"),
             comparison=[["blend", "1 ms"]],
         )
     )
 
 
+def find_script(page: str, kind: str) -> str:
+    found = re.findall(rf'<script type="{kind}"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert len(found) == 1
+    return str(found[0])
+
+
 def test_text_is_escaped_and_nothing_is_fetched() -> None:
-    reader = Reader(page_of())
-    tags = {tag for tag, _ in reader.seen}
-    assert not tags & {"script", "link", "img", "iframe"}
+    page = page_of()
+    reader = Reader(page)
+    assert [tag for tag, _ in reader.seen].count("script") == 2
+    assert not {tag for tag, _ in reader.seen} & {"link", "img", "iframe"}
     assert all(not {"src", "href"} & set(attributes) for _, attributes in reader.seen)
-    assert "<script>alert('q')</script>" in reader.text
-    assert "A & <b>" in reader.text
-    for token in PROMPT.token_ids:
-        assert reader.text.count(f"<{token}>") == 1
+    assert page.count("<script>alert('q')</script>") == 0
+    view = json.loads(find_script(page, "application/json"))
+    assert [part["title"] for part in view["parts"]] == ["Prefix", "1. A & <b>", "2. Second", "Question"]
+    tokens = [token for part in view["parts"] for token in part["tokens"]]
+    assert tokens == [decode(token) for token in PROMPT.token_ids]
 
 
-def test_tokens_are_coloured_by_depth() -> None:
-    prefix, first, second, question = parts_of(PROMPT, explained_accounting(), str)
-    assert [token.css for token in prefix.tokens] == ["d1"]
-    assert [token.css for token in first.tokens] == ["d1", "d4", "d1"]
-    assert [token.css for token in second.tokens] == ["d1", "d1"]
-    assert [token.css for token in question.tokens] == ["d4", "d4"]
-    assert first.title == "1. A & <b>"
-    assert first.note == "3 tokens, 1 computed in every layer"
+def test_the_browser_runs_only_what_the_page_holds() -> None:
+    """The policy names the very bytes of the style and the script; one changed byte, and nothing is drawn."""
+    page = page_of()
+    policy = next(
+        attributes["content"] or ""
+        for tag, attributes in Reader(page).seen
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    style = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)[0]
+    for text, directive in ((style, "style-src"), (find_script(page, "module"), "script-src")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
 
 
-def test_cached_tokens_and_absent_explanations_have_no_colour() -> None:
-    cached = explained_accounting() | {"tokens_prefix_cached": 4}
-    assert [token.css for token in parts_of(PROMPT, cached, str)[1].tokens] == [""] * 3
-    for accounting in (None, {"outcome": "declined"}):
-        assert all(not token.css for part in parts_of(PROMPT, accounting, str) for token in part.tokens)
-        assert timeline_of(accounting) is None
-    assert "No blend pass ran" in page_of(accounting={"outcome": "declined"})
-
-
-@pytest.mark.parametrize(
-    ("depth", "layers", "css"),
-    [(0, 16, ""), (1, 16, "d1"), (4, 16, "d1"), (5, 16, "d2"), (12, 16, "d3"), (13, 16, "d4"), (3, 0, "")],
-)
-def test_depth_classes_are_quarters(depth: int, layers: int, css: str) -> None:
-    assert depth_class(depth, layers) == css
-
-
-def test_the_timeline_stays_inside_its_frame() -> None:
-    timeline = timeline_of(explained_accounting())
-    assert timeline is not None
-    assert len(timeline.rows) == NUM_LAYERS
-    for row in timeline.rows:
-        assert 0 <= row.load.x <= row.load.x + row.load.width <= timeline.width
-        assert 0 <= row.compute.x <= row.compute.x + row.compute.width <= timeline.width
-        assert row.y + 12 <= timeline.height
-    assert [row.label for row in timeline.rows][:2] == ["layer 0 · 8 tokens", "layer 1 · 3 tokens"]
-    assert "4 layers in 27 ms" in timeline.summary
-    assert "For 7 ms the pass" in timeline.summary
-
-
-@pytest.mark.parametrize(("end_ms", "step_ms"), [(27, 5), (667, 100), (8, 1), (1500, 200), (0.8, 0.1)])
-def test_ticks_are_round(end_ms: float, step_ms: float) -> None:
-    assert tick_step(end_ms) == pytest.approx(step_ms)
+def test_the_drawing_is_the_consoles() -> None:
+    page = page_of()
+    assert read_text("blend.js") in find_script(page, "module")
+    assert read_text("blend.css") in page
 
 
 def test_four_thousand_tokens_stay_a_page_that_a_browser_opens() -> None:
     prompt = RagPrompt((0,), (PromptChunk("long", tuple(range(4000))),), (1,))
     layers = {layer: list(range(4002)) for layer in range(32)}
-    page = page_of(prompt, explained_accounting() | {"recomputed_positions": layers})
-    assert len(page) < 1_000_000
-    assert page.count('<span class="d4"') == 4002
+    assert len(page_of(prompt, explained_accounting() | {"recomputed_positions": layers})) < 1_000_000

