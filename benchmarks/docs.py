@@ -1,0 +1,60 @@
+"""Broken links of the documentation, and public names without a sentence.
+
+Usage: python benchmarks/docs.py [--site FOLDER] [--save]
+
+`docs_broken_links` counts links between the repository's Markdown files, and within the site that `make docs`
+built, that lead nowhere; links to other hosts are not followed. `docs_undocumented_public` counts names of
+the SDK, options of commands, settings, metrics, fields of CRDs and chart values that have no sentence. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.support.figures import Figure, report
+
+REPOSITORY = Path(__file__).parent.parent
+SITE = Path("build/site")
+SHOWN_MAX = 5
+"""Names that a figure's detail shows."""
+
+
+def listed(*arguments: str) -> list[str]:
+    """The JSON array that a script of the repository prints."""
+    command = [sys.executable, *arguments]
+    ran = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    names: list[str] = json.loads(ran.stdout)
+    return names
+
+
+def count(name: str, found: list[str]) -> Figure:
+    """A figure that must be 0, with the first of what it counts."""
+    more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
+    return Figure.at_most(name, len(found), 0, "", "; ".join(found[:SHOWN_MAX]) + more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--site", type=Path, default=SITE, help="the built site; default: %(default)s")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
+    given = parser.parse_args()
+    if (REPOSITORY / given.site / "index.html").is_file():
+        links = count("docs_broken_links", listed("scripts/links.py", "--site", str(given.site), "--json"))
+    else:
+        links = Figure(
+            "docs_broken_links", None, "", detail=f"{given.site} holds no site: run make docs first"
+        )
+    undocumented = count("docs_undocumented_public", listed("-m", "scripts.reference", "--undocumented"))
+    figures = [links, undocumented]
+    report("docs", {"site": str(given.site)}, figures, "docs" if given.save else None)
+
+
+if __name__ == "__main__":
+    main()

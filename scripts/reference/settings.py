@@ -1,0 +1,106 @@
+"""The configuration's page, from the settings classes and the docstrings of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+from scripts.reference.page import Entry, Page, Section, code
+
+from kintsugi.core.deploy import ServiceSpec
+from kintsugi.core.request import _Wire as RequestForm
+from kintsugi.core.settings import default_of
+from kintsugi.engine.config import EngineConfig
+from kintsugi.precompute.spec import JobSpec
+from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
+from kintsugi.store.protocol.callers import AccessDocument
+from kintsugi_operator.api.crd import descriptions
+from tests.unit.surface.deployment import _dataclass_in, environment_variables
+from tests.unit.surface.python_api import text_of
+
+VARIABLES = {
+    "KINTSUGI_ALLOW_UNCALIBRATED": "`1` blends without a calibration report. Answers may then be wrong.",
+    "KINTSUGI_CACHE": "Folder for downloaded models and compiled kernels. Default: `~/.cache/kintsugi`.",
+    "KINTSUGI_LOG_LEVEL": "Lowest level that gateways, engines and shards log. Default: `INFO`, which "
+    "includes one line for each request.",
+}
+"""No settings class holds these."""
+
+
+def page() -> Page:
+    return Page(
+        "reference/configuration.md",
+        "Configuration",
+        "An unknown key is refused with the nearest valid name. How the parts work together is in "
+        "[Serving](../SERVING.md).",
+        [
+            _section(
+                "Service",
+                "The file of `kintsugi serve --config`, in YAML. Only `model.path` is mandatory.",
+                ServiceSpec,
+            ),
+            _section(
+                "Engine",
+                "The plugin's part of vLLM's `--kv-transfer-config`, under `kv_connector_extra_config`; in a "
+                "service `engines.connector`.",
+                EngineConfig,
+            ),
+            _section(
+                "Request",
+                'What a request carries in `kv_transfer_params`, under `"kintsugi"`.',
+                RequestForm,
+            ),
+            _section("Precompute job", "A job of `kintsugi precompute`, as its server takes it.", JobSpec),
+            _section("Tokens file", "Who may do what: JSON, read again when it changes.", AccessDocument),
+            _section(
+                "Store URL",
+                "Options behind the `?` of a `grpc://`, `shards://` or `shardfile://` URL.",
+                StoreUrlQuery,
+            ),
+            Section(
+                "Environment",
+                "Variables that processes read when they start.",
+                [Entry(name, VARIABLES.get(name, "")) for name in environment_variables()],
+                "variable",
+            ),
+        ],
+    )
+
+
+def _section(title: str, sentence: str, cls: type[Any]) -> Section:
+    return Section(title, sentence, list(_entries(cls, "")), "key")
+
+
+def _entries(cls: type[Any], path: str) -> Iterator[Entry]:
+    """The fields of a dataclass, each that holds a dataclass followed by its fields."""
+    docs, hints = descriptions(cls), get_type_hints(cls)
+    for one in dataclasses.fields(cls):
+        inner = _dataclass_in(hints[one.name])
+        sentence = docs.get(one.name, "") or (_paragraph(inner) if inner else "")
+        facts = {"type": code(text_of(one.type)), "default": _default(one, inner)}
+        yield Entry(f"{path}{one.name}", sentence, facts)
+        if inner is not None:
+            yield from _entries(inner, f"{path}{one.name}{_below(hints[one.name], inner)}.")
+
+
+def _below(hint: Any, inner: type[Any]) -> str:
+    """`[]` behind a list, `.PATTERN` behind a mapping."""
+    if hint is inner:
+        return ""
+    text = str(hint)
+    return ".*" if "Mapping" in text else "[]" if "tuple" in text or "list" in text else ""
+
+
+def _default(one: dataclasses.Field[Any], inner: type[Any] | None) -> str:
+    default = default_of(one)
+    if default is dataclasses.MISSING:
+        return "required"
+    if inner is not None or default is None or default in ("", (), [], {}):
+        return ""
+    return code({True: "true", False: "false"}[default] if isinstance(default, bool) else default)
+
+
+def _paragraph(cls: type[Any]) -> str:
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
