@@ -169,7 +169,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         finished = subprocess.run(
             [
                 *(sys.executable, "-c", "from kintsugi.cli.main import main; main()"),
-                *("serve", "--json", "--http-port", str(port)),
+                *("serve", "--json", "--http-port", str(port), "--grpc-port", "0"),
             ],
             capture_output=True,
             text=True,
