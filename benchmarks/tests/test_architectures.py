@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -150,6 +151,8 @@ def test_known_rows_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Monkey
     again = records.rows([LLAMA, QWEN], Step.ONE_RANK)
     assert ran == [LLAMA.name, QWEN.name]
     assert again[LLAMA.name] == exact(LLAMA.name)
+    records.rows([replace(LLAMA, changes={"attention_bias": True})], Step.ONE_RANK)
+    assert ran.pop() == LLAMA.name, "its entry is another"
     monkeypatch.setattr(recording, "digest_sources", lambda: "another")
     with pytest.raises(Unfinished):
         Records(tmp_path, time.monotonic() - 1).rows([LLAMA], Step.ONE_RANK)

@@ -51,6 +51,7 @@ _LONG_FACTORS: dict[str, Any] = {
     "short_factor": [1.0] * 12,
     "long_factor": [1.0 + 0.25 * index for index in range(12)],
 }
+# Where transformers reads the scaling of queries by position, and where vLLM's class does.
 _QUERY_SCALING = _rope("default", llama_4_scaling_beta=0.1, original_max_position_embeddings=256)
 _AFMOE: dict[str, Any] = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 _HY_V3: dict[str, Any] = {
@@ -113,7 +114,12 @@ BLENDED: tuple[Architecture, ...] = (
     _one("LlamaForCausalLM/linear-rope", "llama", rope_parameters=_rope("linear", factor=2.0)),
     _one("LlamaForCausalLM/dynamic-ntk", "llama", rope_parameters=_rope("dynamic", factor=2.0)),
     _one("MistralForCausalLM", "mistral", "window"),
-    _one("Ministral3ForCausalLM", "ministral3", rope_parameters=_QUERY_SCALING),
+    _one(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        rope_parameters=_QUERY_SCALING,
+        llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": 256},
+    ),
     _one("MixtralForCausalLM", "mixtral", "moe"),
     _one("Qwen2ForCausalLM", "qwen2"),
     _one("Qwen2MoeForCausalLM", "qwen2_moe", "moe"),

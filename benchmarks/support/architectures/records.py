@@ -1,7 +1,8 @@
 """Runs rows in processes of their own, and keeps what they found, so that a run that was interrupted goes on.
 
-vLLM is imported once: a fork server holds it, and every row is a fork. A record counts for the sources and
-the versions that it was made with, and for no others; a commit that changes only documents keeps it.
+vLLM is imported once: a fork server holds it, and every row is a fork. A record counts for the sources, the
+versions and the architecture that it was made with, and for no others; a commit that changes only documents
+keeps it, and so does another architecture's change.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ UNFINISHED_EXIT = 75
 ROOT = Path(__file__).parents[3]
 SOURCES = (
     *(f"services/kintsugi/{room}" for room in ("core", "engine", "fusor", "models", "store")),
-    "benchmarks/support",
+    "benchmarks/support/architectures",
+    "benchmarks/support/engines.py",
     "tests/oracle.py",
 )
 """Files and folders of Python code that a row depends on."""
+
+ENTRIES = "benchmarks/support/architectures/catalogue.py"
+"""Not among them: of the catalogue a row depends on its own entry alone."""
 
 PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "benchmarks.support.architectures.checks"]
 
@@ -91,10 +96,15 @@ class Records:
         if not path.is_file():
             return None
         record = json.loads(path.read_text())
-        return Row.of(record["row"]) if record["made_with"] == self.made_with else None
+        is_known = record["made_with"] == self.made_with and record["architecture"] == _describe(architecture)
+        return Row.of(record["row"]) if is_known else None
 
     def _write(self, architecture: Architecture, step: Step, row: Row) -> None:
-        document = {"made_with": self.made_with, "row": row.to_mapping()}
+        document = {
+            "made_with": self.made_with,
+            "architecture": _describe(architecture),
+            "row": row.to_mapping(),
+        }
         draft = self._path(architecture, step, "draft")
         draft.write_text(json.dumps(document, indent=1) + "\n")
         draft.rename(self._path(architecture, step, "json"))
@@ -125,12 +135,17 @@ def _made_with() -> dict[str, str]:
     return {"sources": digest_sources(), **{name: version(name) for name in PACKAGES}}
 
 
+def _describe(architecture: Architecture) -> str:
+    return json.dumps(vars(architecture), default=sorted, sort_keys=True)
+
+
 def digest_sources() -> str:
     """Digest of the names and the content of all files in `SOURCES`."""
     digest = blake3.blake3()
     for source in SOURCES:
         path = ROOT / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in [one for one in files if one != ROOT / ENTRIES]:
             digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest(8)
 
