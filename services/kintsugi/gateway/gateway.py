@@ -32,7 +32,7 @@ from kintsugi.gateway.observed.chunk_events import ChunkEvents, EventPage
 from kintsugi.gateway.observed.residency import ChunkResidence, Residency
 from kintsugi.gateway.padding import padding_s
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
-from kintsugi.gateway.recent_info import RecentInfo, Spaces
+from kintsugi.gateway.recent_info import Recent, RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -150,6 +150,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = RecentInfo(lambda: self.backend.info())
+        self.recent_stats = Recent(self._ask_store, "the store did not answer")
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
         self.detokenize = detokenize
@@ -166,7 +167,6 @@ class Gateway:
         )
         self._events = ChunkEvents()
         self._saver = Saver(backend, shares=self.shares, on_saved=self._events.stored)
-
         self._copies = Copies(self.spaces, self._store, self._shared_with)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -236,8 +236,8 @@ class Gateway:
         gateway.follow_erasures()
         return gateway
 
-    async def store_stats(self) -> StoreStats:
-        """What the store holds now, shard by shard. Raises `Unavailable`."""
+    async def _ask_store(self) -> StoreStats:
+        """What the store holds, shard by shard."""
         return await self._store.run(lambda store: store.stats())
 
     def follow_erasures(self) -> None:
@@ -465,6 +465,7 @@ class Gateway:
         """Idempotent. The backend stays open: its owner closes it."""
         await self.answers.close()
         await self.recent_info.close()
+        await self.recent_stats.close()
         await self._eraser.close()
         if self._learner is not None:
             await self._learner.close()
