@@ -428,10 +428,15 @@ class Gateway:
     async def read_events(
         self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
     ) -> EventPage:
-        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`."""
+        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`, and
+        `ResourceExhausted` for a caller with too many readers that wait."""
         with self._serve_told(caller, namespace):
             self._check_count("limit", limit, self.limits.chunks_max)
-            return await self._events.read(namespace, cursor, limit, wait_s)
+            page = self._events.read(namespace, cursor, limit)
+        # A reader that waits costs nothing: it must not keep its tenant's requests out.
+        if page.is_empty and wait_s > 0:
+            page = await self._events.wait(caller.name, namespace, page.cursor, limit, wait_s)
+        return page
 
     @contextmanager
     def _serve_told(self, caller: Caller, namespace: str) -> Iterator[None]:
