@@ -22,7 +22,7 @@ from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError
 from kintsugi.core.layout import Codec, HeadRange, KVLayout
 from kintsugi.core.request import KintsugiParams
 from kintsugi.fusor.codecs import decode_frame
-from kintsugi.gateway.fronts import http, wire
+from kintsugi.gateway.fronts import bodies, wire
 from kintsugi.gateway.fronts.openai_request import CHAT_PATH, find_requested_namespace, parse_openai_call
 from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.sources.files import FileRange, Format
@@ -62,7 +62,7 @@ def openai_body(data: bytes) -> None:
     """A body of the HTTP front, for chat and for completions: a call, or `InvalidField`."""
     for path in (CHAT_PATH, "/v1/completions"):
         with contextlib.suppress(InvalidField):
-            body = http._parse_body(data)
+            body = bodies.parse_body(data)
             wanted = find_requested_namespace(body, None)
             call = parse_openai_call("id", path, body, wanted or "acme", lambda text: [])
             json.dumps(call.body, ensure_ascii=False).encode()

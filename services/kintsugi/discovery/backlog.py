@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+from kintsugi.core.namespaces.parts import base_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
 
@@ -18,6 +19,7 @@ TOKENS_MAX = 1 << 20
 SEGMENT_TOKENS_MIN = 256
 """A shorter segment takes as much room: so no more than 4,096 wait."""
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
+"""What of it a namespace and its parts may take together: who makes many parts has no more."""
 EARNED_MAX = 1 << 16
 """Tokens that saving may be ahead: an idle hour is not made up for at once."""
 
@@ -48,7 +50,7 @@ class Backlog:
         self._earned = 0.0
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
         self._tokens: Counter[str] = Counter()
-        """What waits, by namespace."""
+        """What waits, by namespace; that of parts with their base."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -59,14 +61,12 @@ class Backlog:
 
     def add(self, segment: Recurring) -> bool:
         """Whether the segment waits now: not if it did before, and not if there is no room."""
-        room, namespace = _room_of(segment), segment.space.namespace
-        is_full = (
-            self._tokens.total() + room > TOKENS_MAX or self._tokens[namespace] + room > NAMESPACE_TOKENS_MAX
-        )
+        room, base = _room_of(segment), base_of(segment.space.namespace)
+        is_full = self._tokens.total() + room > TOKENS_MAX or self._tokens[base] + room > NAMESPACE_TOKENS_MAX
         if is_full or segment.name in self._waiting:
             return False
         self._waiting[segment.name] = segment
-        self._tokens[namespace] += room
+        self._tokens[base] += room
         return True
 
     @property
@@ -77,10 +77,10 @@ class Backlog:
     def take(self) -> Recurring:
         """The segment that waited longest, which leaves."""
         _, segment = self._waiting.popitem(last=False)
-        namespace = segment.space.namespace
-        self._tokens[namespace] -= _room_of(segment)
-        if not self._tokens[namespace]:
-            del self._tokens[namespace]
+        base = base_of(segment.space.namespace)
+        self._tokens[base] -= _room_of(segment)
+        if not self._tokens[base]:
+            del self._tokens[base]
         return segment
 
     def spend(self, computed_tokens: int) -> None:

@@ -144,6 +144,8 @@ class AnswerTally:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.tokens_discovered = 0
+        """Tokens whose KV was loaded although no request declared their chunks."""
 
     def count(self, accounting: Mapping[str, Any]) -> None:
         """``accounting`` is empty if the engine reported nothing."""
@@ -153,6 +155,7 @@ class AnswerTally:
         if entry not in self._counts and len(self._counts) >= TALLY_MAX:
             entry = outcome, "other"
         self._counts[entry] += 1
+        self.tokens_discovered += int(accounting.get("tokens_discovered", 0))
 
     def to_list(self) -> list[dict[str, Any]]:
         """JSON form, the most frequent first."""

@@ -32,7 +32,7 @@ from kintsugi.gateway.observed.chunk_events import ChunkEvents, EventPage
 from kintsugi.gateway.observed.residency import ChunkResidence, Residency
 from kintsugi.gateway.padding import padding_s
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
-from kintsugi.gateway.recent_info import RecentInfo, Spaces
+from kintsugi.gateway.recent_info import Recent, RecentInfo, Spaces
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -150,6 +150,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = RecentInfo(lambda: self.backend.info())
+        self.recent_stats = Recent(self._ask_store, "the store did not answer")
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
         self.detokenize = detokenize
@@ -166,7 +167,6 @@ class Gateway:
         )
         self._events = ChunkEvents()
         self._saver = Saver(backend, shares=self.shares, on_saved=self._events.stored)
-
         self._copies = Copies(self.spaces, self._store, self._shared_with)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -236,8 +236,8 @@ class Gateway:
         gateway.follow_erasures()
         return gateway
 
-    async def store_stats(self) -> StoreStats:
-        """What the store holds now, shard by shard. Raises `Unavailable`."""
+    async def _ask_store(self) -> StoreStats:
+        """What the store holds, shard by shard."""
         return await self._store.run(lambda store: store.stats())
 
     def follow_erasures(self) -> None:
@@ -428,10 +428,15 @@ class Gateway:
     async def read_events(
         self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
     ) -> EventPage:
-        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`."""
+        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`, and
+        `ResourceExhausted` for a caller with too many readers that wait."""
         with self._serve_told(caller, namespace):
             self._check_count("limit", limit, self.limits.chunks_max)
-            return await self._events.read(namespace, cursor, limit, wait_s)
+            page = self._events.read(namespace, cursor, limit)
+        # A reader that waits costs nothing: it must not keep its tenant's requests out.
+        if page.is_empty and wait_s > 0:
+            page = await self._events.wait(caller.name, namespace, page.cursor, limit, wait_s)
+        return page
 
     @contextmanager
     def _serve_told(self, caller: Caller, namespace: str) -> Iterator[None]:
@@ -465,6 +470,7 @@ class Gateway:
         """Idempotent. The backend stays open: its owner closes it."""
         await self.answers.close()
         await self.recent_info.close()
+        await self.recent_stats.close()
         await self._eraser.close()
         if self._learner is not None:
             await self._learner.close()

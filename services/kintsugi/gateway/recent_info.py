@@ -1,4 +1,4 @@
-"""The engines' latest description of themselves, which requests, probes and model lists need often."""
+"""What many ask for, kept for a moment: the engines' description of themselves, and what the store holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
@@ -20,27 +21,30 @@ INFO_TTL_S = 5.0
 """An engine's description is renewed when it is older: a calibration that passes is seen soon after."""
 SPACES_MAX = 1024
 
+Value = TypeVar("Value")
 
-class RecentInfo:
-    """An engine's description, kept for a while. For one event loop. However many callers there are, engines
-    are asked once at a time, and by `get` once a second."""
 
-    def __init__(self, ask: Callable[[], Awaitable[EngineInfo]]) -> None:
+class Recent(Generic[Value]):
+    """An answer, kept for a while. For one event loop. However many callers there are, it is asked for once
+    at a time, and by default once in `RECENT_S`."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Value]], silence: str) -> None:
+        """``silence``: what to say if none comes within `ANSWER_S`: `no engine answered`."""
         self._ask = ask
-        self._last: EngineInfo | KintsugiError = Unavailable("no engine was asked yet")
+        self._silence = silence
+        self._last: Value | KintsugiError = Unavailable("nobody was asked yet")
         self._last_s = float("-inf")
-        self._known: EngineInfo | None = None
+        self._known: Value | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
 
     @property
-    def known(self) -> EngineInfo | None:
-        """The newest description, however old; None before the first."""
+    def known(self) -> Value | None:
+        """The newest answer, however old; None before the first."""
         return self._known
 
-    async def get(self, age_s_max: float | None = None) -> EngineInfo:
-        """A description at most ``age_s_max`` old; None: `RECENT_S`. Raises what the engine raised, for that
-        time but no longer than `RECENT_S`, and `Unavailable` if it did not answer within `ANSWER_S`."""
+    async def get(self, age_s_max: float | None = None) -> Value:
+        """An answer at most ``age_s_max`` old; None: `RECENT_S`. Raises what asking raised, for that time but
+        no longer than `RECENT_S`, and `Unavailable` if there was no answer within `ANSWER_S`."""
         if self._is_due(age_s_max):
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._renew())
@@ -48,16 +52,6 @@ class RecentInfo:
         if isinstance(self._last, KintsugiError):
             raise self._last.with_traceback(None)  # which would grow with every caller
         return self._last
-
-    async def get_stale(self, age_s_max: float) -> EngineInfo:
-        """The newest description, whatever has failed since. If it is older than ``age_s_max``, it is renewed
-        in the background: an engine that hangs must not delay requests that can be answered. Raises what
-        `get` raises if no engine has answered yet."""
-        if self._known is None:
-            return await self.get(0.0)
-        if self._is_due(age_s_max) and (self._renewing is None or self._renewing.done()):
-            self._renewing = asyncio.create_task(self._renew_beside(age_s_max))
-        return self._known
 
     def _is_due(self, age_s_max: float | None) -> bool:
         believed_s = RECENT_S if age_s_max is None else age_s_max
@@ -72,8 +66,30 @@ class RecentInfo:
         except KintsugiError as error:
             self._last = error
         except TimeoutError:
-            self._last = Unavailable(f"no engine answered within {ANSWER_S:.0f} s")
+            self._last = Unavailable(f"{self._silence} within {ANSWER_S:.0f} s")
         self._last_s = time.monotonic()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await _end(self._asking)
+
+
+class RecentInfo(Recent[EngineInfo]):
+    """An engine's description of itself."""
+
+    def __init__(self, ask: Callable[[], Awaitable[EngineInfo]]) -> None:
+        super().__init__(ask, "no engine answered")
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def get_stale(self, age_s_max: float) -> EngineInfo:
+        """The newest description, whatever has failed since. If it is older than ``age_s_max``, it is renewed
+        in the background: an engine that hangs must not delay requests that can be answered. Raises what
+        `get` raises if no engine has answered yet."""
+        if self._known is None:
+            return await self.get(0.0)
+        if self._is_due(age_s_max) and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self._renew_beside(age_s_max))
+        return self._known
 
     async def _renew_beside(self, age_s_max: float) -> None:
         try:
@@ -84,11 +100,14 @@ class RecentInfo:
             log.exception("the engines' description is out of date")
 
     async def close(self) -> None:
-        """Idempotent."""
-        tasks = [task for task in (self._renewing, self._asking) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(self._renewing)
+        await super().close()
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class Spaces:

@@ -70,3 +70,14 @@ def test_what_waits_is_bounded_and_no_namespace_takes_all_the_room(size: int) ->
     backlog.take()
     assert backlog.add(segment(1, size, "third"))
     assert backlog.add(segment(1 << 20, size, "flood")) is False
+
+
+def test_the_parts_of_a_namespace_have_no_more_room_than_it_has() -> None:
+    backlog = Backlog(share=1.0)
+    most = NAMESPACE_TOKENS_MAX // SEGMENT_TOKENS_MIN
+    parts = ("flood/-/one", "flood/-/two", "flood")
+    added = sum(backlog.add(segment(number, namespace=parts[number % 3])) for number in range(3 * most))
+    assert added == most
+    assert backlog.add(segment(1, namespace="others"))
+    backlog.take()
+    assert backlog.add(segment(1 << 20, namespace="flood/-/three"))

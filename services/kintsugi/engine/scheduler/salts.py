@@ -35,7 +35,9 @@ class Salts:
         self._store = store
         self._cursor = ""
         self._erased: dict[str, int] = {}
-        """How many times something of a namespace was erased, as far as this engine saw."""
+        """How many times something of a namespace itself was erased, as far as this engine saw."""
+        self._erased_whole: dict[str, int] = {}
+        """How many times a namespace was erased as a whole, and its parts with it."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)
 
@@ -56,10 +58,12 @@ class Salts:
         return f"{namespace}\0{times}" if times else namespace
 
     def _count_erased(self, namespace: str) -> int:
-        """How many times something of the namespace was erased, or of one that it is a part of."""
+        """How many times something was erased that blocks of the namespace may hold. No request of a part
+        loads chunks of the namespaces around it, so a single chunk of those does not count."""
         if not self._erased:
             return 0
-        return sum(self._erased.get(name, 0) for name in enclosing(namespace))
+        around = (name for name in enclosing(namespace) if name != namespace)
+        return self._erased.get(namespace, 0) + sum(self._erased_whole.get(name, 0) for name in around)
 
     def apply(self, request: Request, namespace: str, shared: str = "", replaces_own: bool = False) -> None:
         """Give a new request its namespace's salt, if that has changed. One with a salt of its own keeps
@@ -91,6 +95,8 @@ class Salts:
             page = self._store.erasures(self._cursor)
             for namespace in {erasure.namespace for erasure in page.erasures}:
                 self._erased[namespace] = self._erased.get(namespace, 0) + 1
+            for namespace in {erasure.namespace for erasure in page.erasures if erasure.key is None}:
+                self._erased_whole[namespace] = self._erased_whole.get(namespace, 0) + 1
             has_more = bool(page.erasures) and page.cursor != self._cursor
             self._cursor = page.cursor
             if not has_more:

@@ -1,9 +1,9 @@
 """Answers one question by full prefill and by a blend, one after the other, and compares the two.
 
 Side by side they would disturb each other's times, so `ComparisonTurns` lets one comparison of a gateway run
-at a time, whoever asks. Neither answer finds anything in the engine's prefix cache: a question that is asked
-again takes as long as the first time. Then the full prefill's answer is scored under both: how likely each
-of its tokens is, which shows what the blend lost even where the two texts agree.
+at a time, whoever asks, and for `TURN_S` at most. Neither answer finds anything in the engine's prefix cache:
+a question that is asked again takes as long as the first time. Then the full prefill's answer is scored under
+both: how likely each of its tokens is, which shows what the blend lost even where the two texts agree.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted
+from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions, parse_selector
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.console.view import parts_of, view_of
+from kintsugi.gateway.fronts.errors import grpc_status_of
+from kintsugi.gateway.fronts.identity import needs_credentials
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Resolved
+from kintsugi.gateway.requests import ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.gateway.tracing import TraceSpan
 from kintsugi.store.protocol.callers import Caller, Verb
@@ -39,6 +42,8 @@ SCORED_TOKENS_MAX = 16
 """Leading tokens of the answer that are scored, each by a request of one token for either way."""
 WAITING_MAX = 16
 """Comparisons that wait for their turn; further ones are refused."""
+TURN_S = 600.0
+"""A comparison that takes longer is ended: others wait for their turn."""
 
 Message = dict[str, Any]
 """One line of the stream: `event`, and what belongs to it."""
@@ -121,25 +126,39 @@ class ComparisonTurns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._waiting = 0
+        self._callers: set[str | None] = set()
+        """Those whose comparisons run or wait."""
 
     @property
     def is_taken(self) -> bool:
         return self._lock.locked()
 
     @asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
-        """Raises `ResourceExhausted` where too many wait."""
+    async def take(self, caller: str | None) -> AsyncIterator[None]:
+        """``caller``: its name, None where callers cannot be told apart. Raises `ResourceExhausted` where the
+        caller has a comparison already or too many wait."""
+        if caller is not None and caller in self._callers:
+            raise ResourceExhausted(
+                f"{caller!r} has a comparison already; wait for its end, or stop it in the tab that runs it"
+            )
         if self._waiting >= WAITING_MAX:
             raise ResourceExhausted(f"{WAITING_MAX} comparisons wait for their turn; try again in a minute")
+        self._callers.add(caller)
+        try:
+            await self._wait()
+            try:
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._callers.discard(caller)
+
+    async def _wait(self) -> None:
         self._waiting += 1
         try:
             await self._lock.acquire()
         finally:
             self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._lock.release()
 
 
 _UNREAD_S = Histogram("unread_seconds", "", registry=None)
@@ -148,7 +167,7 @@ _UNCOUNTED = FrontMetrics(
     lambda method: _UNREAD_S,
     Counter("unread_tokens", "", ["result"], registry=None),
 )
-"""For scores: nobody waits for their first token, and they would shift what the gateway counts of answers."""
+"""For scores and puts, which no client sent: they would shift what the gateway counts."""
 
 
 class ScoreAsk(PromptAsk):
@@ -193,22 +212,55 @@ class Comparer:
         self._gateway = gateway
         self._turns = ComparisonTurns()
 
-    async def run(self, authenticate: Authenticate, asked: Comparison) -> AsyncGenerator[Message, None]:
-        """The comparison's messages as they come. A failure ends it with a message of its own; what was sent
-        before stays true. Closing the generator ends the work in the engine."""
+    async def run(
+        self, authenticate: Authenticate, asked: Comparison, served: ServedRequest
+    ) -> AsyncGenerator[Message, None]:
+        """The comparison's messages as they come. Closing the generator ends the work in the engine.
+        ``served``: the request that asks for it, whose chunks become known here. Raises what the caller is
+        refused with, and `DeadlineExceeded`; what was sent before stays true."""
+        # The work does not wait for who reads of it: others wait for their turn meanwhile.
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        work = asyncio.create_task(self._work(authenticate, asked, served, messages))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _work(
+        self,
+        authenticate: Authenticate,
+        asked: Comparison,
+        served: ServedRequest,
+        messages: asyncio.Queue[Message | None],
+    ) -> None:
+        caller = served.caller if needs_credentials(self._gateway.access) else None
         try:
             if self._turns.is_taken:
-                yield {"event": "waiting"}
-            async with self._turns.take(), aclosing(self._compare(authenticate, asked)) as messages:
-                async for message in messages:
-                    yield message
-        except KintsugiError as error:
-            yield {"event": "failed", "kind": type(error).__name__, "message": str(error)}
+                messages.put_nowait({"event": "waiting"})
+            async with (
+                self._turns.take(caller),
+                asyncio.timeout(TURN_S),
+                aclosing(self._compare(authenticate, asked, served)) as found,
+            ):
+                async for message in found:
+                    messages.put_nowait(message)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the comparison took longer than {TURN_S:.0f} s; compare fewer documents, or ask for a "
+                "shorter answer"
+            ) from None
+        finally:
+            messages.put_nowait(None)
 
-    async def _compare(self, authenticate: Authenticate, asked: Comparison) -> AsyncGenerator[Message, None]:
+    async def _compare(
+        self, authenticate: Authenticate, asked: Comparison, served: ServedRequest
+    ) -> AsyncGenerator[Message, None]:
         explain = self._may_explain(authenticate(), asked.namespace)
         yield {"event": "storing", "chunks": len(asked.documents)}
-        yield await self._store(authenticate(), asked)
+        yield await self._store(authenticate(), asked, served)
         full = _Way("full", asked.call(no_blend=True, explain=False))
         blend = _Way("blend", asked.call(no_blend=False, explain=explain))
         for way in (full, blend):
@@ -225,14 +277,19 @@ class Comparer:
         """Whether the caller may know which tokens were loaded."""
         return caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, namespace)
 
-    async def _store(self, caller: Caller, asked: Comparison) -> Message:
+    async def _store(self, caller: Caller, asked: Comparison, served: ServedRequest) -> Message:
         """Stores the chunks. Where the caller may not, the blend takes what others have stored."""
         chunks = [Segment(text=document.text) for document in asked.documents]
         caller.authorize(asked.namespace, Verb.GENERATE)
         if not caller.may(Verb.PUT) or self._gateway.read_only:
             why = "this gateway is read-only" if self._gateway.read_only else "your token lacks the verb put"
             return {"event": "stored", "chunks": [], "problem": f"chunks were not stored: {why}"}
-        puts = await self._gateway.put_chunks(caller, asked.namespace, chunks)
+        put = ServedRequest("PutChunks", served.headers, _UNCOUNTED, "OK", audit=served.audit)
+        put.request_id, put.caller, put.namespace = served.request_id, caller.name, asked.namespace
+        # In the log and the audit log it is a request of its own, with the verb that it needs.
+        with put.record(grpc_status_of):
+            puts = await self._gateway.put_chunks(caller, asked.namespace, chunks)
+            put.keys = served.keys = [one.key.hex for one in puts]
         failed = next((put.reason for put in puts if put.reason), "")
         return {
             "event": "stored",
@@ -294,18 +351,15 @@ class Comparer:
         """Logprobs; None where the engine did not report one."""
         one = replace(call, sampling={"max_tokens": 1, "temperature": 0.0}, explain=False)
 
-        async def score(length: int) -> float | None:
+        # One after the other: a comparison takes one place of its tenant's, and a failure ends it.
+        found: list[float | None] = []
+        for length in range(1, len(answer) + 1):
             ask = ScoreAsk(self._gateway, caller, one, answer[:length])
             async with aclosing(self._gateway.answer(caller, ask)) as events:
                 async for _ in events:
                     pass
-            return ask.logprob
-
-        if not answer:
-            return []
-        # The first finds or makes what the others read from the prefix cache.
-        first = await score(1)
-        return [first, *await asyncio.gather(*(score(length) for length in range(2, len(answer) + 1)))]
+            found.append(ask.logprob)
+        return found
 
 
 def _mean_probability(logprobs: Sequence[float | None]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from typing import Any
@@ -12,8 +11,6 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.protocol.callers import Caller
 from kintsugi.store.protocol.interface import StoreStats
 
-RECENT_S = 1.0
-"""The store is asked at most this often, however many pages are open."""
 TENANTS_MAX = 100
 """Tenants that are listed: those with most tokens."""
 
@@ -26,9 +23,6 @@ class LiveService:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._last: StoreStats | KintsugiError | None = None
-        self._last_s = float("-inf")
-        self._asking = asyncio.Lock()
 
     async def describe(self, caller: Caller) -> dict[str, Any]:
         """JSON form. Tenants are those that the caller may use."""
@@ -39,20 +33,17 @@ class LiveService:
             "gateway": {
                 "answers_under_way": self._gateway.answers.under_way,
                 "known_chunks": len(self._gateway.known),
+                "tokens_discovered": self._gateway.answers.tally.tokens_discovered,
                 **self._counts(),
             },
             "tenants": self._tenants(caller),
         }
 
     async def _stats(self) -> StoreStats | KintsugiError:
-        async with self._asking:
-            if self._last is None or time.monotonic() - self._last_s >= RECENT_S:
-                try:
-                    self._last = await self._gateway.store_stats()
-                except KintsugiError as error:
-                    self._last = error
-                self._last_s = time.monotonic()
-            return self._last
+        try:
+            return await self._gateway.recent_stats.get()
+        except KintsugiError as error:
+            return error
 
     def _counts(self) -> dict[str, float]:
         """Sums of the gateway's own metrics."""

@@ -6,35 +6,40 @@ need one wherever the gateway has tokens, and where it has none they answer call
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
-from urllib.parse import urlsplit
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
-from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
+from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_assets
-from kintsugi.gateway.console.comparison import Comparer, Comparison
+from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
 from kintsugi.gateway.console.live import LiveService
 from kintsugi.gateway.console.samples import find_samples
-from kintsugi.gateway.fronts.errors import http_status_of
-from kintsugi.gateway.fronts.http_connection import admit_connection
-from kintsugi.gateway.fronts.limits import name_caller
+from kintsugi.gateway.fronts.bodies import parse_body, run_beside
+from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
+from kintsugi.gateway.fronts.identity import (
+    check_is_json,
+    identify,
+    is_from_here,
+    is_named_as_here,
+    needs_credentials,
+)
 from kintsugi.gateway.fronts.narrowing import narrow_by_headers
-from kintsugi.gateway.fronts.openai_server import identities_of_scope
+from kintsugi.gateway.fronts.service import describe_caller
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
+from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.callers import Caller, Verb
-from kintsugi.store.protocol.tls import is_loopback
 
 API_PATH = f"{CONSOLE_PATH}/api"
-JSON_TYPE = "application/json"
 STREAM_TYPE = "application/x-ndjson"
 BODY_BYTES_MAX = 4 << 20
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -65,7 +70,7 @@ class Console:
             Route(CONSOLE_PATH, self._page, methods=["GET"]),
             Route(f"{API_PATH}/service", self._service, methods=["GET"]),
             Route(f"{API_PATH}/live", self._describe_live, methods=["GET"]),
-            Route(f"{API_PATH}/compare", self._compare, methods=["POST"]),
+            Route(f"{API_PATH}/compare", _Compare(self._gateway, self._comparer), methods=["POST"]),
             Route(f"{CONSOLE_PATH}/{{name}}", self._file, methods=["GET"]),
         ]
 
@@ -75,20 +80,9 @@ class Console:
     async def _file(self, request: Request) -> Response:
         return _send_file(request, request.path_params["name"])
 
-    def _identify(self, request: Request) -> Caller:
-        """Raises `Unauthenticated`, and `PermissionDenied` for a stranger to a gateway without tokens."""
-        access = self._gateway.access
-        served = ServedRequest(request.url.path, request.headers, self._gateway.metrics.http, 200)
-        caller = served.authenticate(access, identities_of_scope(request.scope))
-        if not access.has_tokens and not access.has_certificates:
-            check_local(request)
-        admit_connection(request.scope)
-        name_caller(request.scope, caller)
-        return caller
-
     async def _service(self, request: Request) -> Response:
         """What the page has to know before the first question."""
-        caller = self._identify(request)
+        caller = identify_here(self._gateway.access, request)
         info = await self._gateway.recent_info.get()
         document = {
             "model": info.model,
@@ -99,65 +93,89 @@ class Console:
                 {"name": name.value, "about": about, "ratio_min": _least_ratio(name, info.ratios_min)}
                 for name, about in _SELECTORS.items()
             ],
-            "caller": {
-                "name": caller.name,
-                "namespaces": list(caller.namespaces),
-                "verbs": sorted(caller.verbs),
-                "may_see_live": self._may_see_live(caller),
-            },
-            "has_tokens": self._gateway.access.has_tokens,
-            "read_only": self._gateway.read_only,
+            "caller": describe_caller(caller),
             "samples": find_samples(info.model, info.max_model_len),
         }
         return JSONResponse(document, headers=dict(PRIVATE))
 
-    def _may_see_live(self, caller: Caller) -> bool:
-        """As with metrics: where entries name verbs, one that may operate the whole service."""
-        return not self._gateway.access.names_verbs or (caller.may(Verb.ADMIN) and caller.is_unrestricted)
-
     async def _describe_live(self, request: Request) -> Response:
-        caller = self._identify(request)
-        if self._gateway.access.names_verbs:
-            caller.require_everywhere(Verb.ADMIN)
+        caller = identify_here(self._gateway.access, request)
+        self._gateway.access.check_sees_all(caller)
         return JSONResponse(await self._live.describe(caller), headers=dict(PRIVATE))
 
-    async def _compare(self, request: Request) -> Response:
-        """Streams one JSON object a line."""
-        caller = self._identify(request)
-        # Another site's page may send a form or plain text without asking first, but not JSON.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:
-            raise InvalidField("content-type", f"must be {JSON_TYPE}")
-        asked = Comparison.from_mapping(_parse(await request.body()))
-        asked = replace(asked, namespace=narrow_by_headers(asked.namespace, request.headers))
-        caller.authorize(asked.namespace, Verb.GENERATE)
+
+class _Compare:
+    """The ASGI endpoint of comparisons."""
+
+    def __init__(self, gateway: Gateway, comparer: Comparer) -> None:
+        self._gateway = gateway
+        self._comparer = comparer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
         served = ServedRequest(
             request.url.path, request.headers, self._gateway.metrics.http, 200, audit=self._gateway.audit
         )
-        served.caller, served.namespace = caller.name, asked.namespace
-
-        async def lines() -> AsyncIterator[bytes]:
+        has_begun = False
+        try:
             with served.record(http_status_of):
-                async with aclosing(self._comparer.run(lambda: self._identify(request), asked)) as messages:
-                    async for message in messages:
-                        yield json.dumps(message).encode() + b"\n"
+                asked = await self._read(request, served)
+                has_begun = True
+                served.status = LEFT_STATUS  # unless the answer gets to its end
+                headers = {**PRIVATE, REQUEST_ID: served.request_id}
+                async with aclosing(self._lines(request, asked, served)) as lines:
+                    reply = StreamingResponse(lines, media_type=STREAM_TYPE, headers=headers)
+                    await reply(scope, receive, send)
+        except Exception as error:
+            if has_begun:
+                raise
+            await Problem.of(error, served.request_id).response()(scope, receive, send)
 
-        headers = {**PRIVATE, REQUEST_ID: served.request_id}
-        return StreamingResponse(lines(), media_type=STREAM_TYPE, headers=headers)
+    async def _read(self, request: Request, served: ServedRequest) -> Comparison:
+        """What is asked. Raises what the caller is refused with."""
+        caller = identify_here(self._gateway.access, request)
+        served.caller = caller.name
+        check_is_json(request)
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise InvalidField("body", "was cut off; send it whole") from None
+        asked = await run_beside(len(raw), lambda: _parse(raw))
+        served.namespace = narrow_by_headers(asked.namespace, request.headers)
+        caller.authorize(served.namespace, Verb.GENERATE)
+        return replace(asked, namespace=served.namespace)
+
+    async def _lines(
+        self, request: Request, asked: Comparison, served: ServedRequest
+    ) -> AsyncGenerator[bytes, None]:
+        """One JSON object each. A failure is the last."""
+        access = self._gateway.access
+        messages = self._comparer.run(lambda: identify_here(access, request), asked, served)
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    # Some hold every position of a long prompt.
+                    is_long = message["event"] == "view"
+                    yield await asyncio.to_thread(_encode, message) if is_long else _encode(message)
+        except KintsugiError as error:
+            served.failure = error
+            yield _encode({"event": "failed", "kind": type(error).__name__, "message": str(error)})
+        served.status = 200
 
 
-def check_local(request: Request) -> None:
-    """Raises `PermissionDenied` unless the caller is on this machine and asked for it by a name of this
-    machine: another name would be a foreign page's, made to resolve to loopback."""
-    try:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        host = ""
-    client = request.client.host if request.client is not None else ""
-    if not (is_loopback(f"{client}:0") and (host == "localhost" or is_loopback(f"{host}:0"))):
+def identify_here(access: Access, request: Request) -> Caller:
+    """Who asks; without tokens, callers on this machine alone. Raises `Unauthenticated` and
+    `PermissionDenied`."""
+    if not needs_credentials(access) and not (is_from_here(request) and is_named_as_here(request)):
         raise PermissionDenied(
             "the console answers only on the gateway's own machine while the gateway has no tokens; open it "
             "at http://127.0.0.1, or start the gateway with --tokens-file"
         )
+    return identify(access, request)
+
+
+def _encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _least_ratio(name: SelectorName, ratios_min: Mapping[str, float] | None) -> float | None:
@@ -165,16 +183,10 @@ def _least_ratio(name: SelectorName, ratios_min: Mapping[str, float] | None) -> 
     return 0.0 if ratios_min is None else ratios_min.get(name.value)
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> Comparison:
     if len(raw) > BODY_BYTES_MAX:
         raise InvalidField("body", f"is larger than {BODY_BYTES_MAX >> 20} MiB; remove some documents")
-    try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidField("body", f"is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidField("body", "must be a JSON object")
-    return values
+    return Comparison.from_mapping(parse_body(raw))
 
 
 def _send_file(request: Request, name: str) -> Response:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -24,27 +22,23 @@ from starlette.types import Receive, Scope, Send
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.console.routes import Console
+from kintsugi.gateway.fronts.bodies import parse_body, run_beside
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
-from kintsugi.gateway.fronts.http_connection import admit_connection
-from kintsugi.gateway.fronts.limits import Places, RequestLimits, name_caller
+from kintsugi.gateway.fronts.identity import check_no_page, identify
+from kintsugi.gateway.fronts.limits import Places, RequestLimits
 from kintsugi.gateway.fronts.model_routes import model_routes
 from kintsugi.gateway.fronts.narrowing import narrow_by_request
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
-from kintsugi.gateway.fronts.openai_server import identities_of_scope
 from kintsugi.gateway.fronts.router_routes import AskedOf, router_routes
 from kintsugi.gateway.fronts.service import SERVICE_PATH, describe_service
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
+from kintsugi.store.protocol.callers import Caller, Verb
 
-SEARCH_INLINE_BYTES = 1 << 16
-"""Larger bodies are parsed and searched for known chunks on a thread: it takes milliseconds."""
 NAMESPACE_HEADER = "x-kintsugi-namespace"
 DEFAULT_NAMESPACE = "default"
 """The namespace of callers that may use every one and name none, as unmodified clients do."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class HttpFront:
@@ -57,7 +51,7 @@ class HttpFront:
             routes=[
                 Route(CHAT_PATH, completions, methods=["POST"]),
                 Route(COMPLETIONS_PATH, completions, methods=["POST"]),
-                *model_routes(gateway, lambda request: _identify(gateway.access, request)),
+                *model_routes(gateway, lambda request: identify(gateway.access, request)),
                 *router_routes(gateway, completions.receive),
                 Route(SERVICE_PATH, self._service, methods=["GET"]),
                 Route("/healthz", self._health, methods=["GET"]),
@@ -86,22 +80,15 @@ class HttpFront:
 
     async def _metrics(self, request: Request) -> Response:
         access = self._gateway.access
+        check_no_page(access, request)
         if access.names_verbs:
-            _identify(access, request).require_everywhere(Verb.ADMIN)
+            access.check_sees_all(identify(access, request))
         return Response(generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _service(self, request: Request) -> Response:
         """What runs, and what becomes of answers."""
-        caller = _identify(self._gateway.access, request)
+        caller = identify(self._gateway.access, request)
         return JSONResponse(await describe_service(self._gateway, caller))
-
-
-def _identify(access: Access, request: Request) -> Caller:
-    """Raises `Unauthenticated`."""
-    token = parse_bearer(request.headers.get("authorization"))
-    caller = access.caller(token, identities_of_scope(request.scope))
-    admit_connection(request.scope)
-    return caller
 
 
 class _Completions:
@@ -130,9 +117,8 @@ class _Completions:
     async def _answer(self, request: Request, served: ServedRequest, reply: _Reply) -> None:
         """Raises what the caller is refused with. A caller that leaves ends the work."""
         # First: a stranger's body is not even read.
-        caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
-        admit_connection(request.scope)
-        name_caller(request.scope, caller)
+        caller = identify(self._gateway.access, request)
+        served.caller = caller.name
         with self._places.hold(caller):
             try:
                 raw = await request.body()
@@ -145,18 +131,18 @@ class _Completions:
     async def receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
         """Authenticates a request that is not for an engine, and parses its body; the request has a place
         while the block runs. Raises what it is refused with."""
-        caller = served.authenticate(self._gateway.access, identities_of_scope(request.scope))
-        admit_connection(request.scope)
-        name_caller(request.scope, caller)
+        caller = identify(self._gateway.access, request)
+        served.caller = caller.name
         with self._places.hold(caller):
             try:
-                body = _parse_body(await request.body()) if request.method == "POST" else {}
+                raw = await request.body() if request.method == "POST" else b"{}"
             except ClientDisconnect:
                 raise InvalidField("body", "was cut off; send it whole") from None
+            body = await run_beside(len(raw), lambda: parse_body(raw))
             wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
             base = choose_namespace(caller, wanted)
             served.namespace = narrow_by_request(base, served.headers, body)
-            yield AskedOf(caller, served.namespace, body)
+            yield AskedOf(caller, served.namespace, body, len(raw))
 
     async def _answer_body(
         self, caller: Caller, request: Request, served: ServedRequest, reply: _Reply, raw: bytes
@@ -180,7 +166,7 @@ class _Completions:
         """Parses a body and finds chunks in it. Raises `InvalidField` and `PermissionDenied`."""
 
         def parse() -> OpenAICall:
-            body = _parse_body(raw)
+            body = parse_body(raw)
             wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
             base = choose_namespace(caller, wanted)
             namespace = served.namespace = narrow_by_request(base, served.headers, body)
@@ -198,7 +184,7 @@ class _Completions:
                 caller.require(Verb.LIST)
             return call
 
-        return parse() if len(raw) <= SEARCH_INLINE_BYTES else await asyncio.to_thread(parse)
+        return await run_beside(len(raw), parse)
 
 
 class _Reply:
@@ -255,23 +241,6 @@ def choose_namespace(caller: Caller, wanted: str | None) -> str:
     raise InvalidField(
         "namespace", f"your token is bound to several; name one in the header {NAMESPACE_HEADER}"
     )
-
-
-def _parse_body(raw: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises `InvalidField`."""
-    try:
-        text = raw.decode()
-        body = json.loads(text)
-        if _SURROGATE.search(text):
-            # Half of a pair is no character: neither a tokenizer nor an answer can hold it.
-            json.dumps(body, ensure_ascii=False).encode()
-    except RecursionError:
-        raise InvalidField("body", "is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidField("body", f"is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidField("body", f"must be a JSON object, not {type(body).__name__}")
-    return body
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

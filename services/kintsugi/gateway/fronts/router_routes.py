@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.routing import Route
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineInfo
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.fronts.bodies import run_beside
 from kintsugi.gateway.fronts.errors import Problem, http_status_of
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
@@ -35,6 +36,7 @@ class AskedOf:
     caller: Caller
     namespace: str
     body: Mapping[str, Any]
+    body_bytes: int
 
 
 Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf]]
@@ -44,12 +46,21 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
     """``receive`` authenticates and parses a request, which has a place while its block runs; a GET has an
     empty body."""
 
-    def serve(path: str, answer: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]], verb: str) -> Route:
+    def serve(
+        path: str,
+        answer: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]],
+        verb: str,
+        *,
+        keeps_place: bool = True,
+    ) -> Route:
         async def handle(request: Request) -> Response:
             served = ServedRequest(path, request.headers, gateway.metrics.http, 200, audit=gateway.audit)
             try:
                 with served.record(http_status_of):
-                    async with receive(request, served) as asked:
+                    async with AsyncExitStack() as place:
+                        asked = await place.enter_async_context(receive(request, served))
+                        if not keeps_place:
+                            await place.aclose()
                         return JSONResponse(await answer(asked, request))
             except Exception as error:  # noqa: BLE001  # `record` has logged it
                 return Problem.of(error, served.request_id).response()
@@ -57,7 +68,7 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
         return Route(path, handle, methods=[verb])
 
     async def find_residency(asked: AskedOf, request: Request) -> dict[str, Any]:
-        chunks, keys = _chunks_of(gateway, asked)
+        chunks, keys = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
         found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys)
         info = await gateway.recent_info.get()
         return describe_residency(asked.namespace, info, found)
@@ -75,7 +86,11 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
             "lost": page.lost,
         }
 
-    return [serve(RESIDENCY_PATH, find_residency, "POST"), serve(EVENTS_PATH, list_events, "GET")]
+    return [
+        serve(RESIDENCY_PATH, find_residency, "POST"),
+        # Readers that wait have a bound of their own.
+        serve(EVENTS_PATH, list_events, "GET", keeps_place=False),
+    ]
 
 
 def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:

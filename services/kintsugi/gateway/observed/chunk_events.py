@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 
@@ -22,6 +23,8 @@ EVENTS_MAX = 8192
 """Events that are kept, of all namespaces together."""
 WAIT_S_MAX = 5.0
 """A gateway that stops waits for its requests; these must not keep it long."""
+WAITING_MAX = 16
+"""Readers of one caller that wait at a time; one for each namespace that a router follows is enough."""
 
 
 class ChunkEventType(StrEnum):
@@ -60,16 +63,25 @@ class EventPage:
     lost: bool
     """Whether events before these are not kept any more: what was learned from earlier ones may be wrong."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it tells nothing."""
+        return not (self.events or self.lost)
+
 
 class ChunkEvents:
     """For one event loop."""
 
     def __init__(self, events_max: int = EVENTS_MAX) -> None:
-        self._log: deque[ChunkEvent] = deque(maxlen=events_max)
+        self._events_max = events_max
+        self._log: dict[int, ChunkEvent] = {}
+        """The newest, by their numbers: those up to `_number`, without a gap."""
         self._epoch = secrets.token_hex(4)
         """Another one after a restart, whose numbers begin anew."""
         self._number = 0
         self._added = asyncio.Event()
+        self._waiting: Counter[str] = Counter()
+        """Readers that wait, by their callers' names."""
 
     def stored(self, namespace: str, key: ChunkKey, num_tokens: int) -> None:
         self._add(ChunkEventType.STORED, namespace, key, num_tokens)
@@ -81,36 +93,46 @@ class ChunkEvents:
 
     def _add(self, kind: ChunkEventType, namespace: str, key: ChunkKey | None, num_tokens: int) -> None:
         self._number += 1
-        self._log.append(ChunkEvent(self._number, kind, namespace, key, num_tokens, time.time()))
+        self._log[self._number] = ChunkEvent(self._number, kind, namespace, key, num_tokens, time.time())
+        self._log.pop(self._number - self._events_max, None)
         self._added.set()
         self._added = asyncio.Event()
 
-    async def read(self, namespace: str, cursor: str, limit: int, wait_s: float = 0.0) -> EventPage:
+    def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
         """At most ``limit`` events of a namespace after ``cursor``, which an earlier page gave; empty: none,
-        only the cursor behind the latest. Where there is none, waits for one, for ``wait_s`` and `WAIT_S_MAX`
-        at most. Raises `InvalidField`."""
-        deadline_s = time.monotonic() + min(wait_s, WAIT_S_MAX)
-        page = self._page(namespace, cursor, limit)
-        while not page.events and not page.lost and (left_s := deadline_s - time.monotonic()) > 0:
-            added = self._added
-            try:
-                await asyncio.wait_for(added.wait(), left_s)
-            except TimeoutError:
-                break
-            page = self._page(namespace, page.cursor, limit)
-        return page
-
-    def _page(self, namespace: str, cursor: str, limit: int) -> EventPage:
+        only the cursor behind the latest. Raises `InvalidField`."""
         if not cursor:
             return EventPage((), self._cursor(self._number), False)
         epoch, number = _parse_cursor(cursor)
         if epoch != self._epoch or number > self._number:
             return EventPage((), self._cursor(self._number), True)
-        first = self._log[0].number if self._log else self._number + 1
-        newer = (event for event in self._log if event.number > number)
-        found = [event for event in newer if event.concerns(namespace)][:limit]
+        first = self._number - len(self._log) + 1
+        newer = (self._log[one] for one in range(max(first, number + 1), self._number + 1))
+        found = list(islice((event for event in newer if event.concerns(namespace)), limit))
         end = found[-1].number if len(found) == limit else self._number
         return EventPage(found, self._cursor(end), number + 1 < first)
+
+    async def wait(self, caller: str, namespace: str, cursor: str, limit: int, wait_s: float) -> EventPage:
+        """As `read`, once there is an event, after ``wait_s`` and `WAIT_S_MAX` at most. ``caller``: its name.
+        Raises `InvalidField`, and `ResourceExhausted` where `WAITING_MAX` readers of the caller wait."""
+        if self._waiting[caller] >= WAITING_MAX:
+            raise ResourceExhausted(
+                f"{WAITING_MAX} readers of {caller!r} wait for events; read with wait_s=0, or end some",
+                WAIT_S_MAX,
+            )
+        self._waiting[caller] += 1
+        try:
+            async with asyncio.timeout(min(wait_s, WAIT_S_MAX)):
+                while (page := self.read(namespace, cursor, limit)).is_empty:
+                    cursor = page.cursor
+                    await self._added.wait()
+        except TimeoutError:
+            page = self.read(namespace, cursor, limit)
+        finally:
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+        return page
 
     def _cursor(self, number: int) -> str:
         return f"{self._epoch}-{number}"

@@ -29,7 +29,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, Unauthenticated
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
-from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller
+from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller, Verb
 from kintsugi.store.protocol.private_files import check_private, stamp_of
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,16 @@ class Access:
     def rules(self) -> NamespaceRules:
         """Rules for namespaces that come with the tokens."""
         return NO_RULES
+
+    def sees_all(self, caller: Caller) -> bool:
+        """Whether a caller may know what concerns every namespace, as metrics do: where entries name verbs,
+        one that may operate the whole service."""
+        return not self.names_verbs or (caller.may(Verb.ADMIN) and caller.is_unrestricted)
+
+    def check_sees_all(self, caller: Caller) -> None:
+        """Raises `PermissionDenied` for a caller who does not see all."""
+        if not self.sees_all(caller):
+            caller.require_everywhere(Verb.ADMIN)
 
 
 class TokenFile(Access):

@@ -78,7 +78,7 @@ class Leases:
                 "or have its limit pinned_gib raised"
             )
         leases_max = PINS_MAX if limits is not None and limits.pinned_gib is not None else (PINS_MAX + 1) // 2
-        if self._leases_by_namespace[namespace] >= leases_max:
+        if sum_account(self._leases_by_namespace, namespace, rules) >= leases_max:
             raise ResourceExhausted(f"namespace {namespace!r} has {leases_max} leases; unpin some")
 
     def bytes_max(self, namespace: str, rules: NamespaceRules) -> float:

@@ -330,7 +330,9 @@ def test_a_body_that_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None
         async with listening(ScriptedBackend()) as address:
             host, port = address.split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            writer.write(
+                f"POST {CHAT_PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode()
+            )
             assert b"408" in await reader.readline()
             writer.close()
 
@@ -369,7 +371,9 @@ def test_a_caller_that_leaves_before_the_body_came_is_no_defect(caplog: pytest.L
         async with listening(ScriptedBackend()) as address, httpx.AsyncClient() as caller:
             host, port = address.split(":")
             _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"POST {CHAT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            writer.write(
+                f"POST {CHAT_PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode()
+            )
             await writer.drain()
             writer.close()
             left = f'kintsugi_http_requests_total{{path="{CHAT_PATH}",status="499"}} 1.0'

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
+from threading import current_thread
 from typing import Any
 
 import httpx
 import pytest
 
+from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.gateway import Gateway, GatewayLimits
+from kintsugi.gateway.observed import chunk_events
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
@@ -188,6 +192,49 @@ def test_events_tell_what_was_put_and_deleted() -> None:
             assert (again["events"], again["lost"]) == ([], False)
             for query in ({"limit": "0"}, {"limit": "x"}, {"wait_s": "-1"}, {"cursor": "?"}):
                 assert (await caller.get(EVENTS_PATH, params=query)).status_code == 400
+        await gateway.close()
+
+    run(body)
+
+
+def test_readers_that_wait_keep_no_request_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_events, "WAITING_MAX", 2)
+
+    async def body() -> None:
+        limits = NamespaceRules(limits={"docs": NamespaceLimits(concurrent=1)})
+        places = GatewayLimits(http_concurrent_max=1)
+        gateway = open_gateway(access=Tokens(), rules=limits, limits=places)
+        keys = await put(gateway)
+        async with client(gateway) as caller:
+            cursor = (await caller.get(EVENTS_PATH)).json()["cursor"]
+            asked = {"cursor": cursor, "wait_s": "5"}
+            waiting = [asyncio.create_task(caller.get(EVENTS_PATH, params=asked)) for _ in range(2)]
+            while gateway._events._waiting["one"] < 2:
+                await asyncio.sleep(0)
+            answer = await caller.post(RESIDENCY_PATH, json={"keys": keys})
+            assert answer.status_code == 200
+            third = await caller.get(EVENTS_PATH, params=asked)
+            assert third.status_code == 429
+            assert "read with wait_s=0" in error_of(third)["message"]
+            assert (await caller.get(EVENTS_PATH, params={"cursor": cursor})).status_code == 200
+            await gateway.put_chunks(ANYONE, "docs", [Segment(text=OTHER)])
+            pages = [(await one).json() for one in waiting]
+        assert [len(page["events"]) for page in pages] == [1, 1]
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_large_question_is_parsed_and_searched_beside_the_others() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        threads: list[str] = []
+        find = gateway.find_known_texts
+        gateway.find_known_texts = lambda *asked: (threads.append(current_thread().name), find(*asked))[1]  # type: ignore[method-assign]
+        async with client(gateway) as caller:
+            for text in ("short", "long" * 30_000):
+                assert (await caller.post(RESIDENCY_PATH, json={"prompt": text})).status_code == 200
+        assert [name == current_thread().name for name in threads] == [True, False]
         await gateway.close()
 
     run(body)

@@ -14,6 +14,7 @@ from kintsugi import __version__
 from kintsugi.cli.service.facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.gateway import recent_info
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service
 from kintsugi.gateway.fronts.http import HttpFront
@@ -100,10 +101,34 @@ def test_engines_and_stores_that_fail_are_told_and_not_waited_for(monkeypatch: p
         assert failing["engines"] == {"error": "no engine"}
         assert failing["store"] == {"error": "the directory does not answer"}
         gateway._store._store = hanging = HangingStore()
-        monkeypatch.setattr(service, "STORE_ANSWER_S", 0.01)
+        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+        monkeypatch.setattr(recent_info, "ANSWER_S", 0.01)
         told = await service.describe_service(gateway, caller)
         hanging.let_go.set()
         assert "did not answer within" in told["store"]["error"]
+        await gateway.close()
+
+    run(body)
+
+
+class CountingStore(RamStore):
+    asked = 0
+
+    def stats(self) -> Any:
+        self.asked += 1
+        return super().stats()
+
+
+def test_the_store_is_asked_once_for_all_who_want_to_know() -> None:
+    async def body() -> None:
+        gateway = gateway_over(ScriptedBackend())
+        gateway._store._store = store = CountingStore()
+        transport = httpx.ASGITransport(HttpFront(gateway).app, client=("127.0.0.1", 4000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as caller:
+            paths = [SERVICE_PATH, "/console/api/live"] * 5
+            told = await asyncio.gather(*map(caller.get, paths))
+        assert {one.status_code for one in told} == {200}
+        assert store.asked == 1
         await gateway.close()
 
     run(body)

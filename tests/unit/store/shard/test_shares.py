@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
+from kintsugi.store.shard import pins
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -141,6 +143,23 @@ def test_one_namespaces_pins_leave_room_for_anothers(ram_shard: Shard) -> None:
     """One tenant's 155 pins used up everybody's."""
     assert 0 < pin_all(ram_shard, "flood", 155) < 155
     assert pin_all(ram_shard, "other", 3) == 3
+
+
+def test_leases_of_parts_count_with_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "PINS_MAX", 8)
+    leases = pins.Leases(1 << 40, lambda: 0.0)
+    entry = SimpleNamespace(manifest=SimpleNamespace(chunk_bytes=1), pins=0)
+
+    def pin(namespace: str) -> str:
+        return leases.grant(namespace, [entry], 60.0, NO_RULES)  # type: ignore[list-item]
+
+    first, *_ = [pin(f"docs/-/{number}") for number in range(4)]
+    for namespace in ("docs", "docs/-/another", "docs/-/0/.session"):
+        with pytest.raises(ResourceExhausted, match="has 4 leases; unpin some"):
+            pin(namespace)
+    assert pin("other")
+    leases.end(first)
+    assert pin("docs/-/another")
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(0.0, 0), (2.5 * CHUNK / GIB, 2)])

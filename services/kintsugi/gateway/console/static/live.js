@@ -106,7 +106,7 @@ export class Live {
     if (value.textContent !== text) value.textContent = text;
   }
 
-  show({ at_unix_s: now, store, gateway, tenants, discovered }) {
+  show({ at_unix_s: now, store, gateway, tenants }) {
     this.status.textContent = `As of ${new Date(1000 * now).toLocaleTimeString("en-GB")}, renewed every ${PERIOD_MS / 1000} seconds while you look.`;
     const number = (value) => Math.round(value).toLocaleString("en");
     const looked = gateway.tokens_hit + gateway.tokens_missed;
@@ -115,7 +115,7 @@ export class Live {
     this.figure("chunk tokens loaded", looked ? `${(100 * gateway.tokens_hit / looked).toFixed(0)} %` : "none yet");
     this.figure("chunks waiting to be stored", number(gateway.fill_queue_chunks));
     this.figure("known texts", number(gateway.known_chunks));
-    if (discovered) this.figure("discovered chunks", number(discovered.chunks));
+    if (gateway.tokens_discovered) this.figure("tokens of discovered chunks", number(gateway.tokens_discovered));
     if (store.problem) {
       this.figure("store", "no answer");
       this.problem.textContent = `The store does not answer: ${store.problem}. Answers go on as full prefills.`;
