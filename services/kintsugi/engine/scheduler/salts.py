@@ -33,7 +33,7 @@ class Salts:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._cursor = ""
+        self._cursor: str | None = None
         self._erased: dict[str, int] = {}
         """How many times something of a namespace was erased, as far as this engine saw."""
         self._stop = threading.Event()
@@ -44,8 +44,9 @@ class Salts:
         return self
 
     @property
-    def cursor(self) -> str:
-        """A cursor into the store's erasures: all before it are in the salts; empty: none was read yet."""
+    def cursor(self) -> str | None:
+        """A cursor into the store's erasures: all before it are in the salts. None: the store has not
+        answered yet, and what was erased since this engine started is not known."""
         return self._cursor
 
     def of(self, namespace: str, shared: str = "") -> str:
@@ -88,7 +89,7 @@ class Salts:
         """Read what was erased since the last time; the first time, only from where on to read. Raises
         `KintsugiError`."""
         while True:
-            page = self._store.erasures(self._cursor)
+            page = self._store.erasures(self._cursor or "")
             for namespace in {erasure.namespace for erasure in page.erasures}:
                 self._erased[namespace] = self._erased.get(namespace, 0) + 1
             has_more = bool(page.erasures) and page.cursor != self._cursor
