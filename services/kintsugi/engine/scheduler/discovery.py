@@ -136,8 +136,9 @@ class Discovery:
         # A prompt may hold a segment many times.
         distinct = {span.key: span for span in fitting if span.key is not None}
         counts = self._sightings.count(salt, [key.digest for key in distinct])
+        ttl_s = min(self.config.ttl_s, params.ttl_s or self.config.ttl_s)
         recurring = [
-            Recurring(space, prompt[span.start : span.end], params.shared, salt)
+            Recurring(space, prompt[span.start : span.end], params.shared, salt, ttl_s)
             for span, count in zip(distinct.values(), counts, strict=True)
             if count >= self.config.sights
         ]

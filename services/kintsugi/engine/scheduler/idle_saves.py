@@ -141,7 +141,7 @@ class IdleSaves:
             len(lead),
             len(lead) + len(segment.token_ids),
             tier="",
-            ttl_s=self._discovery.config.ttl_s,
+            ttl_s=segment.ttl_s,
             other_lead=other_lead(Op.SAVE, copy, self._prior_text, self._config),
             erasures_seen=erasures_seen,
         )

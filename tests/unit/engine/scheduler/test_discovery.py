@@ -336,6 +336,22 @@ def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: 
     assert begin(saves)[0]
 
 
+@pytest.mark.parametrize("asked_s, kept_s", [(None, 86_400.0), (60.0, 60.0), (1e8, 86_400.0)])
+def test_what_a_request_discovers_is_kept_no_longer_than_it_allows(
+    salts: Salts, asked_s: float | None, kept_s: float
+) -> None:
+    discovery, space = discovery_of(salts), space_of()
+    saves, _ = saves_of(discovery)
+    params = KintsugiParams("acme", discover=True, ttl_s=asked_s)
+    for end in range(2):
+        prompt = TokenIds.of([0, *passage(1), end])
+        match = discovery.match(RamStore(), space, prompt, None, True)
+        discovery.sight("one", params, space, prompt, match, None)
+        discovery.request_ended("one")
+    (job,), _ = begin(saves)
+    assert job.ttl_s == kept_s
+
+
 def test_every_copy_is_saved(salts: Salts) -> None:
     discovery = discovery_of(salts)
     saves, pool = saves_of(discovery)
