@@ -1,4 +1,4 @@
-"""How long chunks are kept, from the SDK and an OpenAI request to a shard over real gRPC, and over its restart."""
+"""How long chunks are kept, from the SDK to a shard over real gRPC, and over its restart."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kintsugi import Client
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import TTL_S_MAX, KintsugiParams
+from kintsugi.core.request import TTL_S_MAX
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
-from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.sdk.prefetching import Prefetcher
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -117,10 +115,10 @@ def test_retrievers_put_with_a_lifetime(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, math.nan, 2 * TTL_S_MAX, math.inf])
-def test_an_impossible_lifetime_is_refused_with_what_to_do(tmp_path: Path, ttl_s: float) -> None:
+def test_an_impossible_lifetime_is_refused_with_what_to_do(ttl_s: float) -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
-        with pytest.raises(InvalidField, match="ttl_s: .*leave it out"):
+        with pytest.raises(InvalidField, match=r"ttl_s: .*leave it out"):
             client.put_chunks(PASSAGES, ttl_s=ttl_s)
-        with pytest.raises(InvalidField, match="ttl_s: .*leave it out"):
+        with pytest.raises(InvalidField, match=r"ttl_s: .*leave it out"):
             client.generate(PASSAGES, QUESTION, ttl_s=ttl_s)
         assert gateway.backend.seen.saves == []

@@ -336,7 +336,7 @@ def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: 
     assert begin(saves)[0]
 
 
-@pytest.mark.parametrize("asked_s, kept_s", [(None, 86_400.0), (60.0, 60.0), (1e8, 86_400.0)])
+@pytest.mark.parametrize(("asked_s", "kept_s"), [(None, 86_400.0), (60.0, 60.0), (1e8, 86_400.0)])
 def test_what_a_request_discovers_is_kept_no_longer_than_it_allows(
     salts: Salts, asked_s: float | None, kept_s: float
 ) -> None:
