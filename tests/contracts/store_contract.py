@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -136,6 +137,20 @@ class StoreContract:
             store.put(manifest, frames, ttl_s=-1.0)
         assert store.put(manifest, frames, ttl_s=3600.0)
         assert store.lookup("acme", [manifest.key]) == [manifest]
+
+    def test_chunks_that_are_there_are_retained(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(8))
+        absent, _ = make_chunk(range(9))
+        store.put(manifest, frames, ttl_s=3600.0)
+        keys = [absent.key, manifest.key]
+        for ttl_s in (7200.0, 1.0, 0.0):
+            assert store.retain("acme", keys, ttl_s) == [False, True]
+        assert store.retain("rival", keys) == [False, False]
+        assert store.retain("acme", []) == []
+        assert store.lookup("acme", keys) == [None, manifest]
+        for wrong in (-1.0, math.nan):
+            with pytest.raises(InvalidField, match="ttl_s"):
+                store.retain("acme", keys, wrong)
 
     def test_a_namespace_is_erased_with_its_parts(self, store: ChunkStore) -> None:
         kept = {}

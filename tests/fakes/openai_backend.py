@@ -47,6 +47,7 @@ class ScriptedBackend(EngineBackend):
         chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[SaveOutcome]:
         raise NotImplementedError
 

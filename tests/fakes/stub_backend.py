@@ -195,26 +195,29 @@ class StubBackend(EngineBackend):
         chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[SaveOutcome]:
         self._check_up()
         if len(self.seen.saves) < REMEMBERED_MAX:
-            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier))
+            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier, ttl_s))
         outcomes = []
         for token_ids in chunks:
             await asyncio.sleep(self.delays.save_s)
             if not token_ids:
                 outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
                 continue
-            outcomes.append(await self._put(namespace, token_ids, tier))
+            outcomes.append(await self._put(namespace, token_ids, tier, ttl_s))
         return outcomes
 
-    async def _put(self, namespace: str, token_ids: Sequence[int], tier: str) -> SaveOutcome:
+    async def _put(
+        self, namespace: str, token_ids: Sequence[int], tier: str, ttl_s: float | None
+    ) -> SaveOutcome:
         copies = self.space(namespace).copies(self._info.plain_copies) if self._store is not None else ()
         for copy in copies:
             assert self._store is not None
             manifest, frames = _zeros(copy, token_ids)
             try:
-                self._store.put(manifest, frames, tier=tier)
+                self._store.put(manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
             except InvalidField as error:
                 return SaveOutcome(SaveState.FAILED, str(error))
         return SaveOutcome(SaveState.SAVED)

@@ -34,6 +34,7 @@ class EngineBackend(ABC):
         chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
@@ -41,7 +42,8 @@ class EngineBackend(ABC):
         copy's that failed.
 
         ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
-        engine's configuration of the store says. A tier that the store lacks fails the chunk.
+        engine's configuration of the store says. A tier that the store lacks fails the chunk. ``ttl_s``: how
+        long the store keeps them at most, in seconds; None: as its configuration says.
         """
 
     @abstractmethod

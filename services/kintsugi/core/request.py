@@ -22,6 +22,8 @@ PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
 TIER_CHARS_MAX = 64
+TTL_S_MAX = 10 * 365 * 86_400.0
+"""Ten years."""
 FOUND_CHARS_MIN = 32
 """A text that is shorter is no chunk wherever a prompt happens to hold it, only where it was marked: "the"
 stands in every second sentence, and each would be cut out and tokenised alone. The engine's own bound, where
@@ -38,6 +40,22 @@ def check_priority(priority: int, may_overtake: bool) -> int:
             "runs the gateway may allow it with gateway.overtaking",
         )
     return priority
+
+
+def check_ttl(ttl_s: float | None) -> float | None:
+    """The lifetime itself; None: none. Raises `InvalidField`."""
+    if ttl_s is not None and not 0.0 < ttl_s <= TTL_S_MAX:
+        raise InvalidField(
+            "ttl_s",
+            f"{ttl_s} is not above 0 and at most {TTL_S_MAX:.0f} seconds (ten years); leave it out to keep "
+            "chunks until the store needs their room",
+        )
+    return ttl_s
+
+
+def longest_ttl(one: float | None, other: float | None) -> float | None:
+    """The longer of two lifetimes; None: none, which is longest."""
+    return None if one is None or other is None else max(one, other)
 
 
 class Op(StrEnum):
@@ -144,6 +162,10 @@ class _Wire:
     tier: str = ""
     """Where a save keeps its chunk: `auto`, `ram` or the name of an SSD tier. Empty: as the store's client
     is configured."""
+    ttl_s: StrictFloat | None = None
+    """How long what is stored on behalf of the request is kept at most, in seconds: the chunk of a save,
+    chunks that the request misses and a gateway fills, and segments that it discovers. Null: no bound, and
+    for discovered segments that of the engine."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none. Only a gateway sets it."""
     chunk_tokens_multiple: StrictInt = 1
@@ -181,6 +203,9 @@ class KintsugiParams:
     tier: str = ""
     """Where a save keeps its chunk: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: as the
     store's client is configured."""
+    ttl_s: float | None = None
+    """How long what is stored on behalf of the request is kept at most, in seconds; None: no bound of its
+    own."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none; empty: none. A gateway sets it,
     never a caller: it decides whose chunks are read."""
@@ -200,6 +225,7 @@ class KintsugiParams:
             raise InvalidField("chunk_tokens_multiple", f"{self.chunk_tokens_multiple} must be at least 1")
         if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
             raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
+        check_ttl(self.ttl_s)
         if self.op.prefills_chunk and (self.spans is None or len(self.spans) != 1):
             raise InvalidSpan("spans", f"op={self.op} needs exactly one span: the chunk to prefill")
         _ = self.options  # checks its fields
@@ -224,6 +250,7 @@ class KintsugiParams:
             explain=wire.explain,
             timeline=wire.timeline,
             tier=wire.tier,
+            ttl_s=wire.ttl_s,
             shared=wire.shared,
             chunk_tokens_multiple=wire.chunk_tokens_multiple,
             discover=wire.discover,
@@ -240,6 +267,8 @@ class KintsugiParams:
             wire[name] = value.value if isinstance(value, StrEnum) else value
         names = ("explain", "timeline", "tier", "shared", "discover", "no_store")
         wire |= {name: getattr(self, name) for name in names if getattr(self, name)}
+        if self.ttl_s is not None:
+            wire["ttl_s"] = self.ttl_s
         if self.chunk_tokens_multiple != 1:
             wire["chunk_tokens_multiple"] = self.chunk_tokens_multiple
         return {PARAMS_KEY: wire}

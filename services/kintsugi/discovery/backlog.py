@@ -34,6 +34,8 @@ class Recurring:
     """The namespace whose chunks the request could use, too; empty: none."""
     salt: str
     """That of the request's namespace when it was seen; another one now means that something was erased."""
+    ttl_s: float
+    """How long it is to be kept."""
 
     @property
     def name(self) -> ChunkKey:

@@ -441,6 +441,7 @@ class AsyncEngine(EngineBackend):
         chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[SaveOutcome]:
         self.check_health()
         check_namespace(namespace)
@@ -452,7 +453,7 @@ class AsyncEngine(EngineBackend):
             outcome = SaveOutcome(SaveState.FAILED)
             for number, copy in enumerate(copies):
                 try:
-                    prompt = save_prompt(copy.lead_token_ids, chunk, namespace, tier=kept_in)
+                    prompt = save_prompt(copy.lead_token_ids, chunk, namespace, tier=kept_in, ttl_s=ttl_s)
                 except InvalidField as error:
                     return SaveOutcome(SaveState.FAILED, str(error))
                 assert prompt.params is not None

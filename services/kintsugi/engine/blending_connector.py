@@ -41,7 +41,13 @@ from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.selftest import check_names
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
-from kintsugi.engine.worker.support import find_local_chunk, find_unsupported, find_wrapper, has_windows
+from kintsugi.engine.worker.support import (
+    find_chunk_reach,
+    find_local_chunk,
+    find_unsupported,
+    find_wrapper,
+    has_windows,
+)
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner
@@ -89,7 +95,6 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             salts = Salts(store).start()
             discovery = Discovery(config.discovery, salts, partial(load_token_classes, vllm_config))
             prior_text = prior_text_of(config, vllm_config)
-            local_chunk = find_local_chunk(kv_cache_config)
             self._side = SchedulerSide(
                 config=config,
                 store=store,
@@ -112,12 +117,12 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     discovery,
                     config,
                     _block_sizes(kv_cache_config),
-                    min(filter(None, (vllm_config.model_config.max_model_len, local_chunk))),
+                    find_chunk_reach(vllm_config, kv_cache_config),
                     prior_text,
                 ),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),
-                local_chunk=local_chunk,
+                local_chunk=find_local_chunk(kv_cache_config),
                 caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:

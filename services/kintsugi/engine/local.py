@@ -393,6 +393,7 @@ def save_prompt(
     key: ChunkKey | None = None,
     priority: int = 0,
     tier: str = "",
+    ttl_s: float | None = None,
 ) -> Prompt:
     """The request that stores one copy of a chunk, which is prefilled behind ``lead_token_ids``: the prefix,
     or prefix and context. With a ``key``, an engine of another chunk space declines it.
@@ -403,6 +404,6 @@ def save_prompt(
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(lead_token_ids), len(lead_token_ids) + len(chunk)
-    params = KintsugiParams(namespace=namespace, op=Op.SAVE, spans=(Span(start, end, key),), tier=tier)
+    params = KintsugiParams(namespace, Op.SAVE, (Span(start, end, key),), tier=tier, ttl_s=ttl_s)
     token_ids = TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:])))
     return Prompt(token_ids, params, max_tokens=1, priority=priority)

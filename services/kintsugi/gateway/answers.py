@@ -60,6 +60,8 @@ class Ask(ABC, Generic[Event]):
         self.namespace = namespace
         self.request_id = request_id
         self.trace = trace
+        self.ttl_s: float | None = None
+        """How long chunks are kept at most that are stored because the request missed them."""
         self.wants_times = False
         """Whether the caller wants to know when each layer was computed."""
         self.accounting: Mapping[str, Any] | None = None
@@ -285,7 +287,7 @@ class AnswerPipeline:
 
     async def _suspect_missed(self, ask: Ask[Any], filler: Filler) -> None:
         try:
-            filler.suspect(ask.namespace, await ask.find_missed())
+            filler.suspect(ask.namespace, await ask.find_missed(), ask.ttl_s)
         except KintsugiError as error:
             log.info("misses of request %s are not filled: %s", ask.request_id, error)
 

@@ -43,12 +43,23 @@ class Copies:
         absent = await self._find_missing(shared, [(key, tokens) for key, (_, tokens) in theirs.items()])
         return [theirs[key] for key, _ in absent]
 
-    async def _find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
+    async def retain(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
+        """Keep all copies that there are of chunks for ``ttl_s`` more seconds at least; None: as if they were
+        put now. Those in the namespace that this one shares are left alone. Raises `Unavailable`."""
+        keys = await self._keys_of(namespace, chunks)
+        if keys:
+            await self._store.run(lambda store: store.retain(namespace, keys, ttl_s or 0.0))
+
+    async def _keys_of(self, namespace: str, chunks: Sequence[ToSave]) -> list[ChunkKey]:
+        """Keys of the copies that saving makes, copy by copy."""
         info, space = await self._spaces.info(), await self._spaces.find(namespace)
         copies = space.copies(info.plain_copies)
-        keys = [
+        return [
             key if copy is space else ChunkKey.of(copy, tokens) for copy in copies for key, tokens in chunks
         ]
+
+    async def _find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
+        keys = await self._keys_of(namespace, chunks)
         # Not `lookup`: a shard that does not answer would make all it holds look missing.
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.request import longest_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.copies import Copies
@@ -68,12 +69,21 @@ class MissDecision(StrEnum):
 class _Sighted:
     sights: int = 0
     failures: int = 0
+    ttl_s: float | None = 0.0
+    """The longest lifetime that a request which missed it allows; None: no bound."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
     tokens: TokenIds
     since_s: float
+    ttl_s: float | None
+
+
+@dataclass(frozen=True)
+class _Unchecked:
+    tokens: TokenIds
+    ttl_s: float | None
 
 
 class FillQueue:
@@ -89,12 +99,16 @@ class FillQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def record_miss(self, address: Address, tokens: TokenIds, now_s: float) -> MissDecision:
-        """Counts a miss and queues the chunk if it is due."""
+    def record_miss(
+        self, address: Address, tokens: TokenIds, now_s: float, ttl_s: float | None = None
+    ) -> MissDecision:
+        """Counts a miss and queues the chunk if it is due. It is kept for the longest ``ttl_s`` of the
+        requests that missed it until then."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
         sighted = self._remember(address)
         sighted.sights += 1
+        sighted.ttl_s = longest_ttl(sighted.ttl_s, ttl_s)
         if sighted.failures >= self.config.failures_max:
             return MissDecision.GIVEN_UP
         if sighted.sights < self.config.sights:
@@ -102,7 +116,7 @@ class FillQueue:
         full = len(self._waiting) >= self.config.queue_max
         if full or self._waiting_tokens + len(tokens) > self.config.queue_tokens_max:
             return MissDecision.FULL
-        self._waiting[address] = _Waiting(tokens, now_s)
+        self._waiting[address] = _Waiting(tokens, now_s, sighted.ttl_s)
         self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
 
@@ -113,12 +127,19 @@ class FillQueue:
         oldest = next(iter(self._waiting.values()))
         return 0.0 if idle else max(0.0, oldest.since_s + self.config.patience_s - now_s)
 
+    @property
+    def next_ttl_s(self) -> float | None:
+        """The lifetime of the next batch's chunks; None: no bound."""
+        return next((one.ttl_s for one in self._waiting.values()), None)
+
     def take(self) -> list[tuple[Address, TokenIds]]:
-        """The next batch, all of one namespace. Each chunk ends with `complete_chunk` or `drop_chunk`."""
+        """The next batch, all of one namespace and lifetime. Each chunk ends with `complete_chunk` or
+        `drop_chunk`."""
         if not self._waiting:
             return []
-        namespace = next(iter(self._waiting))[0]
-        chosen = [address for address in self._waiting if address[0] == namespace][: self.config.batch]
+        namespace, ttl_s = next(iter(self._waiting))[0], self.next_ttl_s
+        alike = [a for a, one in self._waiting.items() if a[0] == namespace and one.ttl_s == ttl_s]
+        chosen = alike[: self.config.batch]
         self._running.update(chosen)
         return [(address, self._dequeue(address)) for address in chosen]
 
@@ -181,7 +202,7 @@ class Filler:
         self._saver = saver
         self._idle = idle
         self._observe = observe
-        self._unchecked: OrderedDict[Address, TokenIds] = OrderedDict()
+        self._unchecked: OrderedDict[Address, _Unchecked] = OrderedDict()
         """Chunks of requests that missed some of them; the store is asked which."""
         self._unchecked_tokens = 0
         self._wake = asyncio.Event()
@@ -190,16 +211,18 @@ class Filler:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="kintsugi-fill")
 
-    def suspect(self, namespace: str, chunks: Sequence[ToSave]) -> None:
-        """Looks up chunks of which a request lacked some, and fills the missing ones when they are due."""
+    def suspect(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None = None) -> None:
+        """Looks up chunks of which a request lacked some, and fills the missing ones when they are due, to be
+        kept for ``ttl_s`` at most."""
         for key, tokens in chunks:
             room = self.queue.config.queue_tokens_max - self._unchecked_tokens
-            if (namespace, key) in self._unchecked:
+            if (known := self._unchecked.get((namespace, key))) is not None:
+                self._unchecked[namespace, key] = _Unchecked(tokens, longest_ttl(known.ttl_s, ttl_s))
                 continue
             if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
                 self._observe(MissDecision.FULL)
                 continue
-            self._unchecked[namespace, key] = tokens
+            self._unchecked[namespace, key] = _Unchecked(tokens, ttl_s)
             self._unchecked_tokens += len(tokens)
         self._wake.set()
 
@@ -210,7 +233,8 @@ class Filler:
 
     def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            self._unchecked_tokens -= len(self._unchecked.pop((namespace, key), TokenIds()))
+            if (unchecked := self._unchecked.pop((namespace, key), None)) is not None:
+                self._unchecked_tokens -= len(unchecked.tokens)
             self.queue.forget((namespace, key))
 
     def forget_namespace(self, namespace: str) -> None:
@@ -238,28 +262,30 @@ class Filler:
 
     async def _check(self) -> None:
         unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, OrderedDict(), 0
-        by_namespace: dict[str, list[ToSave]] = {}
-        for (namespace, key), tokens in unchecked.items():
-            by_namespace.setdefault(namespace, []).append((key, tokens))
-        for namespace, chunks in by_namespace.items():
-            await self._check_namespace(namespace, chunks)
+        by_namespace: dict[str, dict[ChunkKey, _Unchecked]] = {}
+        for (namespace, key), one in unchecked.items():
+            by_namespace.setdefault(namespace, {})[key] = one
+        for namespace, missed in by_namespace.items():
+            await self._check_namespace(namespace, missed)
 
-    async def _check_namespace(self, namespace: str, chunks: Sequence[ToSave]) -> None:
+    async def _check_namespace(self, namespace: str, missed: Mapping[ChunkKey, _Unchecked]) -> None:
+        chunks = [(key, one.tokens) for key, one in missed.items()]
         try:
             missing = await self._copies.find_missing(namespace, chunks)
         except KintsugiError as error:
             log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
             return
         for key, tokens in missing:
-            self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic()))
+            ttl_s = missed[key].ttl_s
+            self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic(), ttl_s))
 
     async def _fill(self) -> None:
-        batch = self.queue.take()
+        ttl_s, batch = self.queue.next_ttl_s, self.queue.take()
         namespace = batch[0][0][0]
         saved = [False] * len(batch)
         try:
             chunks = [(key, tokens) for (_, key), tokens in batch]
-            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY)
+            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, ttl_s)
             saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)

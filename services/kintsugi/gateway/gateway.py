@@ -22,6 +22,7 @@ from kintsugi.core.exchange import EngineDelta, EngineInfo, SaveOutcome, SaveSta
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.answers import AnswerPipeline, Ask, Event
 from kintsugi.gateway.copies import Copies
@@ -301,8 +302,13 @@ class Gateway:
         *,
         tier: str = "auto",
         wait: bool = True,
+        ttl_s: float | None = None,
     ) -> list[Put]:
-        """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed."""
+        """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed.
+
+        Those that are there are kept for ``ttl_s`` from now at least, the others for no longer; None: until
+        the store needs their room."""
+        check_ttl(ttl_s)
         with self._serve(caller, namespace, Verb.PUT):
             self._check_writable("chunks cannot be put")
             self._check_count("chunks", len(chunks), self.limits.chunks_max)
@@ -321,11 +327,14 @@ class Gateway:
                     raise InvalidField(
                         f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                     )
-            missing = await self._copies.find_missing(namespace, [(one.key, one.token_ids) for one in pieces])
+            wanted = [(one.key, one.token_ids) for one in pieces]
+            missing = await self._copies.find_missing(namespace, wanted)
+            absent = {key for key, _ in missing}
+            await self._copies.retain(namespace, [one for one in wanted if one[0] not in absent], ttl_s)
             num_tokens = sum(len(tokens) for _, tokens in missing)
             self.shares.charge(namespace, num_tokens)
             try:
-                futures = self._saver.submit(namespace, missing, tier=tier or "auto")
+                futures = self._saver.submit(namespace, missing, tier=tier or "auto", ttl_s=ttl_s)
             except ResourceExhausted:  # then none is saved
                 self.shares.settle(namespace, num_tokens)
                 raise

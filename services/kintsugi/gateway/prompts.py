@@ -39,6 +39,8 @@ class GenerateCall:
     options: BlendOptions = field(default_factory=BlendOptions)
     explain: bool = False
     no_blend: bool = False
+    ttl_s: float | None = None
+    """`KintsugiParams.ttl_s`."""
     measurement: str = ""
     """`EngineRequest.measurement`."""
     priority: int = 0
@@ -126,6 +128,7 @@ class Prompts:
             op=Op.OFF if call.no_blend else Op.BLEND,
             spans=prompt.chunks,
             explain=call.explain,
+            ttl_s=call.ttl_s,
             shared=self._resolver.privacy_of(call.namespace).shared,
             **call.options.chosen,
         )
@@ -171,6 +174,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
         self.wants_times = call.explain
         self.may_overtake = call.priority < 0
+        self.ttl_s = call.ttl_s
         self._prompts = prompts
         self._caller = caller
         self._call = call

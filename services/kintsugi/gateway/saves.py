@@ -30,7 +30,8 @@ BATCH_TOKENS = 16_384
 
 ToSave = tuple[ChunkKey, TokenIds]
 """A chunk's key and its tokens."""
-_Address = tuple[str, ChunkKey]
+_Address = tuple[str, ChunkKey, float | None]
+"""Namespace, key and lifetime: who wants a chunk for longer does not share the save of who does not."""
 
 
 class Saver:
@@ -59,10 +60,16 @@ class Saver:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(
-        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, tier: str = "auto"
+        self,
+        namespace: str,
+        chunks: Sequence[ToSave],
+        priority: int = 0,
+        tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[asyncio.Future[SaveOutcome]]:
-        """Starts saving chunks, also for a caller that leaves. Raises `ResourceExhausted`, saving none."""
-        fresh = {key: tokens for key, tokens in chunks if not self._is_under_way((namespace, key))}
+        """Starts saving chunks, also for a caller that leaves. ``ttl_s``: as in `EngineBackend.save`. Raises
+        `ResourceExhausted`, saving none."""
+        fresh = {key: tokens for key, tokens in chunks if not self._is_under_way((namespace, key, ttl_s))}
         if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
                 f"{len(self._futures)} chunks wait to be prefilled and at most {WAITING_CHUNKS_MAX} may; "
@@ -77,18 +84,20 @@ class Saver:
         self._waiting_tokens += size
         loop = asyncio.get_running_loop()
         for key in fresh:
-            self._futures[namespace, key] = loop.create_future()
-            self._submitted_s[namespace, key] = time.time()
+            self._futures[namespace, key, ttl_s] = loop.create_future()
+            self._submitted_s[namespace, key, ttl_s] = time.time()
         for batch in _batches(list(fresh.items())):
-            futures = [self._futures[namespace, key] for key, _ in batch]
-            task = asyncio.create_task(self._run(namespace, batch, futures, priority, tier))
+            futures = [self._futures[namespace, key, ttl_s] for key, _ in batch]
+            task = asyncio.create_task(self._run(namespace, batch, futures, priority, tier, ttl_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return [self._futures[namespace, key] for key, _ in chunks]
+        return [self._futures[namespace, key, ttl_s] for key, _ in chunks]
 
-    async def save(self, namespace: str, chunks: Sequence[ToSave], priority: int = 0) -> list[SaveOutcome]:
+    async def save(
+        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, ttl_s: float | None = None
+    ) -> list[SaveOutcome]:
         """Saves chunks and waits for the outcomes. Raises `ResourceExhausted`."""
-        futures = self.submit(namespace, chunks, priority)
+        futures = self.submit(namespace, chunks, priority, ttl_s=ttl_s)
         # Shielded: other callers may wait for the same chunk.
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
@@ -124,15 +133,17 @@ class Saver:
         futures: Sequence[asyncio.Future[SaveOutcome]],
         priority: int,
         tier: str,
+        ttl_s: float | None,
     ) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
             async with self._wait_for_turn(namespace, batch):
                 waiting = [one for one, future in zip(batch, futures, strict=True) if not future.done()]
-                self._running.update((namespace, key) for key, _ in waiting)
+                self._running.update((namespace, key, ttl_s) for key, _ in waiting)
                 ids = [tokens for _, tokens in waiting]
                 if ids:
-                    saved = await self._backend.save(uuid.uuid4().hex, namespace, ids, priority, tier)
+                    request_id = uuid.uuid4().hex
+                    saved = await self._backend.save(request_id, namespace, ids, priority, tier, ttl_s)
                     if len(saved) != len(waiting):
                         raise Unavailable(f"the engine answered {len(saved)} of {len(waiting)} chunks")
                     by_key = {key: outcome for (key, _), outcome in zip(waiting, saved, strict=True)}
@@ -145,9 +156,10 @@ class Saver:
         finally:
             for (key, tokens), future, outcome in zip(batch, futures, outcomes, strict=True):
                 self._waiting_tokens -= len(tokens)
-                if self._futures.get((namespace, key)) is future:  # else it was dropped, and submitted again
-                    self._running.discard((namespace, key))
-                    del self._futures[namespace, key], self._submitted_s[namespace, key]
+                address = (namespace, key, ttl_s)
+                if self._futures.get(address) is future:  # else it was dropped, and submitted again
+                    self._running.discard(address)
+                    del self._futures[address], self._submitted_s[address]
                 if not future.done():
                     if outcome.state is SaveState.SAVED:
                         self._on_saved(namespace, key, len(tokens))

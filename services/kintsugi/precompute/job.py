@@ -298,6 +298,9 @@ class Job:
         if self._dry:
             self._check_cancelled()
             return
+        present = [chunk.key for chunk, tier in zip(chunks, tiers, strict=True) if tier is not None]
+        if present:  # an engine may have discovered some, and they would expire
+            self._wait_for_store(lambda: self._store.retain(self.spec.namespace, present))
         if progress.bytes_total > self._bytes_max and missing:
             raise ResourceExhausted(
                 f"the corpus needs more than the {self._bytes_max} bytes that it may use; enlarge the store, "

@@ -84,6 +84,9 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for any
     other. Default: whichever is served."""
+    ttl_s: float
+    """How long chunks are kept at most that the gateway stores because this request missed them, in seconds.
+    Default: until the store needs their room."""
     timeout_s: float
     """For the whole call with all its attempts, in seconds."""
 
@@ -125,15 +128,22 @@ class _Calls:
         *,
         tier: str = "auto",
         wait: bool = True,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
         """Have chunks prefilled and stored; with `wait`, return once they are committed. A chunk that fails
-        says so in its `state`."""
+        says so in its `state`.
+
+        `ttl_s` is how long they are kept at most, in seconds; by default until the store needs their room. A
+        chunk that is there already is kept for so long from now at least: a put never shortens a lifetime.
+        Raises `InvalidField` for a lifetime that is not above 0, or longer than ten years."""
         if isinstance(chunks, str):
             raise InvalidField("chunks", "is one string; give a list of chunks")
         results: list[PutChunk] = []
         for batch in messages.batches(chunks):
-            request = pb.PutChunksRequest(namespace=self._namespace, chunks=batch, tier=tier, wait=wait)
+            request = pb.PutChunksRequest(
+                namespace=self._namespace, chunks=batch, tier=tier, wait=wait, ttl_s=ttl_s
+            )
             response = await self._unary("PutChunks", request, pb.PutChunksResponse, timeout_s)
             results += map(messages.put_of_wire, response.results)
         return results
@@ -304,10 +314,13 @@ class Client:
         *,
         tier: str = "auto",
         wait: bool = True,
+        ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
         """As `AsyncClient.put_chunks`."""
-        return run_to_completion(self._calls.put_chunks(chunks, tier=tier, wait=wait, timeout_s=timeout_s))
+        return run_to_completion(
+            self._calls.put_chunks(chunks, tier=tier, wait=wait, ttl_s=ttl_s, timeout_s=timeout_s)
+        )
 
     def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
         """As `AsyncClient.prefetch`."""

@@ -68,13 +68,15 @@ class KintsugiRetriever(BaseRetriever):  # type: ignore[misc]
     """A `kintsugi.Client`, whose namespace the prompts are sent to."""
     put: bool = False
     """Also store chunks that are not stored yet, in the background."""
+    ttl_s: float | None = None
+    """With `put`: how long they are kept at most, in seconds; None: until the store needs their room."""
     _prefetcher: Prefetcher = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
         if not isinstance(self.client, Client):
             raise InvalidField("client", f"is a {type(self.client).__name__}; give a kintsugi.Client")
-        self._prefetcher = Prefetcher(self.client, self.put)
+        self._prefetcher = Prefetcher(self.client, self.put, self.ttl_s)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun

@@ -70,10 +70,11 @@ class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
 
     _prefetcher: Prefetcher = PrivateAttr()
 
-    def __init__(self, client: Client, put: bool = False, **kwargs: Any) -> None:
-        """``put``: also store chunks that are not stored yet, in the background."""
+    def __init__(self, client: Client, put: bool = False, ttl_s: float | None = None, **kwargs: Any) -> None:
+        """``put``: also store chunks that are not stored yet, in the background, for ``ttl_s`` seconds at
+        most; None: until the store needs their room."""
         super().__init__(**kwargs)
-        self._prefetcher = Prefetcher(client, put)
+        self._prefetcher = Prefetcher(client, put, ttl_s)
 
     @classmethod
     def class_name(cls) -> str:
@@ -89,11 +90,13 @@ class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
 class KintsugiPrefetchRetriever(BaseRetriever):  # type: ignore[misc]
     """Wraps a retriever: what it finds is prefetched, before postprocessors run."""
 
-    def __init__(self, retriever: BaseRetriever, client: Client, put: bool = False) -> None:
-        """``put``: as in `KintsugiPrefetch`."""
+    def __init__(
+        self, retriever: BaseRetriever, client: Client, put: bool = False, ttl_s: float | None = None
+    ) -> None:
+        """``put``, ``ttl_s``: as in `KintsugiPrefetch`."""
         super().__init__(callback_manager=retriever.callback_manager)
         self._retriever = retriever
-        self._prefetcher = Prefetcher(client, put)
+        self._prefetcher = Prefetcher(client, put, ttl_s)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes: list[NodeWithScore] = self._retriever.retrieve(query_bundle)

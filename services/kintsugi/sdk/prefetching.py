@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.request import check_ttl
 from kintsugi.sdk.client import Client
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,10 @@ WAITING_MAX = 64
 class Prefetcher:
     """Thread-safe. The client stays its owner's."""
 
-    def __init__(self, client: Client, put: bool = False) -> None:
-        """``put``: also store the chunks that are not stored yet, in the background."""
+    def __init__(self, client: Client, put: bool = False, ttl_s: float | None = None) -> None:
+        """``put``: also store the chunks that are not stored yet, in the background, for ``ttl_s`` seconds at
+        most. Raises `InvalidField` for a lifetime that no gateway accepts."""
+        self._ttl_s = check_ttl(ttl_s)
         self._client = client
         self._put = put
         self._places = threading.BoundedSemaphore(WAITING_MAX)
@@ -46,7 +49,7 @@ class Prefetcher:
         try:
             self._client.prefetch(texts)
             if self._put:
-                self._client.put_chunks(texts, wait=False)
+                self._client.put_chunks(texts, wait=False, ttl_s=self._ttl_s)
         except KintsugiError as error:
             log.warning("%d retrieved chunks are not prefetched: %s", len(texts), error)
         finally:

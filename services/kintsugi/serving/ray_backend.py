@@ -36,9 +36,10 @@ class RayBackend(EngineBackend):
         chunks: Sequence[TokenIds],
         priority: int = 0,
         tier: str = "auto",
+        ttl_s: float | None = None,
     ) -> list[SaveOutcome]:
         outcomes: list[SaveOutcome] = await self._await_answer(
-            self._handle.save, request_id, namespace, list(chunks), priority, tier
+            self._handle.save, request_id, namespace, list(chunks), priority, tier, ttl_s
         )
         return outcomes
 

@@ -17,6 +17,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import ChunkStore
 from tests.fakes.stub_backend import StubBackend, StubDelays
 
 Result = TypeVar("Result")
@@ -35,8 +36,8 @@ class Setup:
     """As if no engine answered yet."""
     gateway: dict[str, Any] = field(default_factory=dict)
     """More arguments of `Gateway`."""
-    store: RamStore | None = None
-    """None: an empty one."""
+    store: ChunkStore | None = None
+    """None: an empty `RamStore`."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Running:
     server: GatewayServer
     gateway: Gateway
     backend: StubBackend
-    store: RamStore
+    store: ChunkStore
 
     @property
     def address(self) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
+import grpc
 import pytest
 
 from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.layout import FORMATS, PLAIN_FORMAT, PRIOR_LAYER, ChunkManifest
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.breaker import FAILURES_MAX
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -25,13 +28,16 @@ from tests.contracts.store_contract import SPACE, make_chunk, make_encrypted_chu
 
 
 class EarlierService(ChunkStoreService):
-    """A shard of the version before, as far as formats go: it announces none and refuses what is newer."""
+    """A shard of the version before: it announces no formats, refuses what is newer, and retains nothing."""
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
         manifest, options = super()._put_header(message)
         if manifest.format != PLAIN_FORMAT:
             raise VersionMismatch(f"manifest.format_version: {manifest.format} is not {PLAIN_FORMAT}")
         return manifest, options
+
+    async def retain(self, request: pb.RetainRequest, context: Any) -> None:  # type: ignore[override]
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
     async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         response = await super().stats(request, context)
@@ -132,3 +138,16 @@ def test_a_shard_is_asked_once_and_again_after_a_while() -> None:
     now_s[0] = FORMATS_AGE_S_MAX
     assert [formats.holds(3), formats.holds(3)] == [True, True]
     assert asked == [0.0, FORMATS_AGE_S_MAX]
+
+
+def test_an_earlier_shard_says_what_is_there_and_keeps_it_as_it_was(
+    stack: ExitStack, earlier: ShardServer
+) -> None:
+    store = client(stack, earlier)
+    manifest, frames = make_chunk(range(8))
+    store.put(manifest, frames, ttl_s=60.0)
+    for _ in range(FAILURES_MAX + 1):
+        assert store.retain("acme", [manifest.key, ChunkKey(bytes(32))]) == [True, False]
+    (entry,) = earlier.shard.lookup("acme", [manifest.key])
+    assert entry is not None
+    assert entry.expires_at_s < math.inf

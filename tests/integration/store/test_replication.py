@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -301,6 +302,26 @@ def test_a_copy_expires_when_the_chunk_does(fleet: Fleet) -> None:
     assert copy is not None
     assert 900.0 < copy.expires_at_s - time.time() <= 1000.0
     assert copy.recompute_ms == 7.0
+
+
+def test_every_replica_is_retained_and_one_that_missed_it_gets_a_copy(fleet: Fleet) -> None:
+    first, second = fleet.start(), fleet.start()
+    fleet.replicas = 2
+    store = fleet.show(first, second)
+    (manifest, frames), (missed, missed_frames) = (make_chunk(range(start, start + 40)) for start in (0, 100))
+    store.put(manifest, frames, ttl_s=1000.0)
+    assert store.retain("acme", [manifest.key]) == [True]
+    for server in (first, second):
+        entry = server.shard.table.get(("acme", manifest.key))
+        assert entry is not None
+        assert entry.expires_at_s == math.inf
+    with GrpcStoreOf(first) as alone:  # in the other, its time was over before
+        alone.put(missed, missed_frames, ttl_s=1000.0)
+        assert alone.retain("acme", [missed.key], 9000.0) == [True]
+    fleet.settle()
+    copy = second.shard.table.get(("acme", missed.key))
+    assert copy is not None
+    assert 8900.0 < copy.expires_at_s - time.time() <= 9000.0
 
 
 def test_a_peek_counts_no_use(fleet: Fleet) -> None:

@@ -105,6 +105,7 @@ def build_messages() -> dict[str, list[bytes]]:
             namespace=NAMESPACE, keys=[KEY.digest], layer_stop=1, head_stop=1, deadline_ms=1000
         ),
         "Prefetch": pb.PrefetchRequest(namespace=NAMESPACE, keys=[KEY.digest]),
+        "Retain": pb.RetainRequest(namespace=NAMESPACE, keys=[KEY.digest]),
         "Pin": pb.PinRequest(namespace=NAMESPACE, keys=[KEY.digest], lease_s=1),
         "Unpin": pb.UnpinRequest(lease_id="00"),
         "Delete": pb.DeleteRequest(namespace=NAMESPACE, keys=[KEY.digest]),
@@ -170,6 +171,7 @@ OPENED: dict[str, set[Verb]] = {
     "StreamLayers": {Verb.GENERATE},
     "LeaseLayers": {Verb.GENERATE},
     "Prefetch": {Verb.GENERATE},
+    "Retain": {Verb.PUT},
     "Pin": {Verb.PUT},
     "Unpin": {Verb.PUT},
     "Delete": {Verb.DELETE},

@@ -89,6 +89,9 @@ def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> Non
     with pytest.raises(Unavailable, match="does not answer"):
         single.tiers("acme", keys)
     assert twice.tiers("acme", keys) == ["ram"] * len(keys)
+    with pytest.raises(Unavailable, match="does not answer"):
+        single.retain("acme", keys)
+    assert twice.retain("acme", keys) == [True] * len(keys)
     nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
     with pytest.raises(Unavailable, match="shard map is empty"):
         nowhere.tiers("acme", keys)

@@ -16,12 +16,14 @@ from kintsugi.core.request import (
     OPTION_NAMES,
     PARAMS_KEY,
     SPANS_MAX,
+    TTL_S_MAX,
     BlendOptions,
     KintsugiParams,
     Op,
     SelectorName,
     _Wire,
     check_spans,
+    longest_ttl,
     parse_spans,
 )
 from kintsugi.core.spaces import ChunkKey, Span
@@ -76,6 +78,11 @@ def test_everything_is_read() -> None:
         ({"timeline": 1}, "kintsugi.timeline", "boolean"),
         ({"tier": "ram"}, "tier", "op=save alone"),
         ({"op": "save", "spans": [[0, 4]], "tier": "x" * 65}, "tier", "at most 64"),
+        ({"ttl_s": 0}, "ttl_s", "above 0 and at most 315360000 seconds"),
+        ({"ttl_s": -1.0}, "ttl_s", "leave it out"),
+        ({"ttl_s": 1e9}, "ttl_s", "ten years"),
+        ({"ttl_s": float("nan")}, "ttl_s", "above 0"),
+        ({"ttl_s": "60"}, "ttl_s", "number"),
         ({"namespace": ""}, "namespace", "mandatory"),
         ({"namespace": None}, "kintsugi.namespace", "string"),
         ({"namespace": "a b"}, "namespace", "letters, digits"),
@@ -172,6 +179,7 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         explain=draw(st.booleans()),
         timeline=draw(st.booleans()),
         tier=draw(st.sampled_from(["", "auto", "ram", "nvme"])) if op is Op.SAVE else "",
+        ttl_s=draw(st.none() | st.floats(0.001, TTL_S_MAX)),
     )
 
 
@@ -202,3 +210,8 @@ def test_a_selection_takes_what_a_request_chooses() -> None:
     assert apply_options(ours, BlendOptions(ratio=0.0)) == replace(ours, ratio=0.0)
     chosen = BlendOptions(0.4, SelectorName.RANDOM, 0.5)
     assert apply_options(ours, chosen) == Selection(0.4, SelectorName.RANDOM, 3, adaptive_mass=0.5)
+
+
+def test_no_lifetime_is_the_longest() -> None:
+    assert longest_ttl(60.0, 5.0) == 60.0
+    assert longest_ttl(60.0, None) is longest_ttl(None, 60.0) is None

@@ -160,3 +160,22 @@ class Filling(RuleBasedStateMachine):
 
 TestFilling = Filling.TestCase
 TestFilling.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_chunk_is_filled_for_as_long_as_some_request_that_missed_it_allows() -> None:
+    queue = FillQueue()
+    for number, (first, second) in enumerate(
+        [(60.0, 5.0), (5.0, 60.0), (60.0, None), (None, 60.0), (9.0, 9.0)]
+    ):
+        queue.record_miss(address(number), TOKENS, 0.0, first)
+        queue.record_miss(address(number), TOKENS, 0.0, second)
+    batches = []
+    while len(queue):
+        ttl_s = queue.next_ttl_s
+        batches.append((ttl_s, [one for one, _ in queue.take()]))
+    assert batches == [
+        (60.0, [address(0), address(1)]),
+        (None, [address(2), address(3)]),
+        (9.0, [address(4)]),
+    ]
+    assert queue.next_ttl_s is None

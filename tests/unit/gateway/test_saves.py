@@ -63,3 +63,20 @@ def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: 
         await saver.close()
 
     asyncio.run(ask())
+
+
+def test_who_wants_a_chunk_for_longer_does_not_share_the_save_of_who_does_not() -> None:
+    async def ask() -> None:
+        backend = StubBackend(StubDelays(save_s=0.001))
+        saver = Saver(backend)
+        passing = saver.submit("tenant", chunks(0, 1), ttl_s=60.0)
+        assert saver.submit("tenant", chunks(0, 1), ttl_s=60.0) == passing
+        lasting = saver.submit("tenant", chunks(0, 1))
+        assert lasting != passing
+        await asyncio.gather(*passing, *lasting)
+        assert sorted([save[5] for save in backend.seen.saves], key=str) == [60.0, None]
+        assert await saver.forget("tenant", [chunks(0, 1)[0][0]], time.time()) is False
+        assert saver._waiting_tokens == 0
+        await saver.close()
+
+    asyncio.run(ask())

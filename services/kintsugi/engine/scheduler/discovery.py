@@ -78,8 +78,11 @@ class Discovery:
 
     @property
     def _is_ready(self) -> bool:
+        # A text that is seen before erasures are known may be erased without anybody here noticing.
+        if self._classes is None or self._salts.cursor is None:
+            return False
         # A lookup that waited for the classes would miss its deadline, and the store would be suspended.
-        return self._classes is not None and self._classes.done() and self._classes.exception() is None
+        return self._classes.done() and self._classes.exception() is None
 
     def match(
         self,
@@ -133,8 +136,9 @@ class Discovery:
         # A prompt may hold a segment many times.
         distinct = {span.key: span for span in fitting if span.key is not None}
         counts = self._sightings.count(salt, [key.digest for key in distinct])
+        ttl_s = min(self.config.ttl_s, params.ttl_s or self.config.ttl_s)
         recurring = [
-            Recurring(space, prompt[span.start : span.end], params.shared, salt)
+            Recurring(space, prompt[span.start : span.end], params.shared, salt, ttl_s)
             for span, count in zip(distinct.values(), counts, strict=True)
             if count >= self.config.sights
         ]
@@ -142,8 +146,9 @@ class Discovery:
         return replace(match, segments_counted=len(distinct), segments_queued=queued)
 
     @property
-    def erasures_seen(self) -> str:
-        """Cursor behind erasures that `take` obeys if it is called after this."""
+    def erasures_seen(self) -> str | None:
+        """Cursor behind erasures that `take` obeys if it is called after this; None until erasures are
+        known, when nothing waits to be saved."""
         return self._salts.cursor
 
     def take(self) -> Recurring | None:

@@ -70,6 +70,8 @@ class IdleSaves:
         """Cache blocks of the save in hand; none where there is none."""
         self._has_failed = False
         """Whether the last save failed."""
+        self._is_store_suspended = False
+        """Whether the store was suspended in the last step."""
 
     @property
     def is_pending(self) -> bool:
@@ -77,23 +79,27 @@ class IdleSaves:
         quiet_s = self._clock() - self._busy_s
         if self.pool is None:
             return False
-        return quiet_s < HOLD_S if self._blocks else quiet_s < AWAKE_S and self._discovery.backlog.is_due
+        if self._blocks:
+            return quiet_s < HOLD_S
+        return quiet_s < AWAKE_S and self._discovery.backlog.is_due and not self._is_store_suspended
 
     def wake(self) -> None:
         """Keep the engine stepping for as long as after a request."""
         self._busy_s = self._clock()
 
-    def step(self, computes: bool, may_begin: bool, metadata: StepMetadata) -> None:
+    def step(self, computes: bool, may_begin: bool, metadata: StepMetadata, is_store_suspended: bool) -> None:
         """Let the worker go on with a save if the engine ``computes`` nothing else, or begin one.
 
         A request that waits for blocks computes nothing. A save that has begun goes on beside it, because the
-        request may wait for the save's own blocks; none begins (``may_begin``).
+        request may wait for the save's own blocks; none begins (``may_begin``). Nor does one while the store
+        is suspended: it would be computed and not be stored. What waits stays in the backlog.
         """
+        self._is_store_suspended = is_store_suspended
         if computes or not may_begin:
             self.wake()
         if computes:
             return
-        if not self._blocks and may_begin:
+        if not self._blocks and may_begin and not is_store_suspended:
             metadata.discovered = self._begin()
         if self._blocks:
             metadata.idle_tokens = SLICE_TOKENS
@@ -102,8 +108,7 @@ class IdleSaves:
         """The jobs of the next segment, one for each copy; none if no segment waits. A segment that finds no
         room in the cache is dropped, and queued again at its next sight."""
         erasures_seen = self._discovery.erasures_seen
-        segment = None if self.pool is None else self._discovery.take()
-        if self.pool is None or segment is None:
+        if self.pool is None or erasures_seen is None or (segment := self._discovery.take()) is None:
             return []
         copies = segment.space.copies(self._config.plain_copies)
         sizes = [len(copy.lead_token_ids) + len(segment.token_ids) for copy in copies]
@@ -136,7 +141,7 @@ class IdleSaves:
             len(lead),
             len(lead) + len(segment.token_ids),
             tier="",
-            ttl_s=self._discovery.config.ttl_s,
+            ttl_s=segment.ttl_s,
             other_lead=other_lead(Op.SAVE, copy, self._prior_text, self._config),
             erasures_seen=erasures_seen,
         )

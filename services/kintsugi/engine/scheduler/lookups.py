@@ -119,12 +119,17 @@ class Lookups:
         except PermissionDenied as error:
             raise NotBlendable("no_keys", str(error)) from error
 
+    @property
+    def is_store_suspended(self) -> bool:
+        """Whether the store is not used because it failed lately."""
+        return not self._breaker.is_closed
+
     def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
         """Raise `NotBlendable` while the store is not used because it failed lately.
 
         Now and then, look up `token_ids` on a thread to find out whether it answers again.
         """
-        if self._breaker.is_closed:
+        if not self.is_store_suspended:
             return
         is_probing = self._probing is not None and not self._probing.done()
         if not is_probing and self._breaker.allows():
@@ -142,7 +147,7 @@ class Lookups:
     def _suspend(self, lookup: Lookup) -> None:
         """Use the store no more until it answers a probe in time. The first probe starts at once, because the
         store may only have been late, and asks for the same chunks: others may be in a shard that is well."""
-        if self._breaker.is_closed:
+        if not self.is_store_suspended:
             self._breaker.record_failure()
             self._begin_probe(lookup.ask)
 
@@ -192,7 +197,7 @@ class Lookups:
                 if not lookup.future.cancel():  # else no thread was free, and the store was not asked
                     self._suspend(lookup)
                 raise NotBlendable("store_timeout", "lookup took too long")
-            if not self._breaker.is_closed:  # Another prompt found out, so this one need not wait, too.
+            if self.is_store_suspended:  # Another prompt found out, so this one need not wait, too.
                 raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()

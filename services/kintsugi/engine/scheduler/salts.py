@@ -33,7 +33,7 @@ class Salts:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._cursor = ""
+        self._cursor: str | None = None
         self._erased: dict[str, int] = {}
         """How many times something of a namespace itself was erased, as far as this engine saw."""
         self._erased_whole: dict[str, int] = {}
@@ -46,8 +46,9 @@ class Salts:
         return self
 
     @property
-    def cursor(self) -> str:
-        """A cursor into the store's erasures: all before it are in the salts; empty: none was read yet."""
+    def cursor(self) -> str | None:
+        """A cursor into the store's erasures: all before it are in the salts. None: the store has not
+        answered yet, and what was erased since this engine started is not known."""
         return self._cursor
 
     def of(self, namespace: str, shared: str = "") -> str:
@@ -92,7 +93,7 @@ class Salts:
         """Read what was erased since the last time; the first time, only from where on to read. Raises
         `KintsugiError`."""
         while True:
-            page = self._store.erasures(self._cursor)
+            page = self._store.erasures(self._cursor or "")
             for namespace in {erasure.namespace for erasure in page.erasures}:
                 self._erased[namespace] = self._erased.get(namespace, 0) + 1
             for namespace in {erasure.namespace for erasure in page.erasures if erasure.key is None}:

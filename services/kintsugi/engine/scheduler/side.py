@@ -502,7 +502,8 @@ class SchedulerSide:
         self._timing.step_began(output, in_flight)
         metadata, self._metadata = self._metadata, StepMetadata()
         computes = in_flight or output.total_num_scheduled_tokens > 0
-        self.idle_saves.step(computes, not self._states and self.declined_because is None, metadata)
+        may_begin = not self._states and self.declined_because is None
+        self.idle_saves.step(computes, may_begin, metadata, self._lookups.is_store_suspended)
         return metadata
 
     def end_step(self) -> BlendStats | None:

@@ -74,6 +74,7 @@ def save_job(
         params.tier,
         is_audit=params.op is Op.AUDIT,
         other_lead=other_lead,
+        ttl_s=params.ttl_s or 0.0,
     )
 
 

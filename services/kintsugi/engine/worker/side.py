@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,10 +35,11 @@ from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
+from kintsugi.engine.worker.save_batches import num_saves_together, second_items
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import stream_chunks
-from kintsugi.engine.worker.support import find_unsupported
+from kintsugi.engine.worker.support import find_chunk_reach, find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
@@ -483,15 +483,7 @@ class WorkerSide:
     def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
         """What to prefill once more for the chunks' priors. No cache block holds any of it."""
         assert self._model is not None
-        length_max = self._vllm_config.model_config.max_model_len
-        items = {}
-        for index, job in enumerate(jobs):
-            if job.other_lead is None:
-                continue
-            chunk = job.tokens.token_ids[job.chunk_start - job.tokens.start :]
-            lead = job.other_lead[: length_max - len(chunk)]
-            token_ids = torch.tensor([*lead, *chunk], dtype=torch.int64)
-            items[index] = SaveItem(token_ids, 0, len(lead), len(token_ids))
+        items = second_items(jobs, find_chunk_reach(self._vllm_config, self._kv_cache_config))
         if not items:
             return None
         ends = [item.chunk_end for item in items.values()]
@@ -559,20 +551,6 @@ class WorkerSide:
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )
-
-
-def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
-    """How many of the waiting chunks make the next batch, at least one; saves and audits go apart.
-
-    As many as fit in one unit of every layer. With priors the second prefill takes at most another unit, so a
-    batch with priors costs up to twice as much as one without.
-    """
-    tokens = 0
-    for index, job in enumerate(waiting):
-        tokens += job.prefill_tokens
-        if index and (tokens > unit_tokens_max or job.is_audit != waiting[0].is_audit):
-            return index
-    return len(waiting)
 
 
 def _unix_s(moment_s: float) -> float:

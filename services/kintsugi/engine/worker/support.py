@@ -76,6 +76,13 @@ def find_local_chunk(kv_cache_config: KVCacheConfig) -> int | None:
     return min((size for size in sizes if size), default=None)
 
 
+def find_chunk_reach(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """The most tokens that a chunk and what it is prefilled behind may have: those that the model takes, or
+    fewer where a layer attends within a local chunk. Beyond its border, a chunk's tokens would see less."""
+    length_max: int = vllm_config.model_config.max_model_len
+    return min(length_max, find_local_chunk(kv_cache_config) or length_max)
+
+
 def _specs_of(spec: KVCacheSpec) -> list[KVCacheSpec]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return list(spec.kv_cache_specs.values())

@@ -173,7 +173,12 @@ class KintsugiService:
     async def _put(self, caller: Caller, request: Any, chunks: Sequence[Segment]) -> list[pb.PutResult]:
         """``request`` is a `PutChunkRequest` or a `PutChunksRequest`."""
         puts = await self.gateway.put_chunks(
-            caller, request.namespace, chunks, tier=request.tier, wait=request.wait
+            caller,
+            request.namespace,
+            chunks,
+            tier=request.tier,
+            wait=request.wait,
+            ttl_s=wire.ttl_of(request),
         )
         return [wire.put_to_wire(put) for put in puts]
 

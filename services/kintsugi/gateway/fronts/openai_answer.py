@@ -46,6 +46,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
     def __init__(self, prompts: Prompts, caller: Caller, call: OpenAICall) -> None:
         super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
         self.wants_times = call.params.timeline or call.params.explain
+        self.ttl_s = call.params.ttl_s
         self._caller = caller
         priority = call.body.get("priority")
         self.may_overtake = isinstance(priority, int) and priority < 0

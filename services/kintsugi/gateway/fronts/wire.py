@@ -73,11 +73,16 @@ def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str])
         options=BlendOptions.from_mapping({field.name: value for field, value in wire.ListFields()}),
         explain=wire.explain,
         no_blend=wire.no_blend,
+        ttl_s=ttl_of(wire),
         priority=wire.priority,
         model=wire.model,
         request_id=request_id,
         trace=trace,
     )
+
+
+def ttl_of(wire: pb.GenerateRequest | pb.PutChunkRequest | pb.PutChunksRequest) -> float | None:
+    return wire.ttl_s if wire.HasField("ttl_s") else None
 
 
 def sampling_of(wire: pb.Sampling) -> dict[str, Any]:

@@ -129,11 +129,17 @@ class PutChunkRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     tier: builtins.str
     """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
     wait: builtins.bool
     """Return once the chunk is committed, not once it is accepted."""
+    ttl_s: builtins.float
+    """Seconds that the chunk is kept at most, above 0; absent: until the store needs its room, which it takes
+    first from chunks that have a lifetime. A put never shortens a lifetime: a chunk that is there is kept for
+    so long from now at least.
+    """
     @property
     def chunk(self) -> global___Content: ...
     def __init__(
@@ -143,9 +149,11 @@ class PutChunkRequest(google.protobuf.message.Message):
         chunk: global___Content | None = ...,
         tier: builtins.str = ...,
         wait: builtins.bool = ...,
+        ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "namespace", b"namespace", "tier", b"tier", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunk", b"chunk", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunk", b"chunk", "namespace", b"namespace", "tier", b"tier", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___PutChunkRequest = PutChunkRequest
 
@@ -174,9 +182,12 @@ class PutChunksRequest(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     tier: builtins.str
     wait: builtins.bool
+    ttl_s: builtins.float
+    """Of each chunk."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Content]: ...
     def __init__(
@@ -186,8 +197,11 @@ class PutChunksRequest(google.protobuf.message.Message):
         chunks: collections.abc.Iterable[global___Content] | None = ...,
         tier: builtins.str = ...,
         wait: builtins.bool = ...,
+        ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "namespace", b"namespace", "tier", b"tier", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunks", b"chunks", "namespace", b"namespace", "tier", b"tier", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___PutChunksRequest = PutChunksRequest
 
@@ -689,6 +703,7 @@ class GenerateRequest(google.protobuf.message.Message):
     NO_BLEND_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     ratio: builtins.float
     """Overrides of the engine's calibrated defaults."""
@@ -702,6 +717,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """vLLM's: lower goes first; below 0 only where the gateway allows it."""
     model: builtins.str
     """A name of the model that must answer; any other is NOT_FOUND. Empty: whichever is served."""
+    ttl_s: builtins.float
+    """As in `PutChunkRequest`, of chunks that are stored because this request missed them."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Segment]: ...
     @property
@@ -726,13 +743,16 @@ class GenerateRequest(google.protobuf.message.Message):
         no_blend: builtins.bool = ...,
         priority: builtins.int = ...,
         model: builtins.str = ...,
+        ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "model", b"model", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "adaptive_mass", b"adaptive_mass", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_adaptive_mass", b"_adaptive_mass", "_ratio", b"_ratio", "_ttl_s", b"_ttl_s", "adaptive_mass", b"adaptive_mass", "explain", b"explain", "model", b"model", "namespace", b"namespace", "no_blend", b"no_blend", "priority", b"priority", "question", b"question", "ratio", b"ratio", "sampling", b"sampling", "segments", b"segments", "selector", b"selector", "ttl_s", b"ttl_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_adaptive_mass", b"_adaptive_mass"]) -> typing.Literal["adaptive_mass"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ratio", b"_ratio"]) -> typing.Literal["ratio"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___GenerateRequest = GenerateRequest
 

@@ -361,7 +361,7 @@ class PutHeader(google.protobuf.message.Message):
     recompute_ms: builtins.float
     """What computing the chunk again costs; 0: unknown."""
     ttl_s: builtins.float
-    """Seconds until the chunk expires; 0: never."""
+    """Seconds until the chunk expires; 0: never. A chunk that is there is kept as by `Retain`."""
     is_copy: builtins.bool
     """A copy of what another shard holds, not a chunk that a client computed. It is not taken if it needs an
     eviction, nor for a while after the chunk was deleted here.
@@ -429,7 +429,7 @@ class PutChunkKVResponse(google.protobuf.message.Message):
 
     INSERTED_FIELD_NUMBER: builtins.int
     inserted: builtins.bool
-    """False: the key was there already and was left alone."""
+    """False: the key was there already, and its bytes were left alone."""
     def __init__(
         self,
         *,
@@ -563,6 +563,47 @@ class PrefetchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accepted", b"accepted"]) -> None: ...
 
 global___PrefetchResponse = PrefetchResponse
+
+@typing.final
+class RetainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    ttl_s: builtins.float
+    """Seconds from now that the chunks are kept at least; 0: for good. No lifetime gets shorter."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        ttl_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "namespace", b"namespace", "ttl_s", b"ttl_s"]) -> None: ...
+
+global___RetainRequest = RetainRequest
+
+@typing.final
+class RetainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """Whether the shard has it, of each key."""
+
+    def __init__(
+        self,
+        *,
+        held: collections.abc.Iterable[builtins.bool] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held"]) -> None: ...
+
+global___RetainResponse = RetainResponse
 
 @typing.final
 class PinRequest(google.protobuf.message.Message):

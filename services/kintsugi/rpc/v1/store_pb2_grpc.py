@@ -59,6 +59,11 @@ class ChunkStoreStub(object):
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/kintsugi.rpc.v1.ChunkStore/Retain',
+                request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainRequest.SerializeToString,
+                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kintsugi.rpc.v1.ChunkStore/Pin',
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.PinRequest.SerializeToString,
@@ -158,6 +163,13 @@ class ChunkStoreServicer(object):
 
     def Prefetch(self, request, context):
         """Warms keys into RAM; answers before they are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Retain(self, request, context):
+        """Keeps chunks for longer than they were put for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -273,6 +285,11 @@ def add_ChunkStoreServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchRequest.FromString,
                     response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainRequest.FromString,
+                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -475,6 +492,33 @@ class ChunkStore(object):
             '/kintsugi.rpc.v1.ChunkStore/Prefetch',
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchRequest.SerializeToString,
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kintsugi.rpc.v1.ChunkStore/Retain',
+            kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainRequest.SerializeToString,
+            kintsugi_dot_rpc_dot_v1_dot_store__pb2.RetainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,12 @@ class ChunkStoreStub:
     ]
     """Warms keys into RAM; answers before they are there."""
 
+    Retain: grpc.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.store_pb2.RetainRequest,
+        kintsugi.rpc.v1.store_pb2.RetainResponse,
+    ]
+    """Keeps chunks for longer than they were put for."""
+
     Pin: grpc.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.store_pb2.PinRequest,
         kintsugi.rpc.v1.store_pb2.PinResponse,
@@ -156,6 +162,12 @@ class ChunkStoreAsyncStub:
         kintsugi.rpc.v1.store_pb2.PrefetchResponse,
     ]
     """Warms keys into RAM; answers before they are there."""
+
+    Retain: grpc.aio.UnaryUnaryMultiCallable[
+        kintsugi.rpc.v1.store_pb2.RetainRequest,
+        kintsugi.rpc.v1.store_pb2.RetainResponse,
+    ]
+    """Keeps chunks for longer than they were put for."""
 
     Pin: grpc.aio.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.store_pb2.PinRequest,
@@ -267,6 +279,14 @@ class ChunkStoreServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kintsugi.rpc.v1.store_pb2.PrefetchResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.PrefetchResponse]]:
         """Warms keys into RAM; answers before they are there."""
+
+    @abc.abstractmethod
+    def Retain(
+        self,
+        request: kintsugi.rpc.v1.store_pb2.RetainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kintsugi.rpc.v1.store_pb2.RetainResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.RetainResponse]]:
+        """Keeps chunks for longer than they were put for."""
 
     @abc.abstractmethod
     def Pin(

@@ -434,6 +434,15 @@ class GrpcStore(ChunkStore):
         with suppress(KintsugiError):  # this stream loses it either way; the scrubber finds it later
             self.call("Verify", request, pb.VerifyResponse)
 
+    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
+        """A shard of an earlier version says what is there, and keeps it as it was put."""
+        digests, ttl_s = [key.digest for key in keys], ttl_s or self._options.ttl_s
+        request = pb.RetainRequest(namespace=namespace, keys=digests, ttl_s=ttl_s)
+        try:
+            return builtins.list(self.call("Retain", request, pb.RetainResponse).held)
+        except VersionMismatch:
+            return [tier is not None for tier in self.tiers(namespace, keys)]
+
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
         return int(self.call("Prefetch", request, pb.PrefetchResponse).accepted)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
@@ -117,8 +118,7 @@ class RamStore(ChunkStore):
             raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
         if manifest.is_encrypted:
             raise InvalidField("manifest.key_id", "is for shards: this store has no keys to verify it with")
-        if ttl_s < 0:
-            raise InvalidField("ttl_s", f"{ttl_s} is not positive")
+        _check_ttl(ttl_s)
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
             raise ResourceExhausted(
@@ -132,7 +132,8 @@ class RamStore(ChunkStore):
                 raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
         address = (manifest.namespace, manifest.key)
         with self._lock:
-            if self._touch(address) is not None:
+            if self._retain(address, ttl_s):
+                self._touch(address)
                 return False
             while self._bytes_used + manifest.chunk_bytes > self.capacity_bytes:
                 self._forget(next(iter(self._expiring or self._chunks)))
@@ -142,6 +143,21 @@ class RamStore(ChunkStore):
             self._bytes_used += manifest.chunk_bytes
             if manifest.anchor is not None:
                 self._by_anchor.setdefault(_anchor_address(manifest), []).append(manifest.key)
+        return True
+
+    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
+        _check_ttl(ttl_s)
+        with self._lock:
+            return [self._retain((namespace, key), ttl_s) for key in keys]
+
+    def _retain(self, address: _Address, ttl_s: float) -> bool:
+        chunk = self._find(address)
+        if chunk is None:
+            return False
+        expires_at_s = max(chunk.expires_at_s, self._clock() + (ttl_s or math.inf))
+        self._chunks[address] = replace(chunk, expires_at_s=expires_at_s)
+        if math.isinf(expires_at_s):
+            self._expiring.pop(address, None)
         return True
 
     def _forget(self, address: _Address) -> bool:
@@ -252,6 +268,11 @@ class RamStore(ChunkStore):
 
     def close(self) -> None:
         """Keeps the chunks: others in this process may use the store."""
+
+
+def _check_ttl(ttl_s: float) -> None:
+    if not ttl_s >= 0:
+        raise InvalidField("ttl_s", f"{ttl_s} is not positive")
 
 
 def _anchor_address(manifest: ChunkManifest) -> tuple[str, bytes, int]:

@@ -179,6 +179,22 @@ class ShardedStore(ChunkStore):
         return found
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> builtins.list[str | None]:
+        return self._ask_owners(keys, lambda store, part: store.tiers(namespace, part))
+
+    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
+        """At every owner. One that does not answer gets a copy later, if its own has expired."""
+        held = self._ask_owners(
+            keys, lambda store, part: [one or None for one in store.retain(namespace, part, ttl_s)]
+        )
+        return [one is not None for one in held]
+
+    def _ask_owners(
+        self,
+        keys: Sequence[ChunkKey],
+        ask: Callable[[GrpcStore, Sequence[ChunkKey]], Sequence[Answer | None]],
+    ) -> builtins.list[Answer | None]:
+        """Ask all owners of keys; the first answer about each that is not None. Raises `Unavailable` where
+        there is none and an owner is silent."""
         shards = self.shard_map()
         if not shards.shards and keys:
             raise Unavailable(_NO_SHARDS)
@@ -187,13 +203,13 @@ class ShardedStore(ChunkStore):
             for owner in shards.owners(key):
                 asked.setdefault(owner, []).append(index)
         answers = self._ask_parts(
-            asked, lambda store, indices: store.tiers(namespace, [keys[index] for index in indices])
+            asked, lambda store, indices: ask(store, [keys[index] for index in indices])
         )
-        found: list[str | None] = [None] * len(keys)
+        found: list[Answer | None] = [None] * len(keys)
         silent: dict[int, ShardAddress] = {}
         for (address, indices), answer in zip(asked.items(), answers, strict=True):
-            for index, tier in zip(indices, answer or [None] * len(indices), strict=True):
-                found[index] = found[index] or tier
+            for index, one in zip(indices, answer or [None] * len(indices), strict=True):
+                found[index] = found[index] or one
             if answer is None:
                 silent.update(dict.fromkeys(indices, address))
         for index, address in silent.items():

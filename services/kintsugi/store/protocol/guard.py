@@ -49,6 +49,7 @@ NEEDS: Mapping[str, Need] = {
     "stream_layers": Need(Verb.GENERATE),
     "lease_layers": Need(Verb.GENERATE),
     "prefetch": Need(Verb.GENERATE),
+    "retain": Need(Verb.PUT),
     "pin": Need(Verb.PUT),
     # A lease's id is random, and only who pinned knows it.
     "unpin": Need(Verb.PUT, Reach.NOTHING),

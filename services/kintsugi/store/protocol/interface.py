@@ -156,12 +156,19 @@ class ChunkStore(ABC):
         ttl_s: float = 0.0,
     ) -> bool:
         """Store one chunk: `frames` holds its layers in order, behind the prior frame where it has priors.
-        Returns whether it was new; a chunk that is already there is left alone. `recompute_ms` is the time
-        that computing it took, which placement and eviction weigh; 0: unknown. `tier` is where to keep it:
-        `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its lifetime; 0: the client's
-        default, which is none unless it was set. Where room is short, chunks with a lifetime leave before
-        those without. Raises `InvalidField` if frames and manifest disagree or the tier does not exist, and
-        `Corrupted` if a digest does not match."""
+        Returns whether it was new; one that is there stays as it is, and is kept as by `retain`.
+        `recompute_ms` is the time that computing it took, which placement and eviction weigh; 0: unknown.
+        `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its
+        lifetime by the store's clock, also over restarts; 0: the client's default, which is none unless it
+        was set. Where room is short, chunks with a lifetime leave before those without. Raises `InvalidField`
+        if frames and manifest disagree or the tier does not exist, and `Corrupted` if a digest does not
+        match."""
+
+    @abstractmethod
+    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> list[bool]:
+        """Keep chunks that are there for `ttl_s` from now at least; 0: as in `put`. Returns whether each is.
+        No lifetime gets shorter: delete a chunk that is to go earlier. One that gets none leaves with those
+        that never had one. Raises `Unavailable` where a shard that may hold one does not answer."""
 
     @abstractmethod
     def stream(

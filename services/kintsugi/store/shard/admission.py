@@ -19,6 +19,10 @@ DELETION_S = 600.0
 """How long a deletion keeps copies away: longer than a shard takes to send one that it read before."""
 DELETIONS_MAX = 100_000
 
+CLEAR_BATCH = 256
+"""Chunks of a namespace that are forgotten before others get a turn."""
+FREE_POLL_S = 0.02
+
 RATIO = 0.15
 """The ratio that engines blend with unless told otherwise."""
 

@@ -32,6 +32,7 @@ done, whichever comes last. A worker that ends its work on a chunk that is gone 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kintsugi.core.layout import HeadRange
@@ -52,7 +53,7 @@ def check_present(entry: ChunkEntry) -> None:
     assert entry.writing is None or (entry.ram is not None and not entry.is_loading)
 
 
-# Uses and pins
+# Uses, lifetimes and pins
 
 
 def touch(entry: ChunkEntry, now_s: float) -> None:
@@ -66,6 +67,16 @@ def touch(entry: ChunkEntry, now_s: float) -> None:
 def limit_used_at(entry: ChunkEntry, now_s: float) -> None:
     """A recovered chunk was not used in the future, whatever its record or the clock says."""
     entry.used_at_s = min(entry.used_at_s, now_s)
+
+
+def extend(entry: ChunkEntry, expires_at_s: float) -> None:
+    """Keep a chunk for longer. One that has no lifetime any more leaves its tiers in the others' order.
+    `expires_at_s`: Unix seconds."""
+    assert expires_at_s > entry.expires_at_s
+    entry.expires_at_s = expires_at_s
+    if math.isinf(expires_at_s):
+        for residence in entry.copies:
+            residence.tier.policy.let_last(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
 
 def pin(entry: ChunkEntry) -> None:

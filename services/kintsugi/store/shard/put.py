@@ -13,6 +13,12 @@ from kintsugi.store.shard.eviction.placement import AUTO
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 
+def check_ttl(ttl_s: float) -> None:
+    """Raise `InvalidField` for what is no lifetime in seconds."""
+    if not ttl_s > 0:
+        raise InvalidField("ttl_s", f"{ttl_s} is not positive")
+
+
 @dataclass(frozen=True)
 class PutOptions:
     """Options of a put."""
@@ -27,8 +33,7 @@ class PutOptions:
     """With `is_copy`: the number up to which that shard has obeyed this one's erasures."""
 
     def __post_init__(self) -> None:
-        if not self.ttl_s > 0:
-            raise InvalidField("ttl_s", f"{self.ttl_s} is not positive")
+        check_ttl(self.ttl_s)
         if not (self.recompute_ms >= 0 and math.isfinite(self.recompute_ms)):
             raise InvalidField("recompute_ms", f"{self.recompute_ms} is not a duration")
 

@@ -184,10 +184,14 @@ class ChunkStoreService:
         return pb.PutChunkKVResponse(inserted=True)
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
-        """The answer for a chunk that the shard has already; a durable put waits until it is on disk."""
-        writing = self.shard.table.make_durable((manifest.namespace, manifest.key)) if durable else None
+        """The answer for a chunk that the shard has already; a durable put waits until it is on disk and the
+        lifetime recorded."""
+        if not durable:
+            return pb.PutChunkKVResponse(inserted=False)
+        writing = self.shard.table.make_durable((manifest.namespace, manifest.key))
         if writing is not None:
             await asyncio.wrap_future(writing)
+        await asyncio.to_thread(self.shard.record_lifetimes)
         return pb.PutChunkKVResponse(inserted=False)
 
     async def _begin_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
@@ -327,6 +331,13 @@ class ChunkStoreService:
     async def prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
         keys = wire.keys_from_wire(request.keys)
         return pb.PrefetchResponse(accepted=self.shard.prefetch(request.namespace, keys))
+
+    @_answers
+    async def retain(self, request: pb.RetainRequest, context: Any) -> pb.RetainResponse:
+        keys = wire.keys_from_wire(request.keys)
+        ttl_s = request.ttl_s or math.inf
+        held = await asyncio.to_thread(self.shard.retain, request.namespace, keys, ttl_s)
+        return pb.RetainResponse(held=held)
 
     @_answers
     async def pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 
 import lmdb
 
@@ -26,7 +27,7 @@ from kintsugi.store.shard.erasure.holders import Holders
 from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
-from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
+from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
@@ -175,6 +176,31 @@ class Shard:
     def abort(self, put: ChunkPut) -> None:
         """Give the room back."""
         self.table.abort(put)
+
+    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float) -> list[bool]:
+        """Keep chunks for `ttl_s` from now at least, inf for good; whether each is there. No lifetime gets
+        shorter. Durable for what is on disk. Blocks. Raises `InvalidField`, and `Unavailable` if a disk
+        fails."""
+        check_ttl(ttl_s)
+        held = self.table.retain(self._addresses(namespace, keys), ttl_s)
+        self.record_lifetimes()
+        return held
+
+    def record_lifetimes(self) -> None:
+        """Have the catalogs know every lifetime that got longer until now. Raises `Unavailable`; then the
+        next call tries again."""
+
+        def record(entries: Collection[ChunkEntry]) -> None:
+            for disk in self.disks:
+                try:
+                    disk.extend(entries)
+                except lmdb.Error as error:
+                    raise Unavailable(
+                        f"{disk.name}: {error}; chunks are kept for longer, but not over a restart: send it "
+                        "again once the disk works"
+                    ) from error
+
+        self.table.unrecorded.record(record)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Forget chunks; the number that was there. Durable once `flush_writers` is done."""
@@ -335,6 +361,8 @@ class Shard:
         self._promoter.close()
         for writer in self._writers:
             writer.close()
+        with suppress(Unavailable):
+            self.record_lifetimes()
         self._wiper.close()  # or it would write to whatever has the descriptors of closed files then
         self.save_uses()
         for disk in self.disks:

@@ -19,9 +19,10 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard import admission, life
-from kintsugi.store.shard.admission import Deletions, NoRoomYet, ShardConfig
+from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
+from kintsugi.store.shard.eviction.lifetimes import Unrecorded
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
 from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
 from kintsugi.store.shard.eviction.room import Room, Transitions
@@ -41,14 +42,13 @@ from kintsugi.store.shard.work import (
     WriteJob,
     WriteQueue,
     find_faster_queue,
+    find_queue,
+    give_up,
     run_in_turn,
     speeds_of,
 )
 
 log = logging.getLogger(__name__)
-
-CLEAR_BATCH = 256
-FREE_POLL_S = 0.02
 
 
 class EntryTable:
@@ -66,6 +66,8 @@ class EntryTable:
         self.reuse = ReuseGaps(clock)
         self.queues = [WriteQueue(disk, ram.capacity_bytes) for disk in disks]
         """One for each SSD tier, fastest first."""
+        self.unrecorded: Unrecorded[ChunkEntry] = Unrecorded()
+        """Chunks that are kept for longer than catalogs say."""
         self.draining = False
         self.failure: BaseException | None = None
         """What killed one of the shard's threads: nothing is served any more."""
@@ -182,8 +184,7 @@ class EntryTable:
 
     def _find_all(self, addresses: Iterable[Address]) -> list[ChunkEntry]:
         """The chunks that are present, each once."""
-        found = [self._find(address) for address in addresses]
-        return list(dict.fromkeys(entry for entry in found if entry is not None))
+        return list(dict.fromkeys(found for one in addresses if (found := self._find(one)) is not None))
 
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
@@ -195,7 +196,7 @@ class EntryTable:
     # Putting
 
     def begin_put(self, manifest: ChunkManifest, options: PutOptions, wait_s: float) -> ChunkPut | None:
-        """Reserve room in RAM; None where the chunk is present. Waits for room, at most `wait_s`.
+        """Reserve room in RAM; None where the chunk is present: it is retained. Waits at most `wait_s`.
 
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
@@ -204,22 +205,20 @@ class EntryTable:
         recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
         hides_s = self._config.hides_s(recompute_ms)
         deadline_s = self._clock() + wait_s
+        address = (manifest.namespace, manifest.key)
         with self._lock:
             while True:
                 self.check_alive()
                 if self.draining:
                     raise Unavailable("this shard is draining; put to another")
-                if self._find((manifest.namespace, manifest.key)) is not None:
+                if self._retain(address, self._wall_clock() + options.ttl_s):
                     return None
-                if options.is_copy and (
-                    self._deletions.cover((manifest.namespace, manifest.key))
-                    or not self._room.is_there(manifest)
-                ):
+                if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
                 speeds = speeds_of(self.queues)
                 best = choose_tier(options.tier, speeds, manifest.chunk_bytes, hides_s, options.durable)
                 tier = self.shares.tier_for(manifest, best, options)
-                residence = self._room.make_to_put(manifest, self._queue_of(tier))
+                residence = self._room.make_to_put(manifest, find_queue(self.queues, tier))
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
@@ -232,9 +231,19 @@ class EntryTable:
             self._puts.add(put)
         return put
 
-    def _queue_of(self, tier: str) -> WriteQueue | None:
-        """The queue of the tier with this name; None for RAM."""
-        return next((queue for queue in self.queues if queue.tier.name == tier), None)
+    def retain(self, addresses: Iterable[Address], ttl_s: float) -> list[bool]:
+        """Keep chunks for `ttl_s` from now at least; whether each is present. No lifetime gets shorter. What
+        got longer is in `unrecorded`."""
+        with self._lock:
+            until_s = self._wall_clock() + ttl_s
+            return [self._retain(address, until_s) for address in addresses]
+
+    def _retain(self, address: Address, until_s: float) -> bool:
+        entry = self._find(address)
+        if entry is not None and entry.expires_at_s < until_s:
+            life.extend(entry, until_s)
+            self.unrecorded.add(entry)
+        return entry is not None
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
@@ -242,7 +251,7 @@ class EntryTable:
         entry = put.entry
         with self._lock:
             gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
-            if gone or self._find(entry.address) is not None:
+            if gone or self._retain(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)
             if not self._room.make_quota(entry.manifest):
@@ -252,7 +261,7 @@ class EntryTable:
             self._index.add(entry)
             self.counters.copied += put.is_copy
             life.add_copy(entry, put.residence)
-            queue = self._queue_of(put.tier)
+            queue = find_queue(self.queues, put.tier)
             writing = None if queue is None else self._begin_write(entry, queue)
             life.release(put.residence)
         return Committed(True, writing)
@@ -431,17 +440,8 @@ class EntryTable:
     def evict_from_disk(self, tier: DiskTier, needed_bytes: int) -> list[Eviction]:
         """Chunks that the tier's policy gives up, worth more than is needed. Their copies stay until
         `end_demotions`."""
-        goal = admission.bytes_to_evict(needed_bytes, tier.capacity_bytes)
-        evictions: list[Eviction] = []
         with self._lock:
-            while goal > 0:
-                victim = tier.policy.evict(admission.may_leave_disk)
-                if victim is None:
-                    break
-                assert victim.disk is not None
-                tier.evictions += 1
-                goal -= victim.manifest.chunk_bytes
-                evictions.append(Eviction(victim, victim.disk))
+            evictions = give_up(tier, admission.bytes_to_evict(needed_bytes, tier.capacity_bytes))
             self._demoting.update(evictions)
         return evictions
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
+from kintsugi.store.shard.admission import may_leave_disk
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.eviction.placement import READS_OFTEN, faster_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
@@ -156,6 +157,22 @@ def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
     return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
 
 
+def find_queue(queues: Sequence[WriteQueue], tier: str) -> WriteQueue | None:
+    """The queue of the tier with this name; None for RAM."""
+    return next((queue for queue in queues if queue.tier.name == tier), None)
+
+
+def give_up(tier: DiskTier, goal_bytes: int) -> list[Eviction]:
+    """Chunks that a tier's policy gives up, worth so many bytes or all that may leave."""
+    evictions: list[Eviction] = []
+    while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
+        assert victim.disk is not None
+        tier.evictions += 1
+        goal_bytes -= victim.manifest.chunk_bytes
+        evictions.append(Eviction(victim, victim.disk))
+    return evictions
+
+
 def find_faster_queue(
     queues: Sequence[WriteQueue],
     entry: ChunkEntry,
@@ -179,7 +196,7 @@ def find_faster_queue(
         return None
     size = entry.manifest.chunk_bytes
     target = faster_tier(entry.disk.tier.name, speeds_of(queues), size, hides_s)
-    queue = next((queue for queue in queues if queue.tier.name == target), None)
+    queue = None if target is None else find_queue(queues, target)
     if queue is None or queue.tier.failure or size > queue.tier.capacity_bytes or queue.is_full_for(size):
         return None
     return queue

@@ -126,7 +126,9 @@ class IdleSpy:
     def __init__(self) -> None:
         self.computes: list[bool] = []
         self.may_begin: list[bool] = []
+        self.is_store_suspended: list[bool] = []
 
-    def step(self, computes: bool, may_begin: bool, metadata: Any) -> None:
+    def step(self, computes: bool, may_begin: bool, metadata: Any, is_store_suspended: bool) -> None:
+        self.is_store_suspended.append(is_store_suspended)
         self.computes.append(computes)
         self.may_begin.append(may_begin)

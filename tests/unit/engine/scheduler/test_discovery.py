@@ -70,7 +70,9 @@ def store() -> RamStore:
 
 @pytest.fixture
 def salts(store: RamStore) -> Salts:
-    return Salts(store)
+    salts = Salts(store)
+    salts.refresh()
+    return salts
 
 
 def discovery_of(salts: Salts, clock: Clock | None = None, **settings: Any) -> Discovery:
@@ -304,9 +306,11 @@ def queue(discovery: Discovery, *passages: list[int], space: ChunkSpace | None =
         sight(discovery, [0, *(token for one in passages for token in one), end], space=space)
 
 
-def begin(saves: IdleSaves, is_idle: bool = True) -> tuple[list[SaveJob], int]:
+def begin(
+    saves: IdleSaves, is_idle: bool = True, is_store_suspended: bool = False
+) -> tuple[list[SaveJob], int]:
     metadata = StepMetadata()
-    saves.step(not is_idle, is_idle, metadata)
+    saves.step(not is_idle, is_idle, metadata, is_store_suspended)
     return metadata.discovered, metadata.idle_tokens
 
 
@@ -330,6 +334,22 @@ def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: 
     assert stats.data == {"segments/saved": 1}
     assert pool.get_num_free_blocks() == free
     assert begin(saves)[0]
+
+
+@pytest.mark.parametrize(("asked_s", "kept_s"), [(None, 86_400.0), (60.0, 60.0), (1e8, 86_400.0)])
+def test_what_a_request_discovers_is_kept_no_longer_than_it_allows(
+    salts: Salts, asked_s: float | None, kept_s: float
+) -> None:
+    discovery, space = discovery_of(salts), space_of()
+    saves, _ = saves_of(discovery)
+    params = KintsugiParams("acme", discover=True, ttl_s=asked_s)
+    for end in range(2):
+        prompt = TokenIds.of([0, *passage(1), end])
+        match = discovery.match(RamStore(), space, prompt, None, True)
+        discovery.sight("one", params, space, prompt, match, None)
+        discovery.request_ended("one")
+    (job,), _ = begin(saves)
+    assert job.ttl_s == kept_s
 
 
 def test_every_copy_is_saved(salts: Salts) -> None:
@@ -381,11 +401,39 @@ def test_a_save_goes_on_beside_a_request_that_waits_for_its_blocks(salts: Salts)
     saves, _ = saves_of(discovery)
     queue(discovery, passage(1))
     metadata = StepMetadata()
-    saves.step(computes=False, may_begin=False, metadata=metadata)
+    saves.step(computes=False, may_begin=False, metadata=metadata, is_store_suspended=False)
     assert (metadata.discovered, metadata.idle_tokens) == ([], 0), "none begins beside a request"
     begin(saves)
-    saves.step(computes=False, may_begin=False, metadata=metadata)
+    saves.step(computes=False, may_begin=False, metadata=metadata, is_store_suspended=False)
     assert metadata.idle_tokens
+
+
+def test_no_save_begins_while_the_store_is_suspended_and_none_is_lost(salts: Salts) -> None:
+    discovery = discovery_of(salts)
+    saves, pool = saves_of(discovery)
+    queue(discovery, passage(1), passage(2))
+    assert saves.is_pending
+    free = pool.get_num_free_blocks()
+    assert begin(saves, is_store_suspended=True) == ([], 0)
+    assert pool.get_num_free_blocks() == free
+    assert not saves.is_pending, "an engine that only waits for the store need not step"
+    assert begin(saves)[0]
+    assert begin(saves, is_store_suspended=True)[1] > 0, "the one in hand goes on: it holds cache blocks"
+    assert saves.is_pending
+
+
+def test_nothing_is_discovered_before_erasures_are_known(store: RamStore) -> None:
+    """What is seen before may be erased before the first answer, which names no erasure."""
+    unread = Salts(store)
+    discovery, params = discovery_of(unread), KintsugiParams("acme", discover=True)
+    assert unread.cursor is discovery.erasures_seen is None
+    assert not discovery.covers(params)
+    queue(discovery, passage(1))
+    assert begin(saves_of(discovery)[0]) == ([], 0)
+    unread.refresh()
+    assert discovery.covers(params)
+    (job,), _ = begin(saves_of(discovery)[0])
+    assert job.erasures_seen == unread.cursor != ""
 
 
 def test_saving_costs_its_share_of_the_prompts(salts: Salts) -> None:

@@ -87,6 +87,7 @@ def side(store: StubStore) -> Iterator[SchedulerSide]:
 def side_of(store: StubStore) -> SchedulerSide:
     init_none_hash(sha256)
     salts = Salts(store)
+    salts.refresh()
     discovery = Discovery(DiscoveryConfig(), salts)
     return SchedulerSide(
         config=EngineConfig(),

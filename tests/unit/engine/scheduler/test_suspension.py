@@ -8,10 +8,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.output import SchedulerOutput
+
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.engine.protocol import WorkerReport
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.store.client.breaker import OPEN_S, CircuitBreaker
+from tests.unit.engine.scheduler.test_content import IdleSpy
 from tests.unit.engine.scheduler.test_side import StubStore, asked, request_of, said, side_of
 
 
@@ -61,3 +64,12 @@ def test_a_pass_that_the_store_left_waiting_suspends_the_store(side: SchedulerSi
     later = request_of("later")
     side.on_new_request(later)
     assert said(side, later)["reason"].startswith("store_unavailable: it failed lately")
+
+
+def test_idle_saves_are_told_that_the_store_is_suspended(side: SchedulerSide, store: StubStore) -> None:
+    side.idle_saves = spy = IdleSpy()  # type: ignore[assignment]
+    side.begin_step(SchedulerOutput.make_empty())
+    store.is_down = True
+    said(side, asked(side, "one"))
+    side.begin_step(SchedulerOutput.make_empty())
+    assert spy.is_store_suspended == [False, True]

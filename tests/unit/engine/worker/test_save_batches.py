@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
-from kintsugi.engine.worker.side import num_saves_together
+from kintsugi.engine.worker.save_batches import num_saves_together, second_items
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 
@@ -43,3 +43,16 @@ def test_the_second_prefill_of_a_batch_is_at_most_one_unit_too() -> None:
     assert job.prefill_tokens == 252
     assert num_saves_together([job] * 4, 512) == 2
     assert num_saves_together([save(50, num_cached=len(prefix))] * 4, 512) == 4
+
+
+def test_the_second_prefill_stays_within_what_the_model_attends_to() -> None:
+    """Behind the border of a local chunk, the chunk's tokens would see less than in the first prefill, and
+    the prior would measure that."""
+    jobs = [save(50, tuple(range(100, 180))), save(50), save(50, (7, 8))]
+    items = second_items(jobs, 64)
+    assert sorted(items) == [0, 2]
+    cut, whole = items[0], items[2]
+    assert (len(cut.token_ids), cut.chunk_start, cut.chunk_end) == (64, 14, 64)
+    assert cut.token_ids.tolist() == [*range(100, 114), *range(50)]
+    assert whole.token_ids.tolist() == [7, 8, *range(50)]
+    assert second_items(jobs[:1], 50)[0].token_ids.tolist() == list(range(50))

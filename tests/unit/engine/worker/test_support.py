@@ -11,7 +11,7 @@ from tests.conftest import Supports
 
 pytest.importorskip("vllm")
 
-from kintsugi.engine.worker.support import find_local_chunk, find_unsupported, has_windows
+from kintsugi.engine.worker.support import find_chunk_reach, find_local_chunk, find_unsupported, has_windows
 
 
 def config(**changes: Any) -> Any:
@@ -88,12 +88,16 @@ def test_local_chunks_are_seen_in_the_cache_groups() -> None:
     common = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     full = FullAttentionSpec(**common)
     groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=full)])
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(max_model_len=48))
     assert find_local_chunk(groups) is None
+    assert find_chunk_reach(config, groups) == 48
     local = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
     both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": local, "b": full})
     groups.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=both))
     assert find_local_chunk(groups) == 64
+    assert find_chunk_reach(config, groups) == 48
     # Without vLLM's hybrid manager, such a layer keeps everything and still attends within its chunk.
     kept = FullAttentionSpec(**common, attention_chunk_size=32)
     groups.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=kept))
     assert find_local_chunk(groups) == 32
+    assert find_chunk_reach(config, groups) == 32

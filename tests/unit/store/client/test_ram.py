@@ -104,3 +104,23 @@ def test_a_throttled_store_is_read_no_faster_than_its_rate() -> None:
 def test_an_impossible_rate_is_refused(query: str) -> None:
     with pytest.raises(InvalidField, match="bytes_per_s"):
         open_store(f"ram://impossible?{query}")
+
+
+def test_a_put_never_shortens_a_lifetime_and_a_lasting_one_ends_it() -> None:
+    """As over a chunk that an engine discovered."""
+    now_s = 0.0
+    (manifest, frames), (other, other_frames), (third, third_frames) = (
+        make_chunk(range(start, start + 40)) for start in (0, 100, 200)
+    )
+    store = RamStore(2 * manifest.chunk_bytes, clock=lambda: now_s)
+    assert store.put(manifest, frames, ttl_s=10)
+    assert not store.put(manifest, frames, ttl_s=5)
+    now_s = 9.0
+    assert not store.put(manifest, frames, ttl_s=5)
+    now_s = 13.0
+    assert store.lookup("acme", [manifest.key]) == [manifest]
+    assert not store.put(manifest, frames)
+    now_s = 1e9
+    store.put(other, other_frames, ttl_s=60)
+    store.put(third, third_frames)
+    assert store.lookup("acme", [manifest.key, other.key, third.key]) == [manifest, None, third]

@@ -259,3 +259,75 @@ def test_a_tier_that_is_not_there_is_named() -> None:
         choose_tier("tape", SPEEDS, 1, 0.0, False)
     with pytest.raises(InvalidField, match="--ssd"):
         choose_tier("auto", [], 1, 0.0, True)
+
+
+def is_there(shard: Shard, manifest: ChunkManifest) -> bool:
+    return shard.lookup("acme", [manifest.key]) != [None]
+
+
+def test_the_longer_of_two_puts_counts(shard: Shard, clock: Clock) -> None:
+    manifest = put(shard, 40, PutOptions(ttl_s=10))
+    assert shard.begin_put(manifest, PutOptions(ttl_s=2)) is None
+    clock.now_s += 9
+    assert shard.begin_put(manifest, PutOptions(ttl_s=5)) is None
+    clock.now_s += 4
+    assert is_there(shard, manifest), "5 s from the second put"
+    clock.now_s += 1
+    assert not is_there(shard, manifest)
+
+
+def test_a_put_over_a_discovered_chunk_makes_it_last(shard: Shard, clock: Clock) -> None:
+    """It loses its lifetime, and its place before those that were put."""
+    discovered = put(shard, 300, PutOptions(ttl_s=1000))
+    assert shard.begin_put(discovered, PutOptions()) is None
+    others = [put(shard, tokens, PutOptions(ttl_s=1000)) for tokens in (301, 302)]
+    for tokens in (400, 401, 402):
+        put(shard, tokens, PutOptions(ttl_s=1000))
+    assert is_there(shard, discovered)
+    assert not any(is_there(shard, other) for other in others)
+    clock.now_s += 1e9
+    Keeper(shard).turn()
+    assert is_there(shard, discovered)
+
+
+def test_a_discovered_copy_does_not_end_what_was_put_for_good(shard: Shard, clock: Clock) -> None:
+    manifest = put(shard, 40)
+    assert shard.begin_put(manifest, PutOptions(ttl_s=1)) is None
+    assert shard.retain("acme", [manifest.key], 1.0) == [True]
+    clock.now_s += 2
+    assert is_there(shard, manifest)
+
+
+def test_of_two_puts_at_a_time_the_longer_lifetime_counts(shard: Shard, clock: Clock) -> None:
+    manifest, frames = make_chunk(range(40))
+    begun = [shard.begin_put(manifest, PutOptions(ttl_s=ttl_s)) for ttl_s in (5, 50)]
+    for one in begun:
+        assert one is not None
+        for layer, frame in enumerate(frames):
+            one.write(layer, memoryview(frame))
+    assert [shard.commit(one).inserted for one in begun if one is not None] == [True, False]
+    clock.now_s += 49
+    assert is_there(shard, manifest)
+    clock.now_s += 1
+    assert not is_there(shard, manifest)
+
+
+def test_a_lifetime_is_a_time_on_the_clock_wherever_that_jumps(shard: Shard, clock: Clock) -> None:
+    """Set back, a clock keeps chunks for as much longer; set forward, they go as much earlier. Nothing else
+    happens to them, and an extension counts from where the clock is."""
+    early, late = put(shard, 40, PutOptions(ttl_s=10)), put(shard, 41, PutOptions(ttl_s=1000))
+    clock.now_s -= 500
+    Keeper(shard).turn()
+    assert shard.retain("acme", [early.key, late.key], 20.0) == [True, True]
+    clock.now_s += 509
+    assert is_there(shard, early), "20 s from the earlier time were less than it had"
+    clock.now_s += 100
+    Keeper(shard).turn()
+    assert [is_there(shard, one) for one in (early, late)] == [False, True]
+
+
+def test_an_expired_chunk_is_not_retained(shard: Shard, clock: Clock) -> None:
+    manifest = put(shard, 40, PutOptions(ttl_s=10))
+    clock.now_s += 10
+    assert shard.retain("acme", [manifest.key], 10.0) == [False]
+    assert len(shard) == 0

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -112,12 +112,17 @@ class Catalog:
         """Delete, then put, in one durable transaction. Raises `lmdb.Error` if the disk fails; then nothing
         has changed."""
         with self._write_lock:
-            self._grow_if_full()
-            try:
-                self._apply(puts, deletes)
-            except lmdb.MapFullError:
-                self._grow()
-                self._apply(puts, deletes)
+            self._apply_growing(puts, deletes)
+
+    def _apply_growing(
+        self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes]
+    ) -> None:
+        self._grow_if_full()
+        try:
+            self._apply(puts, deletes)
+        except lmdb.MapFullError:
+            self._grow()
+            self._apply(puts, deletes)
 
     def _apply(self, puts: Sequence[tuple[Address, pb.CatalogRecord]], deletes: Sequence[bytes]) -> None:
         with self._env.begin(write=True) as transaction:
@@ -126,6 +131,20 @@ class Catalog:
             for address, record in puts:
                 key = catalog_key(address)
                 transaction.put(key, _encode_catalog_record(key, record))
+
+    def extend(self, expiries: Iterable[tuple[Address, float]]) -> None:
+        """Change when chunks expire, in Unix seconds, in one durable transaction. Chunks that have no record
+        are left out. Raises as `apply` does."""
+        puts = []
+        with self._write_lock:
+            with self._env.begin() as transaction:
+                for address, at_s in expiries:
+                    key = catalog_key(address)
+                    record = _decode_catalog_record(key, transaction.get(key, b""))
+                    if record is not None:
+                        record.MergeFrom(pb.CatalogRecord(expires_at_s=at_s))
+                        puts.append((address, record))
+            self._apply_growing(puts, ())
 
     def rewrite(self) -> None:
         """Move the records to a new file and delete the old one: LMDB keeps what was deleted in freed pages.

@@ -199,6 +199,14 @@ class DiskTier(CopyTier):
             with self._space_lock:
                 self._recorded.update((entry.address, target) for entry, target in wanted)
 
+    def extend(self, entries: Iterable[ChunkEntry]) -> None:
+        """Have the catalog know how long chunks are kept. Raises `lmdb.Error`; then nothing changed."""
+        with self._catalog_lock:  # a chunk that is being committed is named with what it had before
+            with self._space_lock:
+                named = [entry for entry in entries if entry.address in self._recorded]
+            if named:
+                self.catalog.extend((entry.address, entry.expires_at_s) for entry in named)
+
     def forget_older(self, written: Iterable[Copying]) -> None:
         """Have the catalog forget other copies than their own of chunks that a slower tier is about to name.
         Raises `lmdb.Error`; then nothing changed."""

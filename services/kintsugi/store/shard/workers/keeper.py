@@ -1,17 +1,20 @@
-"""The shard's housekeeping thread: ends leases, forgets expired chunks, saves uses, scrubs.
+"""The shard's housekeeping thread: ends leases, forgets what expired, saves lifetimes and uses, scrubs.
 
 Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the disk with loads.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.uses import SAVE_PERIOD_S
 from kintsugi.store.shard.workers.turns import Turns
+
+log = logging.getLogger(__name__)
 
 TURN_S = 1.0
 SCRUB_BYTES_PER_S = 16 << 20
@@ -35,6 +38,7 @@ class Keeper(Turns):
     def turn(self) -> None:
         """One round of housekeeping."""
         self._shard.table.expire()
+        self._record_lifetimes()
         self._unsaved_s += self._turn_s
         if self._unsaved_s >= SAVE_PERIOD_S:
             self._shard.save_uses()
@@ -47,6 +51,13 @@ class Keeper(Turns):
             if not size:
                 return
             self._budget_bytes -= size
+
+    def _record_lifetimes(self) -> None:
+        """Also of chunks that were put again without waiting for a disk."""
+        try:
+            self._shard.record_lifetimes()
+        except Unavailable as error:
+            log.warning("%s", error)
 
     def _scrub_one(self) -> int:
         """Verify the next chunk of the round; how many bytes that read, 0 if there is none."""

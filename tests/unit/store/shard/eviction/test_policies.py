@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy, Unrecorded
 from kintsugi.store.shard.eviction.policies import POLICIES, policy_factory
 from kintsugi.store.shard.eviction.policy import Lru
 from kintsugi.store.shard.eviction.simulate import Belady, TraceAccess, rag_trace, read_trace, replay
@@ -88,3 +90,39 @@ def test_traces_are_read_or_the_line_is_named(tmp_path: Path) -> None:
         trace.write_text('{"key": "a"}\n' + line + "\n")
         with pytest.raises(InvalidField, match="jsonl:2"):
             read_trace(trace)
+
+
+def test_what_loses_its_lifetime_leaves_with_the_lasting() -> None:
+    passing = {"a", "b", "c"}
+    policy = LifetimePolicy(lambda item: item in passing, lambda: Lru(100))
+    for item in ("lasting", "a", "b", "c"):
+        policy.admit(item, 10, 0.0)
+    assert policy.evict(lambda _: True) == "a"
+    passing.discard("a")
+    policy.let_last("a", 10, 0.0)
+    assert policy.evict(lambda _: True) == "b", "one that was given up does not come back"
+    passing.discard("c")
+    policy.let_last("c", 10, 0.0)
+    policy.let_last("lasting", 10, 0.0)
+    policy.touch("lasting")
+    assert [policy.evict(lambda _: True) for _ in range(3)] == ["c", "lasting", None]
+    policy.admit("c", 10, 0.0)
+    policy.remove("c")
+    assert policy.evict(lambda _: True) is None
+
+
+def test_what_could_not_be_recorded_is_recorded_later() -> None:
+    unrecorded: Unrecorded[str] = Unrecorded()
+    written: list[set[str]] = []
+
+    def fail(items: Collection[str]) -> None:
+        unrecorded.add("b")
+        raise OSError("the disk is full")
+
+    unrecorded.record(lambda items: written.append(set(items)))
+    unrecorded.add("a")
+    with pytest.raises(OSError, match="full"):
+        unrecorded.record(fail)
+    for _ in range(2):
+        unrecorded.record(lambda items: written.append(set(items)))
+    assert written == [{"a", "b"}]

@@ -60,3 +60,16 @@ def test_a_record_under_anothers_key_is_none() -> None:
     assert _decode_catalog_record(KEY, _encode_catalog_record(KEY, RECORD)) == RECORD
     assert _decode_catalog_record(other, _encode_catalog_record(KEY, RECORD)) is None
     assert _decode_catalog_record(other, _encode_catalog_record(other, RECORD)) is None
+
+
+def test_a_lifetime_changes_and_nothing_else(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "catalog")
+    address = ("acme", MANIFEST.key)
+    absent = ("acme", ChunkKey(bytes(32)))
+    catalog.apply([(address, RECORD)])
+    catalog.extend([(address, 7.0), (absent, 8.0)])
+    changed = pb.CatalogRecord()
+    changed.CopyFrom(RECORD)
+    changed.expires_at_s = 7.0
+    assert list(catalog.records()) == [(KEY, changed)]
+    catalog.close()
