@@ -82,7 +82,7 @@ def test_everything_is_read() -> None:
         ({"ttl_s": -1.0}, "ttl_s", "leave it out"),
         ({"ttl_s": 1e9}, "ttl_s", "ten years"),
         ({"ttl_s": float("nan")}, "ttl_s", "above 0"),
-        ({"ttl_s": "60"}, "ttl_s", "number"),
+        ({"ttl_s": "60"}, "kintsugi.ttl_s", "number"),
         ({"namespace": ""}, "namespace", "mandatory"),
         ({"namespace": None}, "kintsugi.namespace", "string"),
         ({"namespace": "a b"}, "namespace", "letters, digits"),

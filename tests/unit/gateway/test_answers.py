@@ -127,7 +127,7 @@ def test_misses_are_handed_on_behind_the_last_event(monkeypatch: pytest.MonkeyPa
             async for event in events:
                 assert not answering._follow_ups, event
         await asyncio.gather(*answering._follow_ups)
-        filler.suspect.assert_called_once_with("tenant", [CHUNK])
+        filler.suspect.assert_called_once_with("tenant", [CHUNK], None)
         monkeypatch.setattr(answers, "FOLLOW_UPS_MAX", 1)
         for _ in range(3):
             await collected(ScriptedAsk(["a", {"chunks_missed": 1}]), answering)

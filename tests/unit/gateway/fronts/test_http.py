@@ -447,7 +447,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
         gateway = gateway_over(backend, access=Tokens(), known=known, fill=FillConfig())
         assert gateway._filler is not None
 
-        def suspect(namespace: str, chunks: Sequence[ToSave]) -> None:
+        def suspect(namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
             missed.append((namespace, tuple(tokens for _, tokens in chunks)))
 
         monkeypatch.setattr(gateway._filler, "suspect", suspect)

@@ -93,7 +93,9 @@ def test_misses_are_filled_for_who_may_put(monkeypatch: pytest.MonkeyPatch) -> N
         backend = ScriptedBackend(lambda call: answered("fine", {"tokens_missed": 3}))
         gateway = gateway_over(backend, access=Roles(), fill=FillConfig())
         missed: list[int] = []
-        monkeypatch.setattr(gateway._filler, "suspect", lambda namespace, chunks: missed.append(len(chunks)))
+        monkeypatch.setattr(
+            gateway._filler, "suspect", lambda namespace, chunks, ttl_s: missed.append(len(chunks))
+        )
         transport = httpx.ASGITransport(HttpFront(gateway).app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
             for token in ("generate", "generate+put"):
