@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import signal
@@ -15,7 +14,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
@@ -597,60 +595,3 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         assert all(shard.verify("acme", everything).values())
     finally:
         shard.close()
-
-
-@pytest.mark.parametrize("ssd_mib", [(16,), (3, 16)])
-def test_a_longer_lifetime_survives_a_restart(tmp_path: Path, ssd_mib: tuple[int, ...]) -> None:
-    """Also of chunks that moved to another tier."""
-    chunks = many(16)
-    keys = [manifest.key for manifest, _ in chunks]
-    shard = open_shard(spec(tmp_path, ssd_mib=ssd_mib))
-    with ShardServer(shard, "127.0.0.1:0") as server, closing(GrpcStore(server.address, DURABLE)) as store:
-        for manifest, frames in chunks:
-            assert store.put(manifest, frames, ttl_s=3600.0)
-        assert shard.disks[-1].chunks > 0
-        before = {entry.manifest.key: entry.expires_at_s for entry in shard.table.entries()}
-        assert store.retain("acme", keys[:4]) == [True] * 4
-        assert not store.put(*chunks[4], ttl_s=7200.0)
-    # Killed: nothing is written at the end.
-    shard.table.unrecorded.record(lambda entries: pytest.fail("a durable call left something to be recorded"))
-    shard.close()
-    shard = open_shard(spec(tmp_path, ssd_mib=ssd_mib))
-    try:
-        after = {entry.manifest.key: entry.expires_at_s for entry in shard.table.entries()}
-        assert after.keys() == before.keys()
-        assert [after[key] for key in keys[:4]] == [math.inf] * 4
-        assert after[keys[4]] > before[keys[4]] + 3500.0
-        assert all(after[key] == before[key] for key in keys[5:])
-        assert all(shard.verify("acme", keys).values())
-    finally:
-        shard.close()
-
-
-def test_a_disk_that_fails_is_told_the_lifetime_later(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    (manifest, frames), *_ = many(1)
-    put(shard, manifest, frames)
-    assert shard.retain("acme", [manifest.key], 60.0) == [True], "it lasts already: no disk is asked"
-    shard.delete("acme", [manifest.key])
-    begun = shard.begin_put(manifest, PutOptions(durable=True, ttl_s=60.0))
-    assert begun is not None
-    for layer, frame in zip(manifest.layers, frames, strict=True):
-        begun.write(layer, memoryview(frame))
-    committed = shard.commit(begun).durable
-    assert committed is not None
-    committed.result(10.0)
-
-    def fail(expiries: object) -> None:
-        raise lmdb.Error("by the test")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(shard.disks[0].catalog, "extend", fail)
-        with pytest.raises(Unavailable, match="not over a restart"):
-            shard.retain("acme", [manifest.key], 600.0)
-        Keeper(shard).turn()
-    Keeper(shard).turn()
-    ((_, record),) = shard.disks[0].catalog.records()
-    assert record is not None
-    (entry,) = shard.lookup("acme", [manifest.key])
-    assert entry is not None
-    assert record.expires_at_s == entry.expires_at_s > time.time() + 500.0

@@ -407,11 +407,7 @@ class GrpcStore(ChunkStore):
         known = [self._manifests.get(namespace, key) for key in keys]
         held = self._options.find_keys(namespace)
         # One whose data key was retired since is looked up again, because the chunk may have been replaced.
-        unknown = [
-            index
-            for index, manifest in enumerate(known)
-            if manifest is None or not is_readable(held, manifest)
-        ]
+        unknown = [index for index, one in enumerate(known) if one is None or not is_readable(held, one)]
         if unknown:
             found = self.lookup(namespace, [keys[index] for index in unknown])
             for index, manifest in zip(unknown, found, strict=True):
