@@ -12,6 +12,9 @@ import pytest
 from tests.fakes.console_service import ConsoleService, console_service
 from tests.fakes.stub_backend import StubDelays
 
+READY = "() => document.getElementById('service')?.textContent !== 'Asking the service…'"
+"""Whether the page has heard from the gateway. Pages that ask none are ready at once."""
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -50,6 +53,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         # The browser itself logs every answer that is an error; those are the tests' own.
         page.on("console", lambda said: said.type == "error" and problems.append(said.text))
         page.goto(url)
+        page.wait_for_function(READY)
         return page
 
     yield open_at
