@@ -154,7 +154,7 @@ calls of a blend, which moves the logprobs of these models by up to 0.06. Layers
 are never blended behind cached tokens: vLLM lets go of what the blend's first tokens still see, so such
 models compute a prompt's prefix again.
 
-A real model to try is `--model smollm2-135m`, a Llama ([QUALITY.md](QUALITY.md#the-reference-model)).
+A real model to try is `--model smollm2-135m`, a Llama ([the reference model](reference/model.md)).
 """
 
 VERSIONS = f"""

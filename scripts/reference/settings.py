@@ -34,7 +34,7 @@ def page() -> Page:
         "reference/configuration.md",
         "Configuration",
         "An unknown key is refused with the nearest valid name. How the parts work together is in "
-        "[Serving](../SERVING.md).",
+        "[Serve a model](../howto/serve.md).",
         [
             _section(
                 "Service",

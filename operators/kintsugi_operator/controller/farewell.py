@@ -38,7 +38,9 @@ async def take_leave(
             for live in services:
                 await _try_to_let_go(cluster, live, me)
     except (KintsugiError, TimeoutError) as error:
-        logger.warning("services may keep their finalizer (docs/OPERATIONS.md has the remedy): %s", error)
+        logger.warning(
+            "services may keep their finalizer (docs/operate/troubleshoot.md has the remedy): %s", error
+        )
 
 
 async def _services(index: Index) -> list[Manifest]:
@@ -73,7 +75,7 @@ async def _try_to_let_go(cluster: ApiServer, live: Manifest, me: OperatorStatus)
                     await _let_go(cluster, one, me)
     except KintsugiError as error:
         logger.warning(
-            "%s/%s may keep its finalizer (docs/OPERATIONS.md has the remedy): %s",
+            "%s/%s may keep its finalizer (docs/operate/troubleshoot.md has the remedy): %s",
             metadata["namespace"],
             metadata["name"],
             error,

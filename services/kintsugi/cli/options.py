@@ -192,7 +192,7 @@ class ServeTask:
             "Default: the bundled model."
         ),
     ] = None
-    config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/SERVING.md.")] = None
+    config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/howto/serve.md.")] = None
     ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None
     ssd: SsdTiers = None
     data_dir: Annotated[Path | None, typer.Option(help="Folder for shards' identities and reports.")] = None

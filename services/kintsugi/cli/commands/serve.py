@@ -125,7 +125,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise InvalidField("config", f"{path} must be a mapping; see docs/SERVING.md for its keys")
+        raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")
     return values
 
 
