@@ -54,8 +54,8 @@ class StubSeen:
     """The requests that it received, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
-    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str]] = field(default_factory=list)
-    """Request id, namespace, chunks, priority, tier."""
+    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str, float | None]] = field(default_factory=list)
+    """Request id, namespace, chunks, priority, tier, lifetime in seconds."""
     running: int = 0
     """Answers in progress."""
     ended_early: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.documents import DocumentRef
@@ -30,6 +32,7 @@ from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.stub_backend import _zeros
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
 from tests.workers import worker_process_ids
 
@@ -106,6 +109,36 @@ def test_with_a_context_both_copies_are_filled_found_and_deleted(bench: Bench) -
     write_corpus(bench.source, {"p0": passages(6)[0]})
     rest = bench.run(**context)
     assert len(bench.stored()) == rest.chunks < both.chunks, "an orphan takes its plain copy with it"
+
+
+@pytest.mark.parametrize("context", [[], [7, 8, 9]])
+def test_discovered_chunks_of_a_corpus_lose_their_lifetime(bench: Bench, context: list[int]) -> None:
+    write_corpus(bench.source, {**TEXTS, "other": "Nothing was discovered here. " * 20})
+    values = {"context_token_ids": context}
+    space = bench.job(**values).facts.space
+    chunker = Chunker.of_model(bench.spec().model, ChunkingConfig(64))
+    inside, outside = next(iter(chunker.chunks(TEXTS["d0"]))), (5, 6, 7)
+    with closing(GrpcStore(bench.server.address)) as store:
+        for token_ids in (inside.token_ids, outside):
+            for copy in space.copies():
+                store.put(*_zeros(copy, token_ids), ttl_s=3600.0)
+    found, alien = (
+        {ChunkKey.of(copy, token_ids) for copy in space.copies()} for token_ids in (inside.token_ids, outside)
+    )
+    survey(bench.spec(**values))
+    assert passing(bench) == found | alien, "a survey changes nothing"
+    first = bench.run(**values)
+    assert (first.coverage, first.chunks_resident) == (1.0, len(found))
+    assert not {key.hex for key in found} & set(bench.prefilled)
+    assert passing(bench) == alien
+
+
+def passing(bench: Bench) -> set[ChunkKey]:
+    """The keys of the stored chunks that have a lifetime."""
+    entries = {
+        key: bench.server.shard.table.get(("acme", key)) for key in map(ChunkKey.from_hex, bench.stored())
+    }
+    return {key for key, entry in entries.items() if entry is not None and entry.expires_at_s < math.inf}
 
 
 def test_turning_a_context_on_keeps_what_becomes_a_plain_copy(bench: Bench) -> None:
