@@ -18,9 +18,10 @@ READY = "() => document.getElementById('service')?.textContent !== 'Asking the s
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Skips where Playwright or a Chromium is not installed."""
+    """Skips where Playwright or a Chromium is not installed. Of one module: Playwright keeps a loop running in
+    this thread, in which no other test could begin one."""
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
