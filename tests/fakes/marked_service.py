@@ -53,7 +53,9 @@ class TellingBackend(StubBackend):
         super().__init__(store=store)
         self._shard = store
 
-    async def _put(self, namespace: str, token_ids: Sequence[int], tier: str) -> SaveOutcome:
+    async def _put(
+        self, namespace: str, token_ids: Sequence[int], tier: str, ttl_s: float | None
+    ) -> SaveOutcome:
         space = self.space(namespace)
         size = _LAYOUT.frame_bytes(Codec.RAW, len(token_ids))
         data = np.asarray(list(token_ids), "<u4").tobytes()
@@ -61,7 +63,7 @@ class TellingBackend(StubBackend):
         frames: list[memoryview | bytes] = [frame] * _LAYERS
         key, anchor = ChunkKey.of(space, token_ids), anchor_of(token_ids)
         manifest = ChunkManifest.of(space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames)
-        await asyncio.to_thread(self._shard.put, manifest, frames, tier=tier)
+        await asyncio.to_thread(self._shard.put, manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
         return SaveOutcome(SaveState.SAVED)
 
 
