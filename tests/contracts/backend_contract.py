@@ -91,11 +91,11 @@ class BackendContract:
 
     def test_a_scored_token_has_a_logprob_in_the_first_piece_alone(self, engines: Engines) -> None:
         asked = engines.request(engines.tokens(40))
-        assert [one.logprob for one in engines.run(engines.answer(asked))] == [None] * 4
+        assert not any(one.logprob is not None for one in engines.run(engines.answer(asked)))
         first, *rest = engines.run(engines.answer(dataclasses.replace(asked, scored_token=5)))
         assert first.logprob is not None
         assert first.logprob <= 0.0
-        assert [one.logprob for one in rest] == [None] * 3
+        assert all(one.logprob is None for one in rest)  # a busy engine puts several tokens into a piece
 
     def test_a_measurement_finds_nothing_that_others_left_in_the_prefix_cache(self, engines: Engines) -> None:
         room = engines.run(engines.backend.info()).max_model_len

@@ -26,7 +26,7 @@ import pytest
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
+from kintsugi.store.shard.entry import Copying, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
@@ -49,8 +49,9 @@ def spec(folder: Path) -> ShardSpec:
 TIERS = ("auto", "ssd0", "ssd1")
 DAY_S = 86400.0
 Chunk = tuple[ChunkManifest, list[bytes]]
-Putting = tuple[ChunkEntry, Future[None]]
-"""A chunk that was put, and the future that says that it is durable."""
+Putting = tuple[ChunkKey, float, Future[None]]
+"""A chunk that was put, when it expires by this put (Unix seconds), and the future that says that it is
+durable."""
 
 
 class Life:
@@ -86,6 +87,7 @@ class Life:
 
     def _check_catalogs(self) -> None:
         """At rest, each tier's catalog names what the shard finds there."""
+        self._shard.record_lifetimes()  # a chunk that was put again is kept for longer
         for disk in self._shard.disks:
             named = dict(disk.catalog.records())
             for entry in self._shard.table.entries():
@@ -111,14 +113,15 @@ class Life:
         for layer, frame in zip(manifest.layers, frames, strict=True):
             put.write(layer, memoryview(frame))
         print(f"putting {manifest.key.hex}", flush=True)
+        expires_at_s = put.entry.expires_at_s  # what is promised: a later put may keep the chunk for longer
         durable = self._shard.commit(put).durable
         assert durable is not None
-        return put.entry, durable
+        return manifest.key, expires_at_s, durable
 
     def _await_durable(self, puts: Iterable[Putting | None]) -> None:
-        for entry, durable in filter(None, puts):
+        for key, expires_at_s, durable in filter(None, puts):
             durable.result(30.0)
-            print(f"durable {entry.manifest.key.hex} {entry.expires_at_s!r}", flush=True)
+            print(f"durable {key.hex} {expires_at_s!r}", flush=True)
 
     def _put_again(self) -> None:
         """While chunks are written to the first tier, which makes others leave it, delete some of either and
@@ -129,7 +132,7 @@ class Life:
         time.sleep(self._chance.choice((0.0, 0.001, 0.003, 0.01)))  # the writers have got somewhere
         again = self._chance.sample(held, min(3, len(held)))
         self._delete(again)
-        puts = [put for put in puts if put is not None and put[0].manifest.key not in again]
+        puts = [put for put in puts if put is not None and put[0] not in again]
         for key in again:
             make, tokens = self._ranges[key]
             puts.append(self._put(make(tokens), self._chance.choice(TIERS)))

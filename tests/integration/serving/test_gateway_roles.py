@@ -115,7 +115,7 @@ def test_misses_are_filled_for_who_may_put(tmp_path: Path, monkeypatch: pytest.M
     with running(Setup(gateway={"access": TokenFile(file), "fill": FillConfig()})) as served:
         missed: list[int] = []
         filler = served.gateway._filler
-        monkeypatch.setattr(filler, "suspect", lambda namespace, chunks: missed.append(len(chunks)))
+        monkeypatch.setattr(filler, "suspect", lambda namespace, chunks, ttl_s: missed.append(len(chunks)))
         for count, name in enumerate(("reader", "writer"), 1):
             with Client(served.address, "docs", token=tokens[name]) as client:
                 client.generate(["a chunk"], "why?")

@@ -200,10 +200,11 @@ class DiskTier(CopyTier):
                 self._recorded.update((entry.address, target) for entry, target in wanted)
 
     def extend(self, entries: Iterable[ChunkEntry]) -> None:
-        """Have the catalog know how long chunks are kept. Raises `lmdb.Error`; then nothing changed."""
+        """Have the catalog know how long chunks are kept. Leaves out what is gone: its address may name a
+        chunk that was put since. Raises `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:  # a chunk that is being committed is named with what it had before
             with self._space_lock:
-                named = [entry for entry in entries if entry.address in self._recorded]
+                named = [entry for entry in entries if not entry.gone and entry.address in self._recorded]
             if named:
                 self.catalog.extend((entry.address, entry.expires_at_s) for entry in named)
 
