@@ -1,11 +1,11 @@
-"""Broken links of the documentation, and public names without a sentence.
+"""The README's length, broken links of the documentation, and public names without a sentence.
 
 Usage: python benchmarks/docs.py [--site FOLDER] [--save]
 
-`docs_broken_links` counts links between the repository's Markdown files, and within the site that `make docs`
-built, that lead nowhere; links to other hosts are not followed. `docs_undocumented_public` counts names of
-the SDK, options of commands, settings, metrics, fields of CRDs and chart values that have no sentence. The
-last line is JSON.
+`readme_words` counts the words of the whole README as `wc -w` does. `docs_broken_links` counts links between
+the repository's Markdown files, and within the site that `make docs` built, that lead nowhere; links to other
+hosts are not followed. `docs_undocumented_public` counts names of the SDK, options of commands, settings,
+metrics, fields of CRDs and chart values that have no sentence. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.support.figures import Figure, report
 
 REPOSITORY = Path(__file__).parent.parent
 SITE = Path("build/site")
+README_WORDS_MAX = 900
 SHOWN_MAX = 5
 """Names that a figure's detail shows."""
 
@@ -40,6 +41,12 @@ def count(name: str, found: list[str]) -> Figure:
     return Figure.at_most(name, len(found), 0, "", "; ".join(found[:SHOWN_MAX]) + more)
 
 
+def count_words(readme: Path) -> Figure:
+    """The length of the README, code and tables included."""
+    words = len(readme.read_text(encoding="utf-8").split())
+    return Figure.at_most("readme_words", words, README_WORDS_MAX, "words")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", type=Path, default=SITE, help="the built site; default: %(default)s")
@@ -52,7 +59,7 @@ def main() -> None:
             "docs_broken_links", None, "", detail=f"{given.site} holds no site: run make docs first"
         )
     undocumented = count("docs_undocumented_public", listed("-m", "scripts.reference", "--undocumented"))
-    figures = [links, undocumented]
+    figures = [count_words(REPOSITORY / "README.md"), links, undocumented]
     report("docs", {"site": str(given.site)}, figures, "docs" if given.save else None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
-from collections.abc import Iterator
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from scripts.reference.page import Entry, Page, Section, code
 
@@ -79,10 +81,24 @@ def _entries(cls: type[Any], path: str) -> Iterator[Entry]:
     for one in dataclasses.fields(cls):
         inner = _dataclass_in(hints[one.name])
         sentence = docs.get(one.name, "") or (_paragraph(inner) if inner else "")
-        facts = {"type": code(text_of(one.type)), "default": _default(one, inner)}
+        facts = {"type": code(_type_of(hints[one.name])), "default": _default(one, inner)}
         yield Entry(f"{path}{one.name}", sentence, facts)
         if inner is not None:
             yield from _entries(inner, f"{path}{one.name}{_below(hints[one.name], inner)}.")
+
+
+def _type_of(hint: Any) -> str:
+    """A type as the writer of a file needs it: `mapping`, the values of an enumeration, no class's name."""
+    inner = get_args(hint)
+    if isinstance(hint, enum.EnumMeta):
+        return " | ".join(str(one.value) for one in hint)
+    if dataclasses.is_dataclass(hint) or get_origin(hint) in (dict, Mapping):
+        return "mapping"
+    if get_origin(hint) in (list, tuple):
+        return f"list[{_type_of(inner[0])}]"
+    if inner:
+        return " | ".join(_type_of(one) for one in inner if one != "")
+    return "None" if hint is NoneType else text_of(hint)
 
 
 def _below(hint: Any, inner: type[Any]) -> str:

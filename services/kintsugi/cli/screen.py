@@ -18,6 +18,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from kintsugi.cli.progress import ProgressLines
 from kintsugi.core.errors import Unavailable
 
+COLUMNS_MAX = 10_000
+"""More than any table needs."""
+
 
 class Screen:
     """The output of one command."""
@@ -74,7 +77,7 @@ class Screen:
         if self.as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
         else:
-            render(Console())
+            render(_make_console())
 
     def show_event(self, event: str, text: str, **details: Any) -> None:
         """Print one of several results at once: `text`, or its name and details as a line of JSON."""
@@ -111,6 +114,15 @@ class Screen:
     def _print_on(self, console: Console) -> None:
         with self._lock:
             self._progress = console
+
+
+def _make_console() -> Console:
+    """The console of a result. Without a terminal nothing says how wide lines may be, unless `COLUMNS` does:
+    tables are then as wide as their cells, and text is not wrapped."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = COLUMNS_MAX
+    return console
 
 
 @contextmanager

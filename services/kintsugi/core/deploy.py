@@ -146,7 +146,7 @@ class EngineSpec(EngineSettings):
     drain_s: float = setting(60.0, minimum=0)
     """How long requests may continue once an engine or a gateway has to stop."""
     metrics_port: int = setting(7580, minimum=0, maximum=PORT_MAX)
-    """First of `METRICS_PORTS` ports; an engine takes one that is free. 0: no metrics."""
+    """First of 16 ports; an engine takes one that is free. 0: no metrics."""
     metrics_host: str = ""
     """The interface that engines' metrics listen on; empty: the store's."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class StoreSpec(StoreSettings):
     port: int = setting(0, minimum=0, maximum=PORT_MAX)
     """Port of a shard; 0: any that is free, since several may share a host."""
     metrics_port: int = setting(7480, minimum=0, maximum=PORT_MAX)
-    """First of `METRICS_PORTS` ports; a shard takes one that is free. 0: no metrics."""
+    """First of 16 ports; a shard takes one that is free. 0: no metrics."""
     metrics_host: str = ""
     """The interface that shards' metrics listen on; empty: `host`."""
     protect_metrics: bool = False

@@ -34,7 +34,10 @@ class Copies:
     async def find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
         """The chunks of which the store lacks a copy that saving would make, also in the namespace that this
         one shares. Raises `Unavailable`."""
-        missing = await self._find_missing(namespace, chunks)
+        return await self._without_shared(namespace, await self._find_missing(namespace, chunks))
+
+    async def _without_shared(self, namespace: str, missing: list[ToSave]) -> list[ToSave]:
+        """Those of the chunks that the namespace which this one shares lacks, too."""
         shared = self._shared_of(namespace)
         if not (shared and missing):
             return missing
@@ -43,12 +46,16 @@ class Copies:
         absent = await self._find_missing(shared, [(key, tokens) for key, (_, tokens) in theirs.items()])
         return [theirs[key] for key, _ in absent]
 
-    async def retain(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
+    async def retain(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> list[ToSave]:
         """Keep all copies that there are of chunks for ``ttl_s`` more seconds at least; None: as if they were
-        put now. Those in the namespace that this one shares are left alone. Raises `Unavailable`."""
+        put now. Those in the namespace that this one shares are left alone. Returns the chunks of which a
+        copy has gone since it was found: they are missing. Raises `Unavailable`."""
+        if not chunks:
+            return []
         keys = await self._keys_of(namespace, chunks)
-        if keys:
-            await self._store.run(lambda store: store.retain(namespace, keys, ttl_s or 0.0))
+        kept = await self._store.run(lambda store: store.retain(namespace, keys, ttl_s or 0.0))
+        gone = [chunk for index, chunk in enumerate(chunks) if not all(kept[index :: len(chunks)])]
+        return await self._without_shared(namespace, gone)
 
     async def _keys_of(self, namespace: str, chunks: Sequence[ToSave]) -> list[ChunkKey]:
         """Keys of the copies that saving makes, copy by copy."""

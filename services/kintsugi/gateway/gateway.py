@@ -330,7 +330,8 @@ class Gateway:
             wanted = [(one.key, one.token_ids) for one in pieces]
             missing = await self._copies.find_missing(namespace, wanted)
             absent = {key for key, _ in missing}
-            await self._copies.retain(namespace, [one for one in wanted if one[0] not in absent], ttl_s)
+            present = [one for one in wanted if one[0] not in absent]
+            missing += await self._copies.retain(namespace, present, ttl_s)
             num_tokens = sum(len(tokens) for _, tokens in missing)
             self.shares.charge(namespace, num_tokens)
             try:

@@ -282,6 +282,8 @@ class Job:
     def _queue_missing(self, chunks: Sequence[PendingChunk]) -> None:
         """Look the chunks up in the store and queue missing ones for the workers."""
         tiers = self._look_up([chunk.key for chunk in chunks])
+        if not self._dry:
+            tiers = self._keep_present(chunks, tiers)
         progress = self.progress
         missing = [chunk for chunk, tier in zip(chunks, tiers, strict=True) if tier is None]
         for tier in filter(None, tiers):
@@ -298,9 +300,6 @@ class Job:
         if self._dry:
             self._check_cancelled()
             return
-        present = [chunk.key for chunk, tier in zip(chunks, tiers, strict=True) if tier is not None]
-        if present:  # an engine may have discovered some, and they would expire
-            self._wait_for_store(lambda: self._store.retain(self.spec.namespace, present))
         if progress.bytes_total > self._bytes_max and missing:
             raise ResourceExhausted(
                 f"the corpus needs more than the {self._bytes_max} bytes that it may use; enlarge the store, "
@@ -310,6 +309,16 @@ class Job:
         self._pump(flush=False)
         while self._batches.num_tokens > self.spec.batch_tokens * QUEUED_BATCHES * self.spec.workers:
             self._pump(flush=False)
+
+    def _keep_present(self, chunks: Sequence[PendingChunk], tiers: Sequence[str | None]) -> list[str | None]:
+        """Have the store keep what it holds: an engine may have discovered some, and they would expire.
+        Returns the tiers, with None also for chunks that have gone since they were looked up."""
+        present = [chunk.key for chunk, tier in zip(chunks, tiers, strict=True) if tier is not None]
+        if not present:
+            return list(tiers)
+        kept = self._wait_for_store(lambda: self._store.retain(self.spec.namespace, present))
+        gone = {key for key, is_kept in zip(present, kept, strict=True) if not is_kept}
+        return [None if chunk.key in gone else tier for chunk, tier in zip(chunks, tiers, strict=True)]
 
     def _look_up(self, keys: Sequence[ChunkKey]) -> list[str | None]:
         """The fastest tier that holds each chunk, None for missing ones."""

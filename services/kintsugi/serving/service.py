@@ -7,7 +7,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kintsugi.core.deploy import (
@@ -20,7 +21,7 @@ from kintsugi.core.deploy import (
     ServiceSpec,
     serve_config,
 )
-from kintsugi.core.errors import DeadlineExceeded, Unavailable
+from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.precompute.local_ray import start_local_ray
 from kintsugi.serving.directory import remove_directory
@@ -56,7 +57,7 @@ class DeploymentProgress:
 def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     """Start Ray in this process, on loopback alone, with room for every replica that `spec` may want.
 
-    CPUs are only what Ray counts: on a machine with fewer cores, replicas share them.
+    CPUs are only what Ray counts: on a machine with fewer cores, replicas share them. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.replicas.max + engines.spares + calibrators) * engines.cpus
@@ -64,10 +65,36 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     # A raylet's default niceness of 15 would starve its workers beside other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    start_local_ray(
-        num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + SYSTEM_CPUS),
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
+    # Of a node that does not start in time, Ray says so with a plain `Exception`.
+    with _expect_ray("start", Exception):
+        start_local_ray(
+            num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + SYSTEM_CPUS),
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+
+
+def _ray_errors() -> tuple[type[Exception], ...]:
+    """What Ray and Serve raise where they do not do what they are asked, or not in time."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    return RayError, RayServeException, TimeoutError, ConnectionError
+
+
+@contextmanager
+def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
+    """Raises `Unavailable` where Ray or Serve fails at the task in the body, or takes too long. ``more``:
+    what else the body may raise of theirs."""
+    try:
+        yield
+    except KintsugiError:
+        raise
+    except (*_ray_errors(), *more) as error:
+        said = str(error).strip().splitlines() or [""]
+        raise Unavailable(
+            f"Ray does not {task} ({type(error).__name__}: {said[-1][-MESSAGE_CHARS_MAX:]}); mostly the "
+            "machine is short of memory or too busy: end what else runs on it, and start again"
+        ) from error
 
 
 def cause_in(message: str) -> str:
@@ -84,23 +111,27 @@ class Service:
         self.config = serve_config(spec)
 
     def deploy(self) -> None:
-        """Hand the configuration to Serve, as `serve deploy` does; returns before anything runs."""
+        """Hand the configuration to Serve, as `serve deploy` does; returns before anything runs. Raises
+        `Unavailable`."""
         from ray.serve._private.api import serve_start
         from ray.serve.schema import ServeDeploySchema
 
         schema = ServeDeploySchema.model_validate(self.config)
-        client = serve_start(
-            proxy_location=schema.proxy_location, http_options=schema.http_options.model_dump()
-        )
-        client.deploy_apps(schema)
+        with _expect_ray("start Serve"):
+            client = serve_start(
+                proxy_location=schema.proxy_location, http_options=schema.http_options.model_dump()
+            )
+            client.deploy_apps(schema)
 
     def progress(self) -> list[DeploymentProgress]:
-        """All deployments that Serve knows by now, shards first."""
+        """All deployments that Serve knows by now, shards first. Raises `Unavailable`."""
         from ray import serve
 
         found: list[DeploymentProgress] = []
+        with _expect_ray("say what runs"):
+            applications = serve.status().applications
         for name in (STORE_APP, SERVICE_APP):
-            application = serve.status().applications.get(name)
+            application = applications.get(name)
             if application is None:
                 continue
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY") and not application.deployments:
@@ -145,41 +176,42 @@ class Service:
             time.sleep(POLL_S)
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` of gRPC and HTTP of any one gateway."""
+        """`host:port` of gRPC and HTTP of any one gateway. Raises `Unavailable`."""
         from ray import serve
 
-        handle = serve.get_app_handle(SERVICE_APP)
-        addresses: dict[str, str] = handle.addresses.remote().result(timeout_s=ASK_TIMEOUT_S)
+        with _expect_ray("reach the gateway"):
+            handle = serve.get_app_handle(SERVICE_APP)
+            addresses: dict[str, str] = handle.addresses.remote().result(timeout_s=ASK_TIMEOUT_S)
         return addresses
 
     def info(self) -> EngineInfo:
         """Describe any one engine. Raises `Unavailable` while none answers."""
         from ray import serve
-        from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
 
         try:
             handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
             info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
-        except (RayError, RayServeException, TimeoutError) as error:
+        except _ray_errors() as error:
             raise Unavailable(f"no engine answers ({type(error).__name__}); Serve starts it again") from error
         return info
 
     def stop(self) -> None:
         """Drain and end every replica, engines before shards, then the directory. Idempotent.
 
-        Raises `DeadlineExceeded` for an application that outlasts the time that the specification gives it.
+        Raises `DeadlineExceeded` for an application that outlasts the time that the specification gives it,
+        and `Unavailable`.
         """
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
-        try:
-            self._end(SERVICE_APP, self.spec.engines.drain_s)
-            self._end(STORE_APP, self.spec.store.drain_s)
-            serve.shutdown()
-        except RayServeException as error:
-            log.info("Serve does not run, so there is nothing to end: %s", error)
-        remove_directory()
+        with _expect_ray("end the service"):
+            try:
+                self._end(SERVICE_APP, self.spec.engines.drain_s)
+                self._end(STORE_APP, self.spec.store.drain_s)
+                serve.shutdown()
+            except RayServeException as error:
+                log.info("Serve does not run, so there is nothing to end: %s", error)
+            remove_directory()
 
     def _end(self, application: str, drain_s: float) -> None:
         """Delete an application and wait: Serve itself waits 60 s, whatever `drain_s` is."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -131,6 +132,25 @@ def test_discovered_chunks_of_a_corpus_lose_their_lifetime(bench: Bench, context
     assert (first.coverage, first.chunks_resident) == (1.0, len(found))
     assert not {key.hex for key in found} & set(bench.prefilled)
     assert passing(bench) == alien
+
+
+def test_a_chunk_that_leaves_between_the_look_and_the_keeping_is_prefilled(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(bench.source, TEXTS)
+    first = bench.run()
+    leaving, *_ = bench.ledger_keys()
+    shard = bench.server.shard
+
+    def evict_then_retain(namespace: str, keys: Sequence[ChunkKey], ttl_s: float) -> list[bool]:
+        shard.delete(namespace, [leaving])
+        return Shard.retain(shard, namespace, keys, ttl_s)
+
+    monkeypatch.setattr(shard, "retain", evict_then_retain)
+    again = bench.run()
+    assert (again.chunks_missing, again.chunks_filled) == (1, 1)
+    assert again.chunks_resident == first.chunks - 1
+    assert bench.prefilled[first.chunks :] == [leaving.hex]
 
 
 def passing(bench: Bench) -> set[ChunkKey]:

@@ -93,7 +93,10 @@ def calibrated(folder: Path, *more: str, **of_questions: Any) -> Any:
     return RUNNER.invoke(app, arguments)
 
 
-def test_a_report_is_written_and_shown(engine: RunningEngine, tmp_path: Path) -> None:
+def test_a_report_is_written_and_shown(
+    engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = calibrated(tmp_path)
     assert result.exit_code == ExitCode.OK, result.stderr
     report = reports.read(tmp_path / "report.json")

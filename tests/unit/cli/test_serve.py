@@ -39,7 +39,8 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
-from kintsugi.serving.service import DeploymentProgress
+from kintsugi.serving import service as service_module
+from kintsugi.serving.service import DeploymentProgress, Service
 from kintsugi.store.protocol.access import TokenFile
 from kintsugi.store.protocol.callers import Caller, Verb
 
@@ -204,6 +205,49 @@ def test_what_the_gateway_would_refuse_is_refused_at_once(
     file = tmp_path / "service.yaml"
     file.write_text(f"model: {{path: other}}\ngateway: {{{gateway}}}\n")
     assert says in refusal("--config", str(file), *(option.format(tokens=tokens) for option in options))
+
+
+@pytest.mark.parametrize("error", [Exception, TimeoutError, RuntimeError])
+def test_a_ray_that_does_not_start_in_time_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def start(**options: Any) -> None:
+        raise error("The current node timed out during startup.")
+
+    monkeypatch.setattr(service_module, "start_local_ray", start)
+    done = CliRunner().invoke(app, ["serve", "--grpc-port", "0", "--http-port", "0"])
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("kintsugi: "))
+    assert f"Ray does not start ({error.__name__}: The current node timed out during startup.)" in line
+    assert "end what else runs on it, and start again" in line
+    assert "Traceback" not in done.output
+
+
+class LateService(Service):
+    """Comes up and gives no address in time, nor an end."""
+
+    def deploy(self) -> None: ...
+
+    def wait(self, *arguments: Any) -> None: ...
+
+    def addresses(self) -> dict[str, str]:
+        raise Unavailable("Ray does not reach the gateway")
+
+    def stop(self) -> None:
+        raise Unavailable("Ray does not end the service")
+
+
+def test_what_ended_a_service_is_said_though_its_end_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(command, "start_ray", lambda *arguments: None)
+    monkeypatch.setattr(command, "_listen_for_signals", lambda stop: None)
+    monkeypatch.setattr(command, "Service", LateService)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
+    done = CliRunner().invoke(app, ["serve", "--grpc-port", "0", "--http-port", "0"])
+    assert done.exit_code == ExitCode.UNAVAILABLE
+    assert "kintsugi: Ray does not reach the gateway" in done.stderr
+    assert ended == [True]
 
 
 def test_what_is_missing_is_said_while_it_starts() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from kintsugi.cli.commands.size import parse_count, parse_speed
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.layout import Codec
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 
 RUNNER = CliRunner()
@@ -30,8 +31,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def arguments(model: Path, bandwidth: str) -> list[str]:
-    return ["size", "--model", str(model), "--corpus-tokens", "250M", "--bandwidth", bandwidth]
+def arguments(model: Path, bandwidth: str, corpus_tokens: str = "250M") -> list[str]:
+    return ["size", "--model", str(model), "--corpus-tokens", corpus_tokens, "--bandwidth", bandwidth]
 
 
 @pytest.mark.parametrize(("bandwidth", "raw_pays"), [("25Gbit/s", False), ("100Gb/s", True), ("7GB/s", True)])
@@ -59,6 +60,15 @@ def test_the_table_names_every_codec_and_what_was_assumed(model: Path) -> None:
     assert all(name in done.stdout for name in ("raw", "int8", "fp8", "fp8_sinks", "assumed:"))
     assert "…" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_without_a_terminal_cells_are_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    done = RUNNER.invoke(app, arguments(model, "25Gbit/s", "2500G"))
+    assert done.exit_code == 0
+    assert "…" not in done.stdout
+    assert {"B/token", "int8_sinks"} <= set(done.stdout.split())
+    assert done.stdout.count(" TiB ") == 3 * len(Codec)
 
 
 def test_reads_a_real_checkpoint() -> None:

@@ -71,6 +71,35 @@ def test_every_recorded_setting_is_on_the_page(pages: dict[str, Page]) -> None:
     assert set(recorded("configuration")["kintsugi serve --config"]) <= shown
 
 
+CODE_NAME = re.compile(r"`(?!vllm\.)[\w.]*[A-Z]\w+`")
+"""A constant or a class: no setting is called so, and no value either."""
+
+
+def test_the_configuration_names_settings_and_values_and_nothing_of_the_code(pages: dict[str, Page]) -> None:
+    *sections, _environment = pages["reference/configuration.md"].sections
+    for entry in (one for section in sections for one in section.entries):
+        assert not CODE_NAME.search(entry.sentence), (entry.name, entry.sentence)
+        assert not re.search(r"\b(?!None|Any|Path)[A-Z]", entry.facts["type"]), entry
+
+
+def test_types_are_those_of_a_file(pages: dict[str, Page]) -> None:
+    types = {
+        entry.name: entry.facts["type"]
+        for section in pages["reference/configuration.md"].sections[:-1]
+        for entry in section.entries
+    }
+    for name, shown in {
+        "engines.replicas": "mapping",
+        "store.tiers": "list[mapping]",
+        "limits": "mapping",
+        "op": "blend | save | audit | off",
+        "ack": "ram | durable",
+        "query_layers": "list[int] | None",
+        "tokens[].verbs": "list[generate | put | delete | list | admin | report] | None",
+    }.items():
+        assert types[name] == f"`{shown}`"
+
+
 def test_every_recorded_metric_is_on_the_page(pages: dict[str, Page]) -> None:
     shown = names(pages["reference/metrics.md"])
     for process, families in recorded("metrics").items():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="install the extra `serving`")
 
 from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
 
 from kintsugi.core.deploy import SERVICE_APP, STORE_APP, EngineSpec, ModelSpec, ServiceSpec, StoreSpec
-from kintsugi.core.errors import DeadlineExceeded
+from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.serving import service as module
-from kintsugi.serving.service import MESSAGE_CHARS_MAX, Service, cause_in
+from kintsugi.serving.service import MESSAGE_CHARS_MAX, Service, cause_in, start_ray
 
 TRACEBACK = """The deployment failed to start 3 times in a row. Error:
 ray::ServeReplica:kintsugi:Engine.initialize_and_get_metadata()
@@ -32,6 +36,52 @@ def test_our_own_error_is_found_in_a_traceback() -> None:
 
 def test_of_others_the_end_is_shown() -> None:
     assert cause_in("x" * 5000 + "the end") == ("x" * 5000 + "the end")[-MESSAGE_CHARS_MAX:]
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    return fail
+
+
+SPEC = ServiceSpec(ModelSpec("m"))
+STATUS = "ray.serve.status"
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "does"),
+    [
+        (lambda: start_ray(SPEC), "kintsugi.serving.service.start_local_ray", "start"),
+        (Service(SPEC).deploy, "ray.serve._private.api.serve_start", "start Serve"),
+        (Service(SPEC).progress, STATUS, "say what runs"),
+        (partial(Service(SPEC).wait, 1.0, print), STATUS, "say what runs"),
+        (Service(SPEC).addresses, "ray.serve.get_app_handle", "reach the gateway"),
+        (Service(SPEC).stop, "ray.serve.delete", "end the service"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error",
+    [GetTimeoutError("Get timed out."), TimeoutError("Get timed out."), RayError("a\nGet timed out.")],
+)
+def test_ray_that_times_out_is_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, task: Callable[[], Any], name: str, does: str, error: Exception
+) -> None:
+    monkeypatch.setattr(name, raising(error))
+    with pytest.raises(Unavailable) as raised:
+        task()
+    says = str(raised.value)
+    assert says.startswith(f"Ray does not {does} ({type(error).__name__}: Get timed out.); ")
+    assert says.endswith("end what else runs on it, and start again")
+    assert raised.value.__cause__ is error
+
+
+def test_our_own_error_at_ray_s_start_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = DeadlineExceeded("ours")
+    monkeypatch.setattr(module, "start_local_ray", raising(ours))
+    with pytest.raises(DeadlineExceeded) as raised:
+        start_ray(SPEC)
+    assert raised.value is ours
 
 
 class StubServe:

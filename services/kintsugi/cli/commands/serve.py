@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from kintsugi.core.deploy import (
     serve_config,
     spec_from_yaml_mapping,
 )
-from kintsugi.core.errors import InvalidField, NotFound, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
@@ -226,8 +226,6 @@ def _listen_for_signals(stop: threading.Event) -> None:
 @contextmanager
 def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
     """Start Ray and the service, and stop both at the end."""
-    import ray
-
     calibrators = int(spec.engines.calibrate and not spec.engines.allow_uncalibrated)
     try:
         with screen.engine_log():
@@ -239,16 +237,22 @@ def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> It
                 service.deploy()
                 service.wait(START_TIMEOUT_S, lambda found: say(describe_progress(found)), stop.is_set)
         yield service
-    finally:
-        if ray.is_initialized():
-            with (
-                screen.engine_log(),
-                screen.step("Stopping: waiting for answers and for shards to write back"),
-            ):
-                try:
-                    Service(spec).stop()
-                finally:
-                    ray.shutdown()
+    except BaseException:
+        with suppress(KintsugiError):  # what ended the service is said, not that its end failed, too
+            _stop_service(screen, spec)
+        raise
+    _stop_service(screen, spec)
+
+
+def _stop_service(screen: Screen, spec: ServiceSpec) -> None:
+    import ray
+
+    if ray.is_initialized():
+        with screen.engine_log(), screen.step("Stopping: waiting for answers and for shards to write back"):
+            try:
+                Service(spec).stop()
+            finally:
+                ray.shutdown()
 
 
 def describe_progress(found: Sequence[DeploymentProgress]) -> str:
@@ -299,8 +303,8 @@ class ServiceMonitor:
         if self._clock() - self._polled_s < INFO_PERIOD_S:
             return
         self._polled_s = self._clock()
-        self._poll_replicas()
         try:
+            self._poll_replicas()
             info = self._service.info()
         except Unavailable as error:
             self._screen.show_event("engine", str(error), error=str(error))

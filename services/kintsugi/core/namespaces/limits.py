@@ -19,7 +19,7 @@ class NamespaceLimits(Settings):
     weight: float = setting(1.0, minimum=0.01, maximum=1000)
     """Share of the engines where namespaces wait for them, relative to the weights of the others."""
     requests_per_s: float | None = setting(None, minimum=0.01)
-    """Requests a second; a burst may have as many as are allowed in `limits.BURST_S`."""
+    """Requests a second; a burst may have as many as two seconds allow."""
     tokens_per_s: float | None = setting(None, minimum=1)
     """Tokens a second, of prompts, answers and chunks that are put."""
     concurrent: int | None = setting(None, minimum=1)

@@ -87,7 +87,7 @@ class UrlOptions:
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
     recompute_ms_per_token: float = 0.0
-    """Prefill time per token, for puts without a `recompute_ms`; placement and eviction weigh it. 0:
+    """Prefill time per token, for puts that do not say how long it took; placement and eviction weigh it. 0:
     unknown."""
     same_host: bool = True
     """Read from the shard's memory where it runs on this host and shares it."""
@@ -561,7 +561,7 @@ class _Query(UrlOptions):
     tls_name: str = ""
     """The name that the shards' certificates are for; empty: the address that each is called by."""
     keys: Path | None = None
-    """Key file, see `store.client.key_file`."""
+    """File with the keys of encrypted namespaces, which `kintsugi keys` writes."""
 
 
 def options_of(query: str) -> GrpcOptions:

@@ -121,7 +121,7 @@ class Grant:
     namespaces: tuple[str, ...]
     """Namespaces that the token may use; `*` at the end of one stands for any rest."""
     verbs: tuple[Verb, ...] | None = None
-    """None: `TENANT_VERBS`."""
+    """None: generate, put, delete and list."""
     expires: str | None = None
     """When the token stops to be accepted, as RFC 3339 with an offset; None: never."""
     revoked: bool = False
@@ -160,7 +160,7 @@ class CertificateGrant:
     namespaces: tuple[str, ...]
     """Namespaces that the certificate may use; `*` at the end of one stands for any rest."""
     verbs: tuple[Verb, ...] | None = None
-    """None: `TENANT_VERBS`."""
+    """None: generate, put, delete and list."""
 
     def __post_init__(self) -> None:
         _check_entry("certificate", self.name, self.namespaces, self.verbs)
