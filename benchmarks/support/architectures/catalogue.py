@@ -166,8 +166,7 @@ BLENDED: tuple[Architecture, ...] = (
         rope_parameters=_rope("longrope", partial_rotary_factor=0.75, **_LONG_FACTORS),
         original_max_position_embeddings=256,
     ),
-    # vLLM's class always has these biases, as memory was where a checkpoint has none. It adds the head's to no
-    # logit.
+    # vLLM's class has these biases, as memory was where a checkpoint has none, and never adds the head's.
     Architecture(
         "PhiMoEForCausalLM",
         "phimoe",
