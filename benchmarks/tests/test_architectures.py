@@ -133,13 +133,13 @@ def test_every_entry_has_a_config_of_its_class() -> None:
 
 def test_what_a_class_leaves_unset_is_cleared() -> None:
     """Or two starts of the same dummy model would answer differently."""
-    model = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
-    kept = model["proj"].weight.clone()
-    nn.init.constant_(model["proj"].bias, float("nan"))
-    clear_unset(model)
-    assert model["proj"].bias.tolist() == [0, 0]
-    assert torch.equal(model["proj"].weight, kept)
-    assert model["norm"].weight.tolist() == [1, 1]
+    proj, norm = nn.Linear(2, 2), nn.LayerNorm(2)
+    kept = proj.weight.clone()
+    nn.init.constant_(proj.bias, float("nan"))
+    clear_unset(nn.ModuleDict({"proj": proj, "norm": norm}))
+    assert proj.bias.tolist() == [0, 0]
+    assert torch.equal(proj.weight, kept)
+    assert norm.weight.tolist() == [1, 1]
 
 
 def test_what_vllm_leaves_out_is_zero_in_the_checkpoint(
