@@ -10,11 +10,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
 
 from benchmarks.support.architectures import records as recording
 from benchmarks.support.architectures.catalogue import ALL, BLENDED, Architecture
-from benchmarks.support.architectures.checkpoints import make_config
+from benchmarks.support.architectures.checkpoints import clear_unset, make_checkpoint_once, make_config
 from benchmarks.support.architectures.declines import is_clear
 from benchmarks.support.architectures.matrix import NEEDED, Matrix, figures_of, make_table
 from benchmarks.support.architectures.records import Records, Step, Unfinished
@@ -126,6 +129,27 @@ def test_every_entry_has_a_config_of_its_class() -> None:
         config = make_config(architecture)
         assert config.architectures == [architecture.model_class]
         assert config.get_text_config().vocab_size == 1024
+
+
+def test_what_a_class_leaves_unset_is_cleared() -> None:
+    """Or two starts of the same dummy model would answer differently."""
+    proj, norm = nn.Linear(2, 2), nn.LayerNorm(2)
+    kept = proj.weight.clone()
+    nn.init.constant_(proj.bias, float("nan"))
+    clear_unset(nn.ModuleDict({"proj": proj, "norm": norm}))
+    assert proj.bias.tolist() == [0, 0]
+    assert torch.equal(proj.weight, kept)
+    assert norm.weight.tolist() == [1, 1]
+
+
+def test_what_vllm_leaves_out_is_zero_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path))
+    entry = replace(LLAMA, changes={"num_hidden_layers": 1, "mlp_bias": True}, zeroed="up_proj.bias")
+    weights = load_file(make_checkpoint_once(entry) / "model.safetensors")
+    assert not weights["model.layers.0.mlp.up_proj.bias"].any()
+    assert weights["model.layers.0.mlp.gate_proj.bias"].any()
 
 
 def test_the_committed_list_is_that_of_the_installed_vllm() -> None:

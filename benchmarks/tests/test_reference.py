@@ -41,3 +41,12 @@ def test_what_is_all_recomputed_is_a_full_prefill() -> None:
     active = {layer: range(LAST) for layer in range(4)}
     got = reference.blended(PROMPT.token_ids, PREFIX, HITS, active)
     assert torch.allclose(got, reference.full(PROMPT.token_ids), atol=1e-5)
+
+
+def test_it_reads_other_fields_than_the_checkpoint_says() -> None:
+    """As where vLLM's class and transformers' count a window differently."""
+    folder = make_checkpoint_once("tiny-mistral-window")
+    own, other = (
+        Reference(folder, **fields).full(PROMPT.token_ids) for fields in ({}, {"sliding_window": 2})
+    )
+    assert float((own - other).abs().max()) > 1e-3

@@ -30,6 +30,10 @@ class Architecture:
     """Whether two tensor-parallel ranks can share its heads."""
     pretrained: str = ""
     """A model with real weights, by its name in `kintsugi.models.reference`; empty: random ones."""
+    referred: Changes = field(default_factory=dict)
+    """Config fields of which transformers' class needs another value to compute what vLLM's computes."""
+    zeroed: str = ""
+    """What the names of parameters contain that stay zero, because vLLM leaves them out on a CPU."""
     stand_in: bool = False
     """Whether transformers has no such model: vLLM's class gets random weights, and nothing to refer to."""
 
@@ -47,6 +51,8 @@ def _rope(rope_type: str = "default", theta: float = 10_000.0, **values: Any) ->
     return {"rope_type": rope_type, "rope_theta": theta, **values}
 
 
+# vLLM's class lets a token of these see as many tokens before it, transformers' one fewer.
+_COHERE_WINDOW = {"sliding_window": 201}
 _LONG_FACTORS: dict[str, Any] = {
     "short_factor": [1.0] * 12,
     "long_factor": [1.0 + 0.25 * index for index in range(12)],
@@ -62,6 +68,11 @@ _HY_V3: dict[str, Any] = {
 }
 _MINIMAX_M2: dict[str, Any] = {"scoring_func": "sigmoid", "use_routing_bias": True}
 _MIMO_V2: dict[str, Any] = {
+    # vLLM's class reads these beside each other, transformers' in `rope_parameters`, by its own defaults.
+    "rope_theta": 5_000_000.0,
+    "swa_rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.334,
+    "add_swa_attention_sink_bias": True,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "hybrid_layer_pattern": [0, 1, 1, 0],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -70,7 +81,8 @@ _MIMO_V2: dict[str, Any] = {
     "layernorm_epsilon": 1e-5,
     "v_head_dim": 32,
     "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
+    # Twice those of the other layers: transformers' class knows no other number.
+    "swa_num_key_value_heads": 4,
     "swa_head_dim": 32,
     "swa_v_head_dim": 32,
 }
@@ -154,14 +166,27 @@ BLENDED: tuple[Architecture, ...] = (
         rope_parameters=_rope("longrope", partial_rotary_factor=0.75, **_LONG_FACTORS),
         original_max_position_embeddings=256,
     ),
-    _one("PhiMoEForCausalLM", "phimoe", "moe"),
+    # vLLM's class has these biases, as memory was where a checkpoint has none, and never adds the head's.
+    Architecture(
+        "PhiMoEForCausalLM",
+        "phimoe",
+        {"attention_bias": True, "lm_head_bias": True},
+        frozenset({"moe"}),
+        zeroed="lm_head.bias",
+    ),
     _one("GlmForCausalLM", "glm", "backend partial"),
     _one("Glm4ForCausalLM", "glm4", "partial"),
     _one("Glm4MoeForCausalLM", "glm4_moe", "moe partial"),
     _one("NemotronForCausalLM", "nemotron", "partial"),
     _one("OlmoeForCausalLM", "olmoe", "moe"),
     _one("CohereForCausalLM", "cohere", logit_scale=0.2, tie_word_embeddings=True),
-    _one("Cohere2ForCausalLM", "cohere2", "nope window", logit_scale=0.2, tie_word_embeddings=True),
+    Architecture(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        {"logit_scale": 0.2, "tie_word_embeddings": True},
+        frozenset({"nope", "window"}),
+        referred=_COHERE_WINDOW,
+    ),
     _one("GraniteForCausalLM", "granite", attention_multiplier=0.18, residual_multiplier=0.8),
     _one("GraniteSWAForCausalLM", "granite_swa", "window", attention_multiplier=0.18),
     _one("GraniteMoeForCausalLM", "granitemoe", "moe", attention_multiplier=0.18),
@@ -172,7 +197,10 @@ BLENDED: tuple[Architecture, ...] = (
     _one("Exaone4ForCausalLM", "exaone4", "nope window"),
     _one("ExaoneMoeForCausalLM", "exaone_moe", "nope window moe"),
     _one("Ernie4_5ForCausalLM", "ernie4_5"),
-    _one("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", "moe"),
+    # On a CPU, vLLM 0.32 routes by softmax without the bias that corrects the scores.
+    Architecture(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", shows=frozenset({"moe"}), zeroed="e_score_correction_bias"
+    ),
     _one("ApertusForCausalLM", "apertus"),
     _one("AfmoeForCausalLM", "afmoe", "nope window moe", **_AFMOE),
     _one("HyperCLOVAXForCausalLM", "hyperclovax"),
@@ -243,7 +271,9 @@ OTHERS: tuple[Architecture, ...] = (
     _one("NemotronHPuzzleForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
     _one("AXK1ForCausalLM", "axk1"),
     _one("BloomForCausalLM", "bloom", tie_word_embeddings=True),
-    _one("Cohere2MoeForCausalLM", "cohere2_moe", tie_word_embeddings=True),
+    Architecture(
+        "Cohere2MoeForCausalLM", "cohere2_moe", {"tie_word_embeddings": True}, referred=_COHERE_WINDOW
+    ),
     _one("DeepseekV32ForCausalLM", "deepseek_v32"),
     _one("DeepseekV4ForCausalLM", "deepseek_v4"),
     _one("FalconMambaForCausalLM", "falcon_mamba"),

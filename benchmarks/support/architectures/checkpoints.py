@@ -26,7 +26,7 @@ from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.models.reference import resolve_model
 from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 
-RECIPE = 3
+RECIPE = 4
 """Raised when the same entry gives other weights, so that older cached checkpoints are not used."""
 
 VOCAB, POSITIONS = 1024, 8192
@@ -139,6 +139,10 @@ def _make(architecture: Architecture, folder: Path) -> None:
         torch.manual_seed(0)
         model: Any = loader.from_config(config, dtype=torch.float32)
     fill_weights(model, config)
+    if architecture.zeroed:
+        for name, parameter in model.named_parameters():
+            if architecture.zeroed in name:
+                parameter.data.zero_()
     model.save_pretrained(folder)
     # transformers writes the name of its own class.
     path = folder / "config.json"
@@ -157,6 +161,15 @@ _LAST_NORM = re.compile(
 )
 _QUERY_KEY_NORM = re.compile(r"(q|k|query|key)_(layer)?norm")
 _EMBEDDING = re.compile(r"embed_tokens|wte|embed_in\b|word_embeddings|tok_embeddings|embeddings\.weight")
+
+
+@torch.no_grad()
+def clear_unset(model: nn.Module) -> None:
+    """Zero the vectors that vLLM's classes leave as they find memory until a checkpoint is loaded: biases of
+    projections and of routers. The weights of norms are set when the class is made."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 and "norm" not in name and "ln_" not in name:
+            parameter.zero_()
 
 
 @torch.no_grad()

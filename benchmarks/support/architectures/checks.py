@@ -192,7 +192,7 @@ def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
 
     row, prompt = subject.row, subject.prompt
     try:
-        reference = Reference(subject.folder)
+        reference = Reference(subject.folder, **subject.architecture.referred)
     except InvalidField:
         return
     hits = [(span.start, span.end) for span in prompt.spans]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.activations import XIELUActivation
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kintsugi.core.errors import InvalidField
@@ -54,19 +55,24 @@ class Reference:
     """One checkpoint in memory, in float32. Not thread-safe. Raises `InvalidField` for a model whose
     attention does not pass through transformers' attention interface."""
 
-    def __init__(self, folder: Path) -> None:
-        config = AutoConfig.from_pretrained(folder)
+    def __init__(self, folder: Path, **overrides: object) -> None:
+        """`overrides` are fields of the config."""
+        config = AutoConfig.from_pretrained(folder, **overrides)
         loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         is_legacy = config.model_type in _LEGACY
         attention = "eager" if is_legacy else ATTENTION
         try:
-            model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+            model = loader.from_pretrained(
+                folder, config=config, dtype=torch.float32, attn_implementation=attention
+            )
         except KeyError as error:
             raise InvalidField("model", f"{config.model_type} has a list of attentions of its own") from error
         self._model: Any = model.eval()
-        for module in self._model.modules() if is_legacy else ():
-            if hasattr(module, "_attn"):
+        for module in self._model.modules():
+            if is_legacy and hasattr(module, "_attn"):
                 module._attn = partial(_attend_legacy, module)
+            if isinstance(module, XIELUActivation):
+                module.bfloat16()  # vLLM keeps its parameters in bfloat16, whatever the model's dtype is
 
     def blended(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.architectures.catalogue import Architecture
-from benchmarks.support.architectures.checkpoints import fill_weights
+from benchmarks.support.architectures.checkpoints import clear_unset, fill_weights
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.request import KintsugiParams, SelectorName
@@ -59,6 +59,7 @@ def fill_dummy_models() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     def load_weights(_self: object, model: Any, model_config: Any) -> None:
+        clear_unset(model)
         fill_weights(model, model_config.hf_config)
 
     DummyModelLoader.load_weights = load_weights

@@ -143,9 +143,10 @@ class RotationFinder:
                 return KeyRotation(rotary, source if is_plain else None)
             differences.append(f"{difference:.2g}")
         found = f"off by {', '.join(differences)}" if differences else "of which there is no table"
-        raise Decline(
-            DeclineReason.ROPE, layer, f"keys that depend on more than their position (a rotation {found})"
-        ).error()
+        feature = (
+            "keys that depend on more than their position, as where a norm weighs them behind the rotation"
+        )
+        raise Decline(DeclineReason.ROPE, layer, f"{feature} (a rotation {found})").error()
 
     def _project_at(self, layer: int, positions: Tensor, hidden: Hidden) -> Projected:
         generator = torch.Generator().manual_seed(layer)
