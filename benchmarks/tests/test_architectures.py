@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
+from benchmarks.support.architectures import checks
 from benchmarks.support.architectures import records as recording
 from benchmarks.support.architectures.catalogue import ALL, BLENDED, Architecture
 from benchmarks.support.architectures.checkpoints import clear_unset, make_checkpoint_once, make_config
@@ -22,7 +23,7 @@ from benchmarks.support.architectures.declines import is_clear
 from benchmarks.support.architectures.matrix import NEEDED, Matrix, figures_of, make_table
 from benchmarks.support.architectures.records import Records, Step, Unfinished
 from benchmarks.support.architectures.registry import COMMITTED, make_list, read_asked_classes
-from benchmarks.support.architectures.rows import Outcome, Row
+from benchmarks.support.architectures.rows import Outcome, Row, without_paths
 from benchmarks.support.figures import Figure
 
 LLAMA, QWEN = ALL["LlamaForCausalLM"], ALL["Qwen3ForCausalLM"]
@@ -116,6 +117,76 @@ def test_every_row_of_a_class_has_to_be_clear() -> None:
     assert found.value == 0.5
     assert "LlamaForCausalLM/yarn (crashed: signal 11)" in found.detail
     assert figure("declines_clear", [exact("LlamaForCausalLM"), declined]).holds
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "share"),
+    [
+        (Outcome.DECLINED, "architecture: the model has 3 heads", 1.0),
+        (Outcome.DECLINED, "", 0.0),
+        (Outcome.DECLINED, "it does not fit", 0.0),
+        (Outcome.WRONG, "two ranks: the tokens differ", 0.0),
+    ],
+)
+def test_what_is_declined_on_two_ranks_needs_a_listed_reason(
+    outcome: Outcome, reason: str, share: float
+) -> None:
+    one, ranks = exact("LlamaForCausalLM"), Row("LlamaForCausalLM", outcome, reason)
+    assert figure("declines_clear", [one], [ranks]).value == share
+    (document,) = Matrix({one.name: one}, {one.name: ranks}).to_mapping()
+    assert document["reason"] == (f"on two ranks, {reason}" if reason else "")
+
+
+def test_a_decline_without_a_listed_reason_is_not_clear() -> None:
+    assert figure("declines_clear", [Row("LlamaForCausalLM", Outcome.DECLINED)]).value == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "vLLM did not start on /var/cache/architectures/AXK1ForCausalLM-e443480a733d61e3-r3: x",
+            "vLLM did not start on AXK1ForCausalLM: x",
+        ),
+        ('File "/opt/venv/lib/a_b.py", line 7', 'File "a_b.py", line 7'),
+        ("see https://errors.pydantic.dev/2.14/v/value_error", None),
+        ("a rotation off by 1/2 and/or 3/4; model.layers.2/self_attn", None),
+    ],
+)
+def test_results_name_checkpoints_and_no_paths(text: str, expected: str | None) -> None:
+    assert without_paths(text) == (text if expected is None else expected)
+
+
+def test_what_vllm_alone_fails_at_is_decided_by_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_subject: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(checks, "make_checkpoint_once", lambda one: Path(f"/models/tiny/{one.name}"))
+    monkeypatch.setattr(checks, "_ask_alone", fail)
+    monkeypatch.setattr(checks, "decide_without_engine", lambda _folder: None)
+    row = checks.check_one_rank(LLAMA)
+    assert row.outcome is Outcome.NOT_SERVED
+    assert row.reason.startswith(
+        "vLLM alone fails: AssertionError: raise AssertionError (test_architectures.py, "
+    )
+    declined = "recurrent: layer 0 has a state; prefix caching works as before"
+    monkeypatch.setattr(checks, "decide_without_engine", lambda _folder: declined)
+    row = checks.check_one_rank(LLAMA)
+    assert (row.outcome, row.reason) == (Outcome.DECLINED, declined)
+
+
+def test_a_stand_in_has_the_fields_of_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' config class renames some of them; vLLM's does not know the new names."""
+    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path))
+    entry = ALL["Step3p5ForCausalLM"]
+    written = json.loads((make_checkpoint_once(entry) / "config.json").read_text())
+    assert {name: written[name] for name in entry.changes} == entry.changes
+    assert written["model_type"] == entry.model_type
+
+
+def test_a_class_without_shared_keys_is_told_of_none() -> None:
+    assert not hasattr(make_config(ALL["GPTJForCausalLM"]), "num_key_value_heads")
+    assert make_config(LLAMA).num_key_value_heads == 2
 
 
 def test_a_model_that_passed_before_is_missed() -> None:

@@ -34,8 +34,11 @@ class Architecture:
     """Config fields of which transformers' class needs another value to compute what vLLM's computes."""
     zeroed: str = ""
     """What the names of parameters contain that stay zero, because vLLM leaves them out on a CPU."""
+    dtype: str = "float32"
+    """In which vLLM computes all but the check of bfloat16."""
     stand_in: bool = False
-    """Whether transformers has no such model: vLLM's class gets random weights, and nothing to refer to."""
+    """Whether transformers has no such model, or one that differs: vLLM's class gets random weights, and
+    nothing to refer to."""
 
     @property
     def model_class(self) -> str:
@@ -66,7 +69,6 @@ _HY_V3: dict[str, Any] = {
     "expert_hidden_dim": 128,
     "qk_norm": True,
 }
-_MINIMAX_M2: dict[str, Any] = {"scoring_func": "sigmoid", "use_routing_bias": True}
 _MIMO_V2: dict[str, Any] = {
     # vLLM's class reads these beside each other, transformers' in `rope_parameters`, by its own defaults.
     "rope_theta": 5_000_000.0,
@@ -204,7 +206,6 @@ BLENDED: tuple[Architecture, ...] = (
     _one("ApertusForCausalLM", "apertus"),
     _one("AfmoeForCausalLM", "afmoe", "nope window moe", **_AFMOE),
     _one("HyperCLOVAXForCausalLM", "hyperclovax"),
-    _one("MiniMaxM2ForCausalLM", "minimax_m2", "moe partial", rotary_dim=16, **_MINIMAX_M2),
     _one("HYV3ForCausalLM", "hy_v3", "moe", **_HY_V3),
     _one("DeepseekV2ForCausalLM", "deepseek_v2", "mla moe", **_LATENT, num_experts_per_tok=2),
     _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT),
@@ -288,7 +289,8 @@ OTHERS: tuple[Architecture, ...] = (
     _one("InklingForCausalLM", "inkling_text"),
     _one("JambaForCausalLM", "jamba", attn_layer_period=2, attn_layer_offset=1),
     _one("KimiLinearForCausalLM", "kimi_linear", layer_types=_HYBRID),
-    _one("LagunaForCausalLM", "laguna"),
+    # Its experts are chosen by sigmoid, without groups: vLLM 0.32 refuses that on a CPU.
+    _one("LagunaForCausalLM", "laguna", mlp_layer_types=["dense"] * 4),
     _one("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
     _one("Lfm2MoeForCausalLM", "lfm2_moe", layer_types=["conv", "full_attention"] * 2),
     _one("LongcatFlashForCausalLM", "longcat_flash", num_layers=2),
@@ -298,7 +300,8 @@ OTHERS: tuple[Architecture, ...] = (
     _one("NemotronHForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
     _one("OlmoHybridForCausalLM", "olmo_hybrid"),
     _one("OPTForCausalLM", "opt"),
-    _one("Qwen3NextForCausalLM", "qwen3_next"),
+    # vLLM computes its states on a CPU in bfloat16 alone.
+    Architecture("Qwen3NextForCausalLM", "qwen3_next", dtype="bfloat16"),
     _one("Qwen3_5ForCausalLM", "qwen3_5_text"),
     _one("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     _one(
@@ -333,6 +336,26 @@ _EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
+_STEP3P5: dict[str, Any] = {
+    "num_attention_groups": 2,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 200,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 8,
+        "num_attention_groups": 2,
+        "head_dim": 32,
+    },
+    # transformers' class would write what the layers differ in here, where vLLM's does not look.
+    "per_layer_config": {},
+    "rope_theta": 10_000.0,
+    "rope_parameters": _rope(),
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_router_activation": "softmax",
+    "share_expert_dim": 128,
+}
+"""As its checkpoints write it, but for the experts: theirs are chosen as those of MiniMax M2."""
 
 STAND_INS: tuple[Architecture, ...] = (
     _stand_in(
@@ -362,21 +385,16 @@ STAND_INS: tuple[Architecture, ...] = (
     _stand_in("InternLM2ForCausalLM", "llama", bias=False),
     _stand_in("IQuestLoopCoderForCausalLM", "llama", loop_num=2, loop_window_size=64),
     _stand_in("MiMoForCausalLM", "qwen2", num_nextn_predict_layers=0),
-    _stand_in("MiMoV2ForCausalLM", "mimo_v2_flash"),
+    _stand_in("MiMoV2ForCausalLM", "mimo_v2_flash", **_MIMO_V2),
     _stand_in("MiniCPMForCausalLM", "llama", scale_depth=1.4, scale_emb=12, dim_model_base=64),
+    # Checkpoints choose experts by sigmoid, without groups, as transformers always does: vLLM 0.32 refuses
+    # that on a CPU. Its class reads how from the config.
+    _stand_in("MiniMaxM2ForCausalLM", "minimax_m2", rotary_dim=16, scoring_func="softmax"),
     _stand_in("MiniMaxM3SparseForCausalLM", "minimax_m3_vl_text"),
     _stand_in("MistralLarge3ForCausalLM", "deepseek_v3", **_LATENT),
-    _stand_in("MuseGlimmerForCausalLM", "muse_glimmer_text"),
     _stand_in("OrionForCausalLM", "llama"),
     _stand_in("PanguEmbeddedForCausalLM", "llama", bias=False),
     _stand_in("Qwen4ExpForCausalLM", "qwen4_exp_text"),
-    _stand_in(
-        "Rnj1ForCausalLM",
-        "gemma3_text",
-        query_pre_attn_scalar=32,
-        final_logit_softcapping=30.0,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    ),
     _stand_in(
         "SolarForCausalLM",
         "llama",
@@ -386,14 +404,17 @@ STAND_INS: tuple[Architecture, ...] = (
         bskcn_4=[3],
         bskcn_tv=[0.9, 0.8],
     ),
-    _stand_in("Step1ForCausalLM", "llama"),
-    _stand_in("Step3p5ForCausalLM", "step3p5"),
-    _stand_in("TeleChat2ForCausalLM", "llama", n_head=4, n_layer=4),
+    _stand_in("Step3p5ForCausalLM", "step3p5", **_STEP3P5),
+    # vLLM reads these names in place of Llama's.
+    _stand_in(
+        "TeleChat2ForCausalLM", "llama", n_head=4, n_layer=4, ffn_hidden_size=256, layer_norm_epsilon=1e-5
+    ),
     _stand_in(
         "TeleFLMForCausalLM", "llama", use_mup=True, input_mult=1.0, output_mult=1.0, mup_scale_factor=1.0
     ),
 )
-"""Classes whose checkpoints bring their own code: their vLLM class runs on the config of a relative."""
+"""Classes whose checkpoints bring their own code, or choose experts as vLLM does not here: their vLLM class
+runs on the config of a relative, with each field that is given here in the file as it is given."""
 
 ALL: Mapping[str, Architecture] = {one.name: one for one in (*BLENDED, *OTHERS, *STAND_INS)}
 """Every entry by name."""

@@ -110,9 +110,11 @@ def make_config(architecture: Architecture) -> PretrainedConfig:
 
 def _sized(model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Field values of a text config."""
-    default = CONFIG_MAPPING[model_type]().to_dict()
-    smaller = {name: value for name, value in SMALLER.items() if default.get(name)}
-    values = {**TINY, **smaller, **changes}
+    default = CONFIG_MAPPING[model_type]()
+    smaller = {name: value for name, value in SMALLER.items() if default.to_dict().get(name)}
+    # vLLM would believe it of a class whose heads all have keys of their own.
+    unshared = {} if hasattr(default, "num_key_value_heads") else {"num_key_value_heads": None}
+    values = {**TINY, **smaller, **unshared, **changes}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -121,9 +123,18 @@ def make_checkpoint_once(architecture: Architecture) -> Path:
     if architecture.pretrained:
         return Path(resolve_model(architecture.pretrained))
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", architecture.name)
-    digest = blake3.blake3(make_config(architecture).to_json_string(use_diff=False).encode()).hexdigest(8)
+    fields = make_config(architecture).to_json_string(use_diff=False) + json.dumps(_as_given(architecture))
+    digest = blake3.blake3(fields.encode()).hexdigest(8)
     final = cache_folder() / "architectures" / f"{slug}-{digest}-r{RECIPE}"
     return make_folder_once(final, lambda draft: _make(architecture, draft))
+
+
+def _as_given(architecture: Architecture) -> dict[str, Any]:
+    """Fields that the file has as the entry gives them: transformers' class may rename or leave out what a
+    class of vLLM's own reads."""
+    if not architecture.stand_in:
+        return {}
+    return {name: value for name, value in architecture.changes.items() if value is not None}
 
 
 def _make(architecture: Architecture, folder: Path) -> None:
@@ -131,6 +142,7 @@ def _make(architecture: Architecture, folder: Path) -> None:
     train_tokenizer(VOCAB, POSITIONS).save_pretrained(folder)
     if architecture.stand_in:
         config.save_pretrained(folder)
+        _write_fields(folder, _as_given(architecture))
         # vLLM loads dummy weights; the fingerprint wants a file.
         save_file({"stand_in": torch.zeros(1)}, folder / "model.safetensors")
         return
@@ -145,9 +157,13 @@ def _make(architecture: Architecture, folder: Path) -> None:
                 parameter.data.zero_()
     model.save_pretrained(folder)
     # transformers writes the name of its own class.
+    _write_fields(folder, {"architectures": [architecture.model_class]})
+
+
+def _write_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of the checkpoint's config."""
     path = folder / "config.json"
-    saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "architectures": [architecture.model_class]}, indent=1))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}, indent=1))
 
 
 _GAINS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,14 @@ from transformers import AutoTokenizer
 from benchmarks.support.architectures.catalogue import Architecture
 from benchmarks.support.architectures.checkpoints import make_checkpoint_once
 from benchmarks.support.architectures.declines import decide_without_engine, is_clear
-from benchmarks.support.architectures.rows import BATCHED_MAX, R1_MAX, REFERENCE_MAX, Outcome, Row
+from benchmarks.support.architectures.rows import (
+    BATCHED_MAX,
+    R1_MAX,
+    REFERENCE_MAX,
+    Outcome,
+    Row,
+    without_paths,
+)
 from benchmarks.support.architectures.tiny_engine import (
     ANSWER_TOKENS,
     NotBlended,
@@ -42,9 +50,11 @@ DISTINCT_TOKENS_MIN = 6
 
 @dataclass(frozen=True)
 class _Plain:
-    """What vLLM alone answers, in float32."""
+    """What vLLM alone answers."""
 
     full: Generation
+    again: Generation
+    """The same prompt a second time."""
     others: list[Generation]
 
 
@@ -79,9 +89,18 @@ def _noted(architecture: Architecture, check: Callable[[_Subject], None]) -> Row
             row.outcome = Outcome.DECLINED if is_clear(row.reason) else Outcome.UNCLEAR
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's result
         row.outcome = Outcome.UNCLEAR
-        row.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        row.reason = _describe(error)
+    row.reason = without_paths(row.reason)
     row.seconds = round(time.monotonic() - started_s, 1)
     return row
+
+
+def _describe(error: Exception) -> str:
+    """One sentence; the traceback goes to the row's log. An error without words is named by its place."""
+    traceback.print_exception(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    words = " ".join(str(error).split()) or f"{where.line} ({where.filename}, line {where.lineno})"
+    return f"{type(error).__name__}: {words[:400]}"
 
 
 def _make_prompt(architecture: Architecture, folder: Path) -> ChunkPrompt:
@@ -95,27 +114,31 @@ def _make_prompt(architecture: Architecture, folder: Path) -> ChunkPrompt:
 
 
 def _check_one_rank(subject: _Subject) -> None:
-    row, prompt = subject.row, subject.prompt
+    row, dtype = subject.row, subject.architecture.dtype
     try:
-        with running(subject.architecture, subject.folder, "float32") as alone:
-            others = [ask_cold(alone, token_ids) for token_ids in _others(prompt)]
-            plain = _Plain(ask_cold(alone, prompt.token_ids), others)
-            again = ask_cold(alone, prompt.token_ids)
-    except Unavailable as error:
-        _decide_without_engine(subject, str(error))
+        plain = _ask_alone(subject)
+    except Exception as error:  # noqa: BLE001 - vLLM raises many types, when it starts and when it runs
+        _decide_without_engine(subject, error)
         return
     try:
-        with running(subject.architecture, subject.folder, "float32", "ram://float32") as engine:
-            _check_float32(subject, engine, plain)
+        with running(subject.architecture, subject.folder, dtype, "ram://blends") as engine:
+            _check_blends(subject, engine, plain)
     except Unavailable as error:
         row.note("plain answers", holds=False, difference=0.0, detail=f"with the plugin, {error}")
         return
     _check_chunked(subject, plain)
     _check_bfloat16(subject)
-    _check_that_it_can_tell(row, plain.full, again)
+    _check_that_it_can_tell(row, plain.full, plain.again)
 
 
-def _check_float32(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None:
+def _ask_alone(subject: _Subject) -> _Plain:
+    prompt = subject.prompt.token_ids
+    with running(subject.architecture, subject.folder, subject.architecture.dtype) as alone:
+        others = [ask_cold(alone, token_ids) for token_ids in _others(subject.prompt)]
+        return _Plain(ask_cold(alone, prompt), ask_cold(alone, prompt), others)
+
+
+def _check_blends(subject: _Subject, engine: LocalEngine, plain: _Plain) -> None:
     row, prompt = subject.row, subject.prompt
     _check_presence(row, engine, prompt, plain)
     save(engine, prompt)
@@ -126,12 +149,11 @@ def _check_float32(subject: _Subject, engine: LocalEngine, plain: _Plain) -> Non
         _check_any_ratio(subject, engine)
 
 
-def _decide_without_engine(subject: _Subject, error: str) -> None:
-    """vLLM does not start: what the config alone decides counts."""
+def _decide_without_engine(subject: _Subject, error: Exception) -> None:
+    """vLLM alone does not start or answer: what the config alone decides counts."""
     row = subject.row
     reason = decide_without_engine(subject.folder)
-    row.outcome = Outcome.NOT_SERVED
-    row.reason = " ".join(error.split())[:400]
+    row.outcome, row.reason = Outcome.NOT_SERVED, f"vLLM alone fails: {_describe(error)}"
     if reason is not None and is_clear(reason):
         row.outcome, row.reason = Outcome.DECLINED, reason
 
@@ -213,7 +235,8 @@ def _check_any_ratio(subject: _Subject, engine: LocalEngine) -> None:
 
 def _check_chunked(subject: _Subject, plain: _Plain) -> None:
     steps = {"max_num_batched_tokens": CHUNKED_TOKENS, "max_num_seqs": 8}
-    with running(subject.architecture, subject.folder, "float32", "ram://chunked", **steps) as engine:
+    dtype = subject.architecture.dtype
+    with running(subject.architecture, subject.folder, dtype, "ram://chunked", **steps) as engine:
         save(engine, subject.prompt)
         blended = blend_cold(engine, subject.prompt, 1.0)
     subject.row.compare("chunked prefill", plain.full, blended, BATCHED_MAX)

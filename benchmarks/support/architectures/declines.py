@@ -30,7 +30,7 @@ def is_clear(reason: str) -> bool:
 def decide_without_engine(folder: Path) -> str | None:
     """Why the model in ``folder`` is not blended, as far as its config tells; None where it tells nothing.
 
-    For classes that vLLM does not start on this machine.
+    For classes that vLLM alone does not start, or gives no answer of, on this machine.
     """
     declines = describe_layers(json.loads((folder / "config.json").read_text())).declines
     return str(declines[0]) if declines else None

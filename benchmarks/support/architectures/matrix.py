@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.support.architectures.catalogue import ALL, BLENDED, Architecture
+from benchmarks.support.architectures.declines import is_clear
 from benchmarks.support.architectures.registry import read_asked_classes
 from benchmarks.support.architectures.rows import Outcome, Row
 from benchmarks.support.figures import Figure
@@ -47,6 +48,21 @@ class Matrix:
             return ranks.outcome
         return row.outcome
 
+    def reason(self, name: str) -> str:
+        """Why the outcome of an entry is what it is."""
+        row, ranks = self.one_rank[name], self.two_ranks.get(name)
+        if row.reason or ranks is None or not ranks.reason:
+            return row.reason
+        return f"on two ranks, {ranks.reason}"
+
+    def is_clear(self, name: str) -> bool:
+        """Whether an entry is exact, or declined for a reason of the list. Ranks decline for one too."""
+        rows = [row for row in (self.one_rank[name], self.two_ranks.get(name)) if row is not None]
+        return all(
+            row.outcome is Outcome.EXACT or (row.outcome is Outcome.DECLINED and is_clear(row.reason))
+            for row in rows
+        )
+
     def exact(self) -> list[Architecture]:
         """Entries on which everything holds that was checked, the reference among it."""
         return [
@@ -63,6 +79,7 @@ class Matrix:
                 "class": ALL[name].model_class,
                 "shows": sorted(ALL[name].shows),
                 "outcome": self.outcome(name).value,
+                "reason": self.reason(name),
                 "two_ranks": self.two_ranks[name].to_mapping() if name in self.two_ranks else None,
             }
             for name, row in self.one_rank.items()
@@ -79,8 +96,7 @@ def make_table(matrix: Matrix) -> Table:
         ranks = matrix.two_ranks.get(name)
         found = {**row.figures, **(ranks.figures if ranks else {})}
         cells = (f"{found[column]:.1e}" if column in found else "" for column in COLUMNS)
-        reason = row.reason or (ranks.reason if ranks else "")
-        table.add_row(name, matrix.outcome(name).value, *cells, Text(reason[:200]))
+        table.add_row(name, matrix.outcome(name).value, *cells, Text(matrix.reason(name)[:200]))
     return table
 
 
@@ -137,9 +153,9 @@ def _clear_declines(matrix: Matrix) -> Figure:
     ]
     unclear = []
     for name in asked:
-        rows = [row for row in matrix.one_rank.values() if ALL[row.name].model_class == name]
-        bad = [row for row in rows if matrix.outcome(row.name) not in (Outcome.EXACT, Outcome.DECLINED)]
-        unclear += [f"{row.name} ({row.outcome}: {row.reason[:80]})" for row in bad[:1]]
+        rows = [row for row in matrix.one_rank if ALL[row].model_class == name]
+        bad = [row for row in rows if not matrix.is_clear(row)]
+        unclear += [f"{row} ({matrix.outcome(row)}: {matrix.reason(row)[:80]})" for row in bad[:1]]
     share = 1 - len(unclear) / len(asked) if asked else 0.0
     detail = f"of {len(asked)} classes" + (f"; not: {'; '.join(unclear)}" if unclear else "")
     return Figure.at_least("declines_clear", share, 1.0, unit="", detail=detail)

@@ -22,7 +22,7 @@ from pathlib import Path
 import blake3
 
 from benchmarks.support.architectures.catalogue import ALL, Architecture
-from benchmarks.support.architectures.rows import Outcome, Row
+from benchmarks.support.architectures.rows import Outcome, Row, without_paths
 from benchmarks.support.engines import say
 from benchmarks.support.figures import PACKAGES
 from kintsugi.engine.orphan import end_with_parent
@@ -127,7 +127,9 @@ class Records:
             return Row.of(json.loads(result.read_text()))
         ended = f"after {ROW_TIMEOUT_S:.0f} s" if process.exitcode == -signal.SIGKILL else "by itself"
         last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line), "")
-        reason = f"the process ended {ended} with {process.exitcode}; its last line: {last[:200]}"
+        reason = (
+            f"the process ended {ended} with {process.exitcode}; its last line: {without_paths(last)[:200]}"
+        )
         return Row(architecture.name, Outcome.CRASHED, reason)
 
 

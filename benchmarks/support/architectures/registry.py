@@ -43,6 +43,18 @@ LEFT_OUT: Mapping[str, str] = {
     "InklingForConditionalGeneration": WRAPPER,
     "NanbeigeForCausalLM": "transformers 5.19 has no such model, and vLLM runs it through transformers alone",
     "HCXVisionV2ForCausalLM": WRAPPER,
+    "MuseGlimmerForCausalLM": (
+        "vLLM 0.32 imports torchvision for it, which locks/cpu.txt has not; it has to be asked where that is "
+        "installed"
+    ),
+    "Rnj1ForCausalLM": (
+        "vLLM 0.32 does not start it on a CPU: it tells the attention backend `chunk_lookback`, which only "
+        "Triton's knows; it has to be asked on a GPU"
+    ),
+    "Step1ForCausalLM": (
+        "vLLM 0.32 does not start it on a CPU: that attention backend has no ALiBi with square roots; it has "
+        "to be asked on a GPU"
+    ),
 }
 """Reasons that differ from the part's: `NO_CONFIG` for text models, `WRAPPER` for multimodal ones."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,6 +35,17 @@ class Outcome(StrEnum):
     """vLLM alone does not serve this class here, and its config alone is no reason to decline."""
     CRASHED = "crashed"
     """The process ended without a result."""
+
+
+_PATH = re.compile(r"(?<![\w./:])(?:/[\w.+@~-]+){2,}/?")
+_CHECKPOINT = re.compile(r"-[0-9a-f]{16}-r\d+$")
+"""What `checkpoints` adds to the name of an entry for the folder of its checkpoint."""
+
+
+def without_paths(text: str) -> str:
+    """``text`` with the last part of each path instead of the path, and with entries instead of the folders
+    of their checkpoints: results are read elsewhere."""
+    return _PATH.sub(lambda path: _CHECKPOINT.sub("", path[0].rstrip("/").rpartition("/")[2]), text)
 
 
 @dataclass

@@ -44,6 +44,7 @@ from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
 from kintsugi.engine.worker.support import (
     find_chunk_reach,
     find_local_chunk,
+    find_recurrent,
     find_unsupported,
     find_wrapper,
     has_windows,
@@ -108,6 +109,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 declined_because=(
                     find_unsupported(vllm_config)
                     or find_wrapper(self)
+                    or find_recurrent(kv_cache_config)
                     or _find_misnaming(vllm_config, kv_cache_config, config)
                 ),
                 engine=_engine_of(vllm_config, config),

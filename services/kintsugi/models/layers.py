@@ -54,23 +54,24 @@ class DeclineReason(StrEnum):
     ARCHITECTURE = "architecture"
 
 
-_PLAIN = "every prompt is prefilled in full, prefix caching works as before"
+PLAIN = "every prompt is prefilled in full, prefix caching works as before"
+"""What every reason says happens instead."""
 ADVICE: Mapping[DeclineReason, str] = {
-    DeclineReason.MLA: f"{_PLAIN}; to blend, serve a model whose latents have a rotary key beside them",
-    DeclineReason.RECURRENT: f"{_PLAIN}; to blend, serve a model whose layers are all attention",
-    DeclineReason.INDEXED: f"{_PLAIN}; to blend, serve a model that attends to every token",
-    DeclineReason.ATTENTION: f"{_PLAIN}; to blend, serve a model with plain causal attention",
-    DeclineReason.ROPE: f"{_PLAIN}; to blend, serve a model whose keys rotate by their position alone",
+    DeclineReason.MLA: f"{PLAIN}; to blend, serve a model whose latents have a rotary key beside them",
+    DeclineReason.RECURRENT: f"{PLAIN}; to blend, serve a model whose layers are all attention",
+    DeclineReason.INDEXED: f"{PLAIN}; to blend, serve a model that attends to every token",
+    DeclineReason.ATTENTION: f"{PLAIN}; to blend, serve a model with plain causal attention",
+    DeclineReason.ROPE: f"{PLAIN}; to blend, serve a model whose keys rotate by their position alone",
     DeclineReason.ROPE_LENGTH: (
-        f"{_PLAIN}; to blend, set max_model_len to at most the length that the model was trained for, or "
+        f"{PLAIN}; to blend, set max_model_len to at most the length that the model was trained for, or "
         "choose a scaling that does not depend on the prompt's length (yarn, linear, llama3)"
     ),
-    DeclineReason.LEARNED_POSITIONS: f"{_PLAIN}; to blend, serve a model with rotary positions or none",
-    DeclineReason.LAYER_CALLS: f"{_PLAIN}; to blend, serve a model whose layers run one after the other",
-    DeclineReason.SHARED_KV: f"{_PLAIN}; to blend, serve a model whose layers all have KV of their own",
-    DeclineReason.MULTIMODAL: f"{_PLAIN}; to blend, serve the text model of the family",
-    DeclineReason.ENCODER: f"{_PLAIN}; to blend, serve a decoder-only model",
-    DeclineReason.ARCHITECTURE: f"{_PLAIN}; to blend, serve a decoder of attention layers",
+    DeclineReason.LEARNED_POSITIONS: f"{PLAIN}; to blend, serve a model with rotary positions or none",
+    DeclineReason.LAYER_CALLS: f"{PLAIN}; to blend, serve a model whose layers run one after the other",
+    DeclineReason.SHARED_KV: f"{PLAIN}; to blend, serve a model whose layers all have KV of their own",
+    DeclineReason.MULTIMODAL: f"{PLAIN}; to blend, serve the text model of the family",
+    DeclineReason.ENCODER: f"{PLAIN}; to blend, serve a decoder-only model",
+    DeclineReason.ARCHITECTURE: f"{PLAIN}; to blend, serve a decoder of attention layers",
 }
 """What to do about each reason."""
 
@@ -99,6 +100,7 @@ class Decline:
         return NotBlendable(self.reason.value, self.detail)
 
 
+RECURRENT_STATE = "a recurrent state, which no stored chunk can be put into"
 INPUTS_BESIDE_TEXT = Decline(
     DeclineReason.MULTIMODAL, None, "inputs beside text: chunk KV is over token ids alone"
 )
@@ -382,10 +384,7 @@ def _shared_with(config: Mapping[str, Any], index: int, label: str) -> int | Non
 
 
 _FEATURES = {
-    LayerKind.RECURRENT: (
-        DeclineReason.RECURRENT,
-        "a recurrent state, which no stored chunk can be put into",
-    ),
+    LayerKind.RECURRENT: (DeclineReason.RECURRENT, RECURRENT_STATE),
     LayerKind.INDEXED: (DeclineReason.INDEXED, "attention to tokens that an index chooses"),
     LayerKind.NONE: (DeclineReason.ARCHITECTURE, "no attention"),
     LayerKind.UNKNOWN: (DeclineReason.ATTENTION, "an attention that is not known"),

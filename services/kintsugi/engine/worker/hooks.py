@@ -150,7 +150,12 @@ HOOKS = (
     *_imports("vllm.logger", "init_logger"),
     *_imports("vllm.model_executor.custom_op", "CustomOp"),
     *_imports(
-        "vllm.v1.kv_cache_interface", "AttentionSpec", "FullAttentionSpec", "KVCacheConfig", "KVCacheSpec"
+        "vllm.v1.kv_cache_interface",
+        "AttentionSpec",
+        "FullAttentionSpec",
+        "KVCacheConfig",
+        "KVCacheSpec",
+        "MambaSpec",
     ),
     *_imports("vllm.v1.request", "RequestStatus"),
 )

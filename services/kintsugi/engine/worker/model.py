@@ -31,7 +31,7 @@ from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
 from kintsugi.fusor.stack import Hidden
 from kintsugi.fusor.staging import upload
-from kintsugi.models.layers import Decline, DeclineReason, LayerKind, ModelLayers
+from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason, LayerKind, ModelLayers
 
 PLAIN_ATTENTIONS = frozenset({"Attention", "ChunkedLocalAttention"})
 """vLLM's softmax attention over K and V, of all positions, of a window or of a local chunk."""
@@ -199,7 +199,7 @@ def _require_attention(name: str, layer: Any) -> None:
     elif LATENT_ATTENTION in kinds:
         reason, feature = DeclineReason.MLA, "multi-head latent attention of another kind than DeepSeek-V3's"
     elif "MambaBase" in kinds:
-        reason, feature = DeclineReason.RECURRENT, "a recurrent state, which no stored chunk can be put into"
+        reason, feature = DeclineReason.RECURRENT, RECURRENT_STATE
     else:
         reason, feature = DeclineReason.ATTENTION, "an attention that is not known"
     raise Decline(reason, None if digits is None else int(digits), f"{feature} ({kind})").error()

@@ -10,12 +10,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kintsugi.engine.worker.hooks import describe_missing
-from kintsugi.models.layers import INPUTS_BESIDE_TEXT
+from kintsugi.models.layers import INPUTS_BESIDE_TEXT, RECURRENT_STATE, Decline, DeclineReason
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
@@ -57,6 +58,20 @@ def find_wrapper(connector: KVConnectorBase_V1) -> str | None:
                 "itself as kv_connector"
             )
         frame = frame.f_back
+    return None
+
+
+def find_recurrent(kv_cache_config: KVCacheConfig) -> str | None:
+    """`reason: detail` where a layer keeps a state beside or instead of KV; None where none does.
+
+    The loaded model tells the worker the same. The scheduler has to know by itself: vLLM finds cached states
+    by rules of their own, so that proving the names of blocks would fail first, with a reason that helps
+    nobody.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        if any(isinstance(spec, MambaSpec) for spec in _specs_of(group.kv_cache_spec)):
+            feature = f"{RECURRENT_STATE} ({group.layer_names[0]})"
+            return str(Decline(DeclineReason.RECURRENT, None, feature))
     return None
 
 

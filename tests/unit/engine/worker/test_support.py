@@ -11,7 +11,13 @@ from tests.conftest import Supports
 
 pytest.importorskip("vllm")
 
-from kintsugi.engine.worker.support import find_chunk_reach, find_local_chunk, find_unsupported, has_windows
+from kintsugi.engine.worker.support import (
+    find_chunk_reach,
+    find_local_chunk,
+    find_recurrent,
+    find_unsupported,
+    has_windows,
+)
 
 
 def config(**changes: Any) -> Any:
@@ -75,6 +81,23 @@ def test_windows_are_seen_in_the_cache_groups() -> None:
     assert not has_windows(groups)
     groups.kv_cache_groups.append(windowed)
     assert has_windows(groups)
+
+
+def test_a_state_is_seen_in_the_cache_groups() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    state = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+    groups: Any = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layers.1.attn"], full)])
+    assert find_recurrent(groups) is None
+    groups.kv_cache_groups.append(KVCacheGroupSpec(["layers.0.mixer", "layers.2.mixer"], state))
+    declined = find_recurrent(groups)
+    assert declined is not None
+    assert declined.startswith(
+        "recurrent: the model has a recurrent state, which no stored chunk can be put "
+    )
+    assert "(layers.0.mixer); every prompt is prefilled in full" in declined
 
 
 def test_local_chunks_are_seen_in_the_cache_groups() -> None:
