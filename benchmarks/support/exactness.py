@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -74,10 +75,15 @@ def _full_ratio(running: LocalEngine, prompt: ChunkPrompt) -> tuple[float, bool]
 
 
 def max_dlogprob(one: Generation, other: Generation) -> float:
-    """Largest difference of a logprob that both report, up to the first token that differs."""
+    """Largest difference of a logprob that both report, up to the first token that differs; inf where a
+    logprob is not a number."""
     worst = 0.0
     for step, (mine, theirs) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
-        worst = max([worst, *(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())])
+        pairs = ((mine[token], theirs[token]) for token in mine.keys() & theirs.keys())
+        apart = [abs(ours - other) for ours, other in pairs if ours != other]
+        if any(math.isnan(distance) for distance in apart):
+            return math.inf
+        worst = max([worst, *apart])
         if one.token_ids[step] != other.token_ids[step]:
             break
     return worst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,7 +25,9 @@ from benchmarks.support.architectures.matrix import NEEDED, Matrix, figures_of, 
 from benchmarks.support.architectures.records import Records, Step, Unfinished
 from benchmarks.support.architectures.registry import COMMITTED, make_list, read_asked_classes
 from benchmarks.support.architectures.rows import Outcome, Row, without_paths
+from benchmarks.support.exactness import max_dlogprob
 from benchmarks.support.figures import Figure
+from kintsugi.engine.local import Generation
 
 LLAMA, QWEN = ALL["LlamaForCausalLM"], ALL["Qwen3ForCausalLM"]
 
@@ -259,3 +262,13 @@ def test_a_process_that_ends_early_is_one_row(tmp_path: Path, monkeypatch: pytes
     rows = Records(tmp_path, time.monotonic() + 60).rows([LLAMA, QWEN], Step.ONE_RANK)
     assert [row.outcome for row in rows.values()] == [Outcome.CRASHED] * 2
     assert "ended by itself with 1" in rows[LLAMA.name].reason
+
+
+def test_logprobs_that_are_no_numbers_are_not_equal() -> None:
+    def answer(logprob: float) -> Generation:
+        return Generation([7], "", 1.0, [], [logprob], [{7: logprob}], "stop", 0, None)
+
+    assert max_dlogprob(answer(-1.0), answer(-1.5)) == 0.5
+    assert max_dlogprob(answer(-math.inf), answer(-math.inf)) == 0.0
+    assert math.isinf(max_dlogprob(answer(math.nan), answer(math.nan)))
+    assert math.isinf(max_dlogprob(answer(-1.0), answer(math.nan)))
