@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kintsugi.core.errors import InvalidField
-from tests.oracle import fresh_positions
+from tests.oracle import fresh_positions, load_model
 
 ATTENTION = "kintsugi_reference"
 
@@ -35,8 +35,9 @@ OnAttention = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 _POSITIONS = ("position_embeddings", "position_ids", "cache_position")
 """Arguments of attention modules that say where the tokens stand."""
 
-_LEGACY = frozenset({"gptj"})
-"""Model types whose modules attend in a method `_attn`, not through transformers' attention interface."""
+_LEGACY = {"gptj": "_attn", "bloom": "_reshape"}
+"""Model types that do not attend through transformers' attention interface, and the method of their modules
+that takes, or returns, what is attended to."""
 
 _watching: list[OnAttention] = []
 
@@ -57,16 +58,22 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
         loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        is_legacy = config.model_type in _LEGACY
-        attention = "eager" if is_legacy else ATTENTION
+        method = _LEGACY.get(config.model_type)
+        attention = ATTENTION if method is None else "eager"
         try:
-            model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+            self._model = load_model(loader, folder, dtype=torch.float32, attn_implementation=attention)
         except KeyError as error:
             raise InvalidField("model", f"{config.model_type} has a list of attentions of its own") from error
-        self._model: Any = model.eval()
-        for module in self._model.modules() if is_legacy else ():
+        for module in self._model.modules() if method is not None else ():
             if hasattr(module, "_attn"):
                 module._attn = partial(_attend_legacy, module)
+            if hasattr(module, "_reshape"):
+                module._reshape = partial(_watch_reshape, module, module._reshape)
+            if hasattr(module, "gelu_impl"):
+                # transformers approximates Bloom's GELU; vLLM does not.
+                module.gelu_impl = nn.GELU()
+        if not self._trace([0])[0]:
+            raise InvalidField("model", f"{config.model_type} attends without the attention interface")
 
     def blended(
         self,
@@ -243,6 +250,13 @@ def _attend_legacy(
 ) -> tuple[Tensor, None]:
     attended, _ = _attend(module, query, key, value, attention_mask)
     return attended.transpose(1, 2), None
+
+
+def _watch_reshape(
+    module: nn.Module, reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], projected: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = reshape(projected)
+    return query, *_watching[-1](module, key, value)
 
 
 AttentionInterface.register(ATTENTION, _attend)
