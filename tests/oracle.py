@@ -13,11 +13,13 @@ Works for every decoder that attends through transformers' attention interface, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,21 +82,46 @@ def fresh_positions(
     }
 
 
+def load_model(loader: Any, folder: Path | str, **arguments: Any) -> Any:
+    """What `loader.from_pretrained` makes of ``folder``: a model that runs as transformers wrote it.
+
+    Where vLLM runs a model through transformers, it changes the decoder's class in this process: from then on
+    the class asks for vLLM's current config when it is made, and compiles itself when it is called.
+    """
+    with _vllm_without_compilation(folder):
+        model = loader.from_pretrained(folder, **arguments).eval()
+    for module in model.modules():
+        # An engine that starts later changes the class of this model too.
+        module.do_not_compile = True
+    return model
+
+
+@contextmanager
+def _vllm_without_compilation(folder: Path | str) -> Iterator[None]:
+    """Give vLLM a current config that compiles nothing; where vLLM is not imported, do nothing."""
+    if "vllm.config" not in sys.modules:
+        yield
+        return
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    # Only its model's config is read; a whole `ModelConfig` would want a model that vLLM can serve.
+    config.model_config = SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder))
+    with set_current_vllm_config(config):
+        yield
+
+
 class Oracle:
-    """One checkpoint in memory. Not thread-safe. Make it before an engine whose model vLLM runs through
-    transformers."""
+    """One checkpoint in memory. Not thread-safe."""
 
     def __init__(self, folder: Path | str, dtype: torch.dtype = torch.float32, **overrides: object) -> None:
         """`overrides` are fields of the config."""
         config = AutoConfig.from_pretrained(folder, **overrides)
         has_interface = config.model_type not in WITHOUT_INTERFACE
         implementation = ATTENTION if has_interface else "eager"
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=implementation
-        ).eval()
-        for module in self.model.modules():
-            # Where vLLM runs a model through transformers, it changes the decoder's class in this process.
-            module.do_not_compile = True
+        self.model: Any = load_model(
+            AutoModelForCausalLM, folder, config=config, dtype=dtype, attn_implementation=implementation
+        )
         found = [module for module in self.model.modules() if _is_attention(module)]
         self._attentions: list[Any] = sorted(found, key=lambda module: module.layer_idx)
         if not has_interface:

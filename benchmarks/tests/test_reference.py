@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig, MptConfig, PretrainedConfig
 
 from benchmarks.support.architectures.reference import Reference
 from benchmarks.support.prompts import PREFIX, ChunkPrompt
+from kintsugi.core.errors import InvalidField
 from kintsugi.models.factory import make_checkpoint_once
 from tests.oracle import Oracle
 
@@ -50,3 +53,26 @@ def test_it_reads_other_fields_than_the_checkpoint_says() -> None:
         Reference(folder, **fields).full(PROMPT.token_ids) for fields in ({}, {"sliding_window": 2})
     )
     assert float((own - other).abs().max()) > 1e-3
+
+
+def saved(config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_bloom_attends_to_what_the_reference_puts_there(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=1024, hidden_size=64, n_layer=3, n_head=4, initializer_range=0.5)
+    reference = Reference(saved(config, tmp_path))
+    full = reference.full(PROMPT.token_ids)
+    every = {layer: range(LAST) for layer in range(3)}
+    recomputed = reference.blended(PROMPT.token_ids, PREFIX, HITS, every)
+    reused = reference.blended(PROMPT.token_ids, PREFIX, HITS, active_positions(3))
+    assert torch.allclose(recomputed, full, atol=1e-5)
+    assert float((reused - full).abs().max()) > 0.1
+
+
+def test_a_model_without_the_attention_interface_has_no_reference(tmp_path: Path) -> None:
+    config = MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, max_seq_len=64)
+    with pytest.raises(InvalidField, match="mpt attends without the attention interface"):
+        Reference(saved(config, tmp_path))

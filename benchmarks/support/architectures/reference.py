@@ -26,7 +26,7 @@ from transformers.activations import XIELUActivation
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kintsugi.core.errors import InvalidField
-from tests.oracle import fresh_positions
+from tests.oracle import fresh_positions, load_model
 
 ATTENTION = "kintsugi_reference"
 
@@ -36,8 +36,9 @@ OnAttention = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 _POSITIONS = ("position_embeddings", "position_ids", "cache_position")
 """Arguments of attention modules that say where the tokens stand."""
 
-_LEGACY = frozenset({"gptj"})
-"""Model types whose modules attend in a method `_attn`, not through transformers' attention interface."""
+_LEGACY = {"gptj": "_attn", "bloom": "_reshape"}
+"""Model types that do not attend through transformers' attention interface, and the method of their modules
+that takes, or returns, what is attended to."""
 
 _watching: list[OnAttention] = []
 
@@ -59,20 +60,27 @@ class Reference:
         """`overrides` are fields of the config."""
         config = AutoConfig.from_pretrained(folder, **overrides)
         loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        is_legacy = config.model_type in _LEGACY
-        attention = "eager" if is_legacy else ATTENTION
+        method = _LEGACY.get(config.model_type)
+        attention = ATTENTION if method is None else "eager"
         try:
-            model = loader.from_pretrained(
-                folder, config=config, dtype=torch.float32, attn_implementation=attention
+            self._model: Any = load_model(
+                loader, folder, config=config, dtype=torch.float32, attn_implementation=attention
             )
         except KeyError as error:
             raise InvalidField("model", f"{config.model_type} has a list of attentions of its own") from error
-        self._model: Any = model.eval()
         for module in self._model.modules():
-            if is_legacy and hasattr(module, "_attn"):
-                module._attn = partial(_attend_legacy, module)
             if isinstance(module, XIELUActivation):
                 module.bfloat16()  # vLLM keeps its parameters in bfloat16, whatever the model's dtype is
+        for module in self._model.modules() if method is not None else ():
+            if hasattr(module, "_attn"):
+                module._attn = partial(_attend_legacy, module)
+            if hasattr(module, "_reshape"):
+                module._reshape = partial(_watch_reshape, module, module._reshape)
+            if hasattr(module, "gelu_impl"):
+                # transformers approximates Bloom's GELU; vLLM does not.
+                module.gelu_impl = nn.GELU()
+        if not self._trace([0])[0]:
+            raise InvalidField("model", f"{config.model_type} attends without the attention interface")
 
     def blended(
         self,
@@ -249,6 +257,13 @@ def _attend_legacy(
 ) -> tuple[Tensor, None]:
     attended, _ = _attend(module, query, key, value, attention_mask)
     return attended.transpose(1, 2), None
+
+
+def _watch_reshape(
+    module: nn.Module, reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], projected: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = reshape(projected)
+    return query, *_watching[-1](module, key, value)
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -73,8 +73,7 @@ def oracle(family: str) -> Oracle | None:
 
 
 @pytest.fixture(scope="module")
-def engine(engine_slot: EngineSlot, family: str, oracle: Oracle | None) -> LocalEngine:
-    """Started behind the oracle, whose classes it may change."""
+def engine(engine_slot: EngineSlot, family: str) -> LocalEngine:
     arguments = {**ENGINE_ARGS.get(family, {}), **FLOAT32_ARGS.get(family, {})}
     return engine_slot.get(family, dtype="float32", **arguments)
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from vllm.compilation.decorators import support_torch_compile
 
 from kintsugi.models.factory import make_checkpoint
 from kintsugi.models.shapes import TINY_SHAPES
-from tests.oracle import Oracle, fresh_positions, measured_layers
+from tests.oracle import Oracle, fresh_positions, load_model, measured_layers
 
 PREFIX, CHUNK, QUESTION = 3, 230, 9
 """Longer than the windows of the shapes that have one."""
@@ -118,3 +120,28 @@ def test_what_is_fresh() -> None:
 def test_measured_layers(selector: str, ratio: float, expected: list[int]) -> None:
     assert list(measured_layers(selector, 1, ratio, 4)) == expected
     assert list(measured_layers("hkvd", 9, 0.5, 4)) == [3]
+
+
+@support_torch_compile(dynamic_arg_dims={"x": 0})
+class ChangedByVllm(nn.Module):
+    """As vLLM leaves the class of a decoder that it has run through transformers."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, scale: int) -> ChangedByVllm:
+        return cls(scale)
+
+
+def test_a_class_that_vllm_has_changed_can_be_made_and_runs_as_written(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(AssertionError, match="Current vLLM config is not set"):
+        ChangedByVllm.from_pretrained(tmp_path, 3)
+    model = load_model(ChangedByVllm, tmp_path, scale=3)
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 3.0))
+    assert model.do_not_compile
