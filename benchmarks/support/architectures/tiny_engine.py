@@ -32,6 +32,8 @@ def running(
     Raises what `LocalEngine.start` raises.
     """
     text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision" in architecture.shows else {}
+    # With AMX, vLLM takes a backend for latents that knows bfloat16 alone.
+    is_latent = "mla" in architecture.shows and dtype == "float32"
     if architecture.stand_in:
         fill_dummy_models()
     arguments: dict[str, Any] = {
@@ -40,6 +42,7 @@ def running(
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         **({"load_format": "dummy"} if architecture.stand_in else {}),
         **text_only,
+        **({"attention_config": {"backend": "CPU_MLA"}} if is_latent else {}),
         **changes,
     }
     engine = LocalEngine.start(
@@ -59,6 +62,9 @@ def fill_dummy_models() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     def load_weights(_self: object, model: Any, model_config: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.zero_()  # vLLM leaves them as its memory was
         fill_weights(model, model_config.hf_config)
 
     DummyModelLoader.load_weights = load_weights
