@@ -79,11 +79,8 @@ _VISION = {
     "hidden_size": 64,
     "depth": 1,
     "num_heads": 2,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 64,
     "out_hidden_size": 128,
-    "image_size": 56,
     "patch_size": 14,
     "deepstack_visual_indexes": [],
 }
@@ -109,7 +106,7 @@ _LATENT: dict[str, Any] = {
     "rope_parameters": _LATENT_ROPE,
 }
 # What published configs say beside transformers' fields; vLLM assumes otherwise.
-_SIGMOID_ROUTER = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+_SIGMOID_ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
 BLENDED: tuple[Architecture, ...] = (
@@ -237,20 +234,6 @@ BLENDED: tuple[Architecture, ...] = (
         "vision",
         text_config={"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE},
         vision_config=_VISION,
-    ),
-    _one(
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        "vision window",
-        text_config={"model_type": "gemma3_text", "query_pre_attn_scalar": 32},
-        vision_config=_VISION,
-    ),
-    _one(
-        "LlavaForConditionalGeneration",
-        "llava",
-        "vision",
-        text_config={"model_type": "llama"},
-        vision_config={"model_type": "clip_vision_model", **_VISION},
     ),
 )
 """Rows of the matrix. Every check runs on those that the engine does not decline."""

@@ -31,7 +31,7 @@ def running(
 
     Raises what `LocalEngine.start` raises.
     """
-    text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision" in architecture.shows else {}
+    text_only = {"language_model_only": True} if "vision" in architecture.shows else {}
     # With AMX, vLLM takes a backend for latents that knows bfloat16 alone.
     is_latent = "mla" in architecture.shows and dtype == "float32"
     if architecture.stand_in:
