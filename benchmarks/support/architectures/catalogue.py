@@ -93,15 +93,34 @@ _VISION = {
     "hidden_size": 64,
     "depth": 1,
     "num_heads": 2,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
     "intermediate_size": 64,
     "out_hidden_size": 128,
-    "image_size": 56,
     "patch_size": 14,
     "deepstack_visual_indexes": [],
 }
-_LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+# Published checkpoints of DeepSeek rotate so, too. With the default rotation, vLLM's CPU kernel turns other
+# elements than those of the rotary key: it takes the tensor's strides for those of two dimensions.
+_LATENT_ROPE = _rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=2048,
+    beta_fast=32,
+    beta_slow=1,
+    mscale=0.707,
+    mscale_all_dim=0.707,
+)
+_LATENT: dict[str, Any] = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    # All of them: vLLM rounds a decoded token otherwise than a prefilled one, which can choose other experts.
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": _LATENT_ROPE,
+}
+# What published configs say beside transformers' fields; vLLM assumes otherwise.
+_SIGMOID_ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
 BLENDED: tuple[Architecture, ...] = (
@@ -209,9 +228,11 @@ BLENDED: tuple[Architecture, ...] = (
     _one("AfmoeForCausalLM", "afmoe", "nope window moe", **_AFMOE),
     _one("HyperCLOVAXForCausalLM", "hyperclovax"),
     _one("HYV3ForCausalLM", "hy_v3", "moe", **_HY_V3),
-    _one("DeepseekV2ForCausalLM", "deepseek_v2", "mla moe", **_LATENT, num_experts_per_tok=2),
-    _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT),
-    _one("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "mla moe", **_LATENT),
+    _one("DeepseekV2ForCausalLM", "deepseek_v2", "mla moe", **_LATENT),
+    _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT, **_SIGMOID_ROUTER),
+    _one("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "mla moe", **_LATENT, **_SIGMOID_ROUTER),
+    # vLLM wants a norm behind every MLP, and checkpoints have one behind experts alone.
+    _one("AXK1ForCausalLM", "axk1", "mla moe", **{**_LATENT, "first_k_dense_replace": 0}, **_SIGMOID_ROUTER),
     _one("MiniCPM3ForCausalLM", "minicpm3", qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64),
     _one("Llama4ForCausalLM", "llama4_text", "nope moe", attention_chunk_size=1024, num_experts_per_tok=1),
     _one("FalconForCausalLM", "falcon", ranks=False, head_dim=None, alibi=False, ffn_hidden_size=512),
@@ -247,20 +268,6 @@ BLENDED: tuple[Architecture, ...] = (
         text_config={"model_type": "qwen2_5_vl_text", "rope_parameters": _MROPE},
         vision_config=_VISION,
     ),
-    _one(
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        "vision window",
-        text_config={"model_type": "gemma3_text", "query_pre_attn_scalar": 32},
-        vision_config=_VISION,
-    ),
-    _one(
-        "LlavaForConditionalGeneration",
-        "llava",
-        "vision",
-        text_config={"model_type": "llama"},
-        vision_config={"model_type": "clip_vision_model", **_VISION},
-    ),
 )
 """Rows of the matrix. Every check runs on those that the engine does not decline."""
 
@@ -274,7 +281,6 @@ OTHERS: tuple[Architecture, ...] = (
     _one("TeleChat3ForCausalLM", "llama"),
     _one("ExaoneMoEForCausalLM", "exaone_moe"),
     _one("NemotronHPuzzleForCausalLM", "nemotron_h", mamba_num_heads=8, mamba_head_dim=32, n_groups=1),
-    _one("AXK1ForCausalLM", "axk1"),
     Architecture(
         "Cohere2MoeForCausalLM", "cohere2_moe", {"tie_word_embeddings": True}, referred=_COHERE_WINDOW
     ),
@@ -296,7 +302,6 @@ OTHERS: tuple[Architecture, ...] = (
     _one("LagunaForCausalLM", "laguna", mlp_layer_types=["dense"] * 4),
     _one("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
     _one("Lfm2MoeForCausalLM", "lfm2_moe", layer_types=["conv", "full_attention"] * 2),
-    _one("LongcatFlashForCausalLM", "longcat_flash", num_layers=2),
     _one("MambaForCausalLM", "mamba"),
     _one("Mamba2ForCausalLM", "mamba2", num_heads=8, head_dim=32, expand=2, state_size=16),
     _one("MiMoV2FlashForCausalLM", "mimo_v2_flash", **_MIMO_V2),
@@ -327,8 +332,8 @@ OTHERS: tuple[Architecture, ...] = (
 """Classes that are only asked whether they blend."""
 
 
-def _stand_in(name: str, model_type: str, **changes: Any) -> Architecture:
-    return Architecture(name, model_type, changes, ranks=False, stand_in=True)
+def _stand_in(name: str, model_type: str, shows: str = "", **changes: Any) -> Architecture:
+    return Architecture(name, model_type, changes, frozenset(shows.split()), ranks=False, stand_in=True)
 
 
 _EXPERTS: dict[str, Any] = {
@@ -394,7 +399,7 @@ STAND_INS: tuple[Architecture, ...] = (
     # that on a CPU. Its class reads how from the config.
     _stand_in("MiniMaxM2ForCausalLM", "minimax_m2", rotary_dim=16, scoring_func="softmax"),
     _stand_in("MiniMaxM3SparseForCausalLM", "minimax_m3_vl_text"),
-    _stand_in("MistralLarge3ForCausalLM", "deepseek_v3", **_LATENT),
+    _stand_in("MistralLarge3ForCausalLM", "deepseek_v3", "mla", **_LATENT, **_SIGMOID_ROUTER),
     _stand_in("OrionForCausalLM", "llama"),
     _stand_in("PanguEmbeddedForCausalLM", "llama", bias=False),
     _stand_in("Qwen4ExpForCausalLM", "qwen4_exp_text"),

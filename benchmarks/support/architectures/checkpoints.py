@@ -137,9 +137,28 @@ def _as_given(architecture: Architecture) -> dict[str, Any]:
     return {name: value for name, value in architecture.changes.items() if value is not None}
 
 
+_PROCESSORS = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}
+"""transformers' class for videos by model type; images have one class in this family."""
+
+
+def _write_processors(config: PretrainedConfig, folder: Path) -> None:
+    """What vLLM asks how many tokens an image has. A KV consumer takes embeddings of images, so vLLM asks
+    even where prompts have none."""
+    vision = config.vision_config
+    names = ("patch_size", "temporal_patch_size")
+    sizes = {name: getattr(vision, name) for name in names} | {"merge_size": vision.spatial_merge_size}
+    common = {**sizes, "size": {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}}
+    image = {"image_processor_type": "Qwen2VLImageProcessor", **common}
+    video = {"video_processor_type": _PROCESSORS[config.model_type], **common}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+
+
 def _make(architecture: Architecture, folder: Path) -> None:
     config = make_config(architecture)
     train_tokenizer(VOCAB, POSITIONS).save_pretrained(folder)
+    if config.model_type in _PROCESSORS:
+        _write_processors(config, folder)
     if architecture.stand_in:
         config.save_pretrained(folder)
         _write_fields(folder, _as_given(architecture))

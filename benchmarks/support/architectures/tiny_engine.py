@@ -31,7 +31,9 @@ def running(
 
     Raises what `LocalEngine.start` raises.
     """
-    text_only = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision" in architecture.shows else {}
+    text_only = {"language_model_only": True} if "vision" in architecture.shows else {}
+    # With AMX, vLLM takes a backend for latents that knows bfloat16 alone.
+    is_latent = "mla" in architecture.shows and dtype == "float32"
     if architecture.stand_in:
         fill_dummy_models()
     arguments: dict[str, Any] = {
@@ -40,6 +42,7 @@ def running(
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         **({"load_format": "dummy"} if architecture.stand_in else {}),
         **text_only,
+        **({"attention_config": {"backend": "CPU_MLA"}} if is_latent else {}),
         **changes,
     }
     engine = LocalEngine.start(

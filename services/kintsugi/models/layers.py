@@ -101,9 +101,6 @@ class Decline:
 
 
 RECURRENT_STATE = "a recurrent state, which no stored chunk can be put into"
-INPUTS_BESIDE_TEXT = Decline(
-    DeclineReason.MULTIMODAL, None, "inputs beside text: chunk KV is over token ids alone"
-)
 
 
 @dataclass(frozen=True)
@@ -200,8 +197,7 @@ def describe_layers(config: Mapping[str, Any]) -> ModelLayers:
         return ModelLayers((), (Decline(DeclineReason.ENCODER, None, "an encoder"),))
     kinds = _kinds(text, count)
     layers = tuple(_describe_layer(text, index, *kinds[index]) for index in range(count))
-    beside = (INPUTS_BESIDE_TEXT,) if any(config.get(name) for name in _OTHER_INPUTS) else ()
-    return ModelLayers(layers, (*_declines(text, layers), *beside))
+    return ModelLayers(layers, tuple(_declines(text, layers)))
 
 
 _LABELS: tuple[tuple[str, LayerKind], ...] = (
@@ -222,8 +218,6 @@ _RECURRENT_FIELD = re.compile(
     r"mamba_|ssm_|ssm_cfg|linear_(key|value|num)|state_size|conv_L_cache|rwkv|lru_width"
 )
 _INDEX_FIELD = re.compile(r"index_topk|index_n_heads|sparse_attention_config|compress_ratios?$")
-_OTHER_INPUTS = ("vision_config", "audio_config")
-"""Configs of the encoders of a multimodal model."""
 _LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "xglm", "biogpt", "gpt_neo", "ctrl"})
 """Model types that add a learned embedding of the absolute position."""
 _ROTATES_WINDOWS_ALONE = frozenset({"cohere2", "cohere2_moe", "exaone4", "exaone_moe"})

@@ -156,13 +156,12 @@ def test_declines_name_reason_and_layer(
     assert "prefix caching works" in str(raised.value)
 
 
-def test_a_model_with_inputs_beside_text_is_declined_for_its_layers_first() -> None:
+def test_a_model_with_inputs_beside_text_is_described_by_its_language_model() -> None:
     text = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}
-    (decline,) = describe_layers({"text_config": text, "vision_config": {"depth": 1}}).declines
-    assert decline.reason is DeclineReason.MULTIMODAL
+    model = describe_layers({"text_config": text, "vision_config": {"depth": 1}})
+    assert (len(model.layers), model.declines) == (1, ())
     hybrid = {"text_config": {**text, "layer_types": ["linear_attention"]}, "audio_config": {"depth": 1}}
-    reasons = [decline.reason for decline in describe_layers(hybrid).declines]
-    assert reasons == [DeclineReason.RECURRENT, DeclineReason.MULTIMODAL]
+    assert [decline.reason for decline in describe_layers(hybrid).declines] == [DeclineReason.RECURRENT]
 
 
 def test_a_config_that_only_lists_its_layers_has_as_many() -> None:

@@ -43,6 +43,10 @@ MROPE_AXES = 3
 """Axes of a position where vLLM counts several; text has the same on each."""
 
 
+SAMPLED_IDS = 8
+"""Token ids that are embedded to compare a model with the language model in it."""
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that share block tables and have KV of one shape."""
@@ -154,7 +158,8 @@ def find_layers(
     attentions = {name: context[name] for name in kv_caches if name in context}
     for name in kv_caches:
         _require_attention(name, context.get(name))
-    owner = _owner_of(list(attentions.values()))
+    owner, outer = _owners_of(list(attentions.values()))
+    _require_text_embeddings(owner, outer)
     names = {id(module): name for name, module in owner.named_modules()}
     device = next(iter(kv_caches.values())).device
     groups = _cache_groups(vllm_config, kv_cache_config, attentions, device)
@@ -220,20 +225,37 @@ def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[Cu
     )
 
 
-def _owner_of(attentions: list[nn.Module]) -> nn.Module:
-    """The smallest live model that contains all `attentions`. Cost: one pass over the live objects."""
+def _owners_of(attentions: list[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """The smallest and the largest live model that contain all `attentions`: a language model, and what vLLM
+    runs, which has encoders of other inputs beside it in a multimodal model. Cost: one pass over the live
+    objects."""
     wanted = {id(attention) for attention in attentions}
-    best: tuple[int, nn.Module] | None = None
+    owners: list[tuple[int, nn.Module]] = []
     for candidate in gc.get_objects():
         # type(), not isinstance(): that would run the code of lazy proxies that claim another class.
         if not (issubclass(type(candidate), nn.Module) and hasattr(candidate, "compute_logits")):
             continue
         modules = {id(module) for module in candidate.modules()}
-        if wanted <= modules and (best is None or len(modules) < best[0]):
-            best = (len(modules), candidate)
-    if best is None:
+        if wanted <= modules:
+            owners.append((len(modules), candidate))
+    if not owners:
         raise _architecture("attention layers that no loaded model owns")
-    return best[1]
+    owners.sort(key=lambda owner: owner[0])
+    return owners[0][1], owners[-1][1]
+
+
+@torch.inference_mode()
+def _require_text_embeddings(owner: nn.Module, outer: nn.Module) -> None:
+    """Raise `NotBlendable` where the model that vLLM runs embeds text otherwise than the language model in
+    it, which is all that a blend runs."""
+    if owner is outer:
+        return
+    token_ids = torch.arange(SAMPLED_IDS, device=next(owner.parameters()).device)
+    embeds: list[Any] = [getattr(model, "embed_input_ids", None) for model in (owner, outer)]
+    ours, theirs = (None if embed is None else embed(token_ids) for embed in embeds)
+    if ours is None or theirs is None or not torch.equal(ours, theirs):
+        feature = "embeddings of text that its language model alone does not compute"
+        raise Decline(DeclineReason.MULTIMODAL, None, feature).error()
 
 
 def _layer_path(path: str) -> tuple[int, str]:

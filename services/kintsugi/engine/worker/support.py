@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kintsugi.engine.worker.hooks import describe_missing
-from kintsugi.models.layers import INPUTS_BESIDE_TEXT, RECURRENT_STATE, Decline, DeclineReason
+from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
@@ -32,7 +32,6 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
             getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "context_parallel: a sequence's KV lies on several workers",
         ),
-        (model.is_multimodal_model, str(INPUTS_BESIDE_TEXT)),
         (
             vllm_config.lora_config is not None,
             "lora: its layers apply the adapters of the running batch, whichever tokens pass through them",

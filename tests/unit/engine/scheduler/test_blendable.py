@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.scheduler.blendable import check_request
+from tests.conftest import Supports
 
 
 def request_with(**changes: Any) -> Any:
@@ -26,6 +27,12 @@ def request_with(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
+def test_a_prompt_with_an_image_is_prefilled_in_full(supports: Supports) -> None:
+    with pytest.raises(NotBlendable, match=r"^multimodal: .*send text alone to blend"):
+        check_request(request_with(mm_features=[object()]), None)
+    supports("every", "multimodal", "declined")
+
+
 def test_a_prompt_of_text_alone_can_be_blended() -> None:
     check_request(request_with(), None)
     check_request(request_with(), 10)
@@ -35,7 +42,6 @@ def test_a_prompt_of_text_alone_can_be_blended() -> None:
     ("changes", "reason"),
     [
         ({"lora_request": object()}, "lora"),
-        ({"mm_features": [object()]}, "multimodal"),
         ({"prompt_token_ids": None}, "prompt_embeds"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"num_prompt_tokens": 11}, "attention_chunk"),

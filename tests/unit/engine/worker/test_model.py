@@ -23,7 +23,9 @@ from kintsugi.engine.worker.model import (
     LoadedModel,
     _disabled_ops,
     _layers_by_spec,
+    _owners_of,
     _require_attention,
+    _require_text_embeddings,
     _without_graphs,
 )
 from kintsugi.models.layers import ModelLayers
@@ -183,6 +185,43 @@ def test_another_attention_is_declined_in_the_words_of_its_kind(
         _require_attention("model.layers.3.mixer", layer)
     assert raised.value.reason == reason
     assert "prefix caching works as before" in str(raised.value)
+
+
+class Model(nn.Module):
+    """What vLLM's models have in common; `scale` stands for whatever a wrapper does to embeddings."""
+
+    def __init__(self, inner: nn.Module, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def compute_logits(self) -> None:
+        raise NotImplementedError
+
+    def embed_input_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        inner: Any = self.inner
+        embedded: torch.Tensor = (
+            inner.embed_input_ids(token_ids) if isinstance(inner, Model) else inner(token_ids)
+        )
+        return embedded * self.scale
+
+
+def test_the_language_model_is_found_within_the_model_that_vllm_runs() -> None:
+    embedding = nn.Embedding(16, 4)
+    language = Model(embedding)
+    assert _owners_of([embedding]) == (language, language)
+    whole = Model(language)
+    assert _owners_of([embedding]) == (language, whole)
+    _require_text_embeddings(language, whole)
+
+
+def test_a_wrapper_with_embeddings_of_its_own_is_declined() -> None:
+    language = Model(nn.Embedding(16, 4))
+    _require_text_embeddings(language, language)
+    other: Any = nn.Module()
+    for whole in (Model(language, 2.0), other):
+        with pytest.raises(NotBlendable, match="embeddings of text") as raised:
+            _require_text_embeddings(language, whole)
+        assert raised.value.reason == "multimodal"
 
 
 def test_layers_of_one_cache_group_have_metadata_of_their_own_shape() -> None:

@@ -26,7 +26,7 @@ def config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
         ),
-        model_config=SimpleNamespace(use_mla=False, is_multimodal_model=False, hf_overrides={}),
+        model_config=SimpleNamespace(use_mla=False, hf_overrides={}),
         speculative_config=None,
         lora_config=None,
     )
@@ -53,7 +53,6 @@ RULED_OUT = {
     "data_parallel": ({"parallel_config__data_parallel_size": 2}, None),
     "context_parallel": ({"parallel_config__decode_context_parallel_size": 2}, None),
     "hf_overrides": ({"model_config__hf_overrides": lambda config: config}, None),
-    "multimodal": ({"model_config__is_multimodal_model": True}, "multimodal"),
     "speculative_decoding": ({"speculative_config": object()}, "speculative decoding"),
     "lora": ({"lora_config": object()}, "LoRA"),
 }
