@@ -272,3 +272,14 @@ def test_logprobs_that_are_no_numbers_are_not_equal() -> None:
     assert max_dlogprob(answer(-math.inf), answer(-math.inf)) == 0.0
     assert math.isinf(max_dlogprob(answer(math.nan), answer(math.nan)))
     assert math.isinf(max_dlogprob(answer(-1.0), answer(math.nan)))
+
+
+def test_two_best_tokens_of_one_logprob_are_a_tie() -> None:
+    def answer(*token_ids: int) -> Generation:
+        likely = [{7: -0.5, 8: -0.5, 9: -0.75}] * len(token_ids)
+        return Generation(list(token_ids), "", 1.0, [], [], likely, "stop", 0, None)
+
+    assert checks.find_tie(answer(7, 7), answer(7, 7)) is None
+    assert checks.find_tie(answer(7, 7, 7), answer(7, 8, 9)) == 1
+    assert checks.find_tie(answer(7, 7), answer(7, 9)) is None
+    assert checks.find_tie(answer(7, 7), answer(7, 6)) is None

@@ -46,6 +46,8 @@ CHUNKED_TOKENS = 64
 """Tokens of a step where prefill is chunked."""
 DISTINCT_TOKENS_MIN = 6
 """An answer of fewer says nothing: the model repeats itself whatever it has read."""
+BEFORE_TIE_MIN = 8
+"""Tokens that have to be equal before a tie."""
 
 
 @dataclass(frozen=True)
@@ -243,14 +245,28 @@ def _check_chunked(subject: _Subject, plain: _Plain) -> None:
 
 
 def _check_bfloat16(subject: _Subject) -> None:
-    """As models are served: the tokens have to be equal; how far logprobs are apart is noted."""
+    """As models are served: the tokens have to be equal, and how far logprobs are apart is noted. Logits of
+    bfloat16 are coarse: where vLLM's own two best are equal, either token is right, and what follows is
+    not compared."""
     with running(subject.architecture, subject.folder, "bfloat16") as alone:
         full = ask_cold(alone, subject.prompt.token_ids)
     with running(subject.architecture, subject.folder, "bfloat16", "ram://bfloat16") as engine:
         save(engine, subject.prompt)
         blended = blend_cold(engine, subject.prompt, 1.0)
-    same = blended.token_ids == full.token_ids
+    tie = find_tie(full, blended)
+    if tie is not None:
+        subject.row.figures["bfloat16_tie_at"] = float(tie)
+    same = blended.token_ids == full.token_ids or (tie is not None and tie >= BEFORE_TIE_MIN)
     subject.row.note("bfloat16", same, max_dlogprob(full, blended), "the tokens differ")
+
+
+def find_tie(full: Generation, other: Generation) -> int | None:
+    """The step at which `other` first has another token, if that is as likely as the one of `full`."""
+    pairs = zip(full.token_ids, other.token_ids, full.top_logprobs, strict=True)
+    for step, (token, chosen, likely) in enumerate(pairs):
+        if token != chosen:
+            return step if likely.get(chosen) == likely[token] else None
+    return None
 
 
 def _check_that_it_can_tell(row: Row, full: Generation, again: Generation) -> None:

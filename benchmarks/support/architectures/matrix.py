@@ -105,6 +105,7 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
     rows = matrix.all_rows()
     wrong = [f"{row.name} ({row.reason})" for row in rows if row.outcome is Outcome.WRONG]
     bfloat16 = [row.checks["bfloat16"] for row in rows if "bfloat16" in row.checks]
+    tied = [row.name for row in rows if row.checks.get("bfloat16") and "bfloat16_tie_at" in row.figures]
     lost = [
         f"{one['name']} ({matrix.outcome(one['name'])})"
         for one in before
@@ -120,7 +121,8 @@ def figures_of(matrix: Matrix, before: Sequence[Mapping[str, Any]] = ()) -> list
             sum(bfloat16) / len(bfloat16) if bfloat16 else 0.0,
             1.0,
             unit="",
-            detail=f"share of {len(bfloat16)} models whose 32 tokens are equal",
+            detail=f"share of {len(bfloat16)} models whose 32 tokens are equal"
+            + (f"; up to a tie of vLLM's own: {', '.join(tied)}" if tied else ""),
         ),
         _largest("oracle_max_abs_dlogprob", rows, ("any ratio",), 1e-3, "float32, every selector"),
         _clear_declines(matrix),
