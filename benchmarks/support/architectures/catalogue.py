@@ -121,6 +121,9 @@ _LATENT: dict[str, Any] = {
 }
 # What published configs say beside transformers' fields; vLLM assumes otherwise.
 _SIGMOID_ROUTER: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+# In bfloat16, vLLM's own two best tokens have one logprob at the second token with other weights: with these,
+# answers can be compared for longer.
+_UNTIED: dict[str, Any] = {"n_shared_experts": 2}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
 
 BLENDED: tuple[Architecture, ...] = (
@@ -229,7 +232,7 @@ BLENDED: tuple[Architecture, ...] = (
     _one("HyperCLOVAXForCausalLM", "hyperclovax"),
     _one("HYV3ForCausalLM", "hy_v3", "moe", **_HY_V3),
     _one("DeepseekV2ForCausalLM", "deepseek_v2", "mla moe", **_LATENT),
-    _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT, **_SIGMOID_ROUTER),
+    _one("DeepseekV3ForCausalLM", "deepseek_v3", "mla moe", **_LATENT, **_SIGMOID_ROUTER, **_UNTIED),
     _one("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "mla moe", **_LATENT, **_SIGMOID_ROUTER),
     # vLLM wants a norm behind every MLP, and checkpoints have one behind experts alone.
     _one("AXK1ForCausalLM", "axk1", "mla moe", **{**_LATENT, "first_k_dense_replace": 0}, **_SIGMOID_ROUTER),
@@ -399,7 +402,7 @@ STAND_INS: tuple[Architecture, ...] = (
     # that on a CPU. Its class reads how from the config.
     _stand_in("MiniMaxM2ForCausalLM", "minimax_m2", rotary_dim=16, scoring_func="softmax"),
     _stand_in("MiniMaxM3SparseForCausalLM", "minimax_m3_vl_text"),
-    _stand_in("MistralLarge3ForCausalLM", "deepseek_v3", "mla", **_LATENT, **_SIGMOID_ROUTER),
+    _stand_in("MistralLarge3ForCausalLM", "deepseek_v3", "mla", **_LATENT, **_SIGMOID_ROUTER, **_UNTIED),
     _stand_in("OrionForCausalLM", "llama"),
     _stand_in("PanguEmbeddedForCausalLM", "llama", bias=False),
     _stand_in("Qwen4ExpForCausalLM", "qwen4_exp_text"),
