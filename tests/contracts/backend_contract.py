@@ -91,11 +91,14 @@ class BackendContract:
 
     def test_a_scored_token_has_a_logprob_in_the_first_piece_alone(self, engines: Engines) -> None:
         asked = engines.request(engines.tokens(40))
-        assert not any(one.logprob is not None for one in engines.run(engines.answer(asked)))
+        pieces = engines.run(engines.answer(asked))
+        assert all(one.logprob is None for one in pieces)
         first, *rest = engines.run(engines.answer(dataclasses.replace(asked, scored_token=5)))
+        # A busy engine puts several tokens into a piece.
+        assert [sum(len(one.token_ids) for one in answer) for answer in (pieces, [first, *rest])] == [4, 4]
         assert first.logprob is not None
         assert first.logprob <= 0.0
-        assert all(one.logprob is None for one in rest)  # a busy engine puts several tokens into a piece
+        assert all(one.logprob is None for one in rest)
 
     def test_a_measurement_finds_nothing_that_others_left_in_the_prefix_cache(self, engines: Engines) -> None:
         room = engines.run(engines.backend.info()).max_model_len

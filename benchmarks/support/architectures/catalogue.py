@@ -239,9 +239,8 @@ BLENDED: tuple[Architecture, ...] = (
     _one("MiniCPM3ForCausalLM", "minicpm3", qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64),
     _one("Llama4ForCausalLM", "llama4_text", "nope moe", attention_chunk_size=1024, num_experts_per_tok=1),
     _one("FalconForCausalLM", "falcon", ranks=False, head_dim=None, alibi=False, ffn_hidden_size=512),
-    # These two know no KV heads: with the field, vLLM allots the cache of 2 and the model writes 4.
-    _one("BloomForCausalLM", "bloom", tie_word_embeddings=True, num_key_value_heads=None),
-    _one("GPTNeoXForCausalLM", "gpt_neox", "backend partial", num_key_value_heads=None),
+    _one("BloomForCausalLM", "bloom", tie_word_embeddings=True),
+    _one("GPTNeoXForCausalLM", "gpt_neox", "backend partial"),
     _one("OlmoForCausalLM", "olmo", "backend"),
     _one("Olmo2ForCausalLM", "olmo2", "backend"),
     _one("Olmo3ForCausalLM", "olmo3", "backend window"),

@@ -36,9 +36,9 @@ OnAttention = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 _POSITIONS = ("position_embeddings", "position_ids", "cache_position")
 """Arguments of attention modules that say where the tokens stand."""
 
-_LEGACY = {"gptj": "_attn", "bloom": "_reshape"}
-"""Model types that do not attend through transformers' attention interface, and the method of their modules
-that takes, or returns, what is attended to."""
+_LEGACY = frozenset({"gptj", "bloom"})
+"""Model types that do not attend through transformers' attention interface: methods of their modules, `_attn`
+and `_reshape`, take or return what is attended to."""
 
 _watching: list[OnAttention] = []
 
@@ -60,8 +60,8 @@ class Reference:
         """`overrides` are fields of the config."""
         config = AutoConfig.from_pretrained(folder, **overrides)
         loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        method = _LEGACY.get(config.model_type)
-        attention = ATTENTION if method is None else "eager"
+        is_legacy = config.model_type in _LEGACY
+        attention = "eager" if is_legacy else ATTENTION
         try:
             self._model: Any = load_model(
                 loader, folder, config=config, dtype=torch.float32, attn_implementation=attention
@@ -71,7 +71,7 @@ class Reference:
         for module in self._model.modules():
             if isinstance(module, XIELUActivation):
                 module.bfloat16()  # vLLM keeps its parameters in bfloat16, whatever the model's dtype is
-        for module in self._model.modules() if method is not None else ():
+        for module in self._model.modules() if is_legacy else ():
             if hasattr(module, "_attn"):
                 module._attn = partial(_attend_legacy, module)
             if hasattr(module, "_reshape"):

@@ -65,7 +65,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     # A raylet's default niceness of 15 would starve its workers beside other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    # Of a node that does not start in time, Ray says so with a plain `Exception`.
+    # Ray raises a plain `Exception` for a node that does not start in time.
     with _expect_ray("start", Exception):
         start_local_ray(
             num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + SYSTEM_CPUS),

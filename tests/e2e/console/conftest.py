@@ -20,8 +20,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Skips where Playwright or a Chromium is not installed. Of one module: Playwright keeps a loop running
-    in this thread, in which no other test could begin one."""
+    """Skips where Playwright or a Chromium is not installed. Ends with its module: Playwright keeps a loop
+    running in this thread, in which no other test could begin one."""
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -82,8 +83,10 @@ def test_stats_say_whether_what_is_stored_outlives_the_shards(shard: Shard) -> N
             several.close()
 
 
-def put(shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True) -> None:
-    begun = shard.begin_put(manifest, PutOptions(durable=durable), wait_s=10.0)
+def put(
+    shard: Shard, manifest: ChunkManifest, frames: list[bytes], durable: bool = True, ttl_s: float = math.inf
+) -> None:
+    begun = shard.begin_put(manifest, PutOptions(durable=durable, ttl_s=ttl_s), wait_s=10.0)
     assert begun is not None
     for layer, frame in zip(manifest.layers, frames, strict=True):
         begun.write(layer, memoryview(frame))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import lmdb
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.put import PutOptions
@@ -26,16 +25,6 @@ from tests.integration.store.test_disk_tiers import DURABLE, many, put, spec
 def shard(tmp_path: Path) -> Iterator[Shard]:
     with closing(open_shard(spec(tmp_path))) as shard:
         yield shard
-
-
-def put_for_a_minute(shard: Shard, manifest: ChunkManifest, frames: Sequence[bytes]) -> None:
-    begun = shard.begin_put(manifest, PutOptions(durable=True, ttl_s=60.0))
-    assert begun is not None
-    for layer, frame in zip(manifest.layers, frames, strict=True):
-        begun.write(layer, memoryview(frame))
-    committed = shard.commit(begun).durable
-    assert committed is not None
-    committed.result(10.0)
 
 
 @pytest.mark.parametrize("ssd_mib", [(16,), (3, 16)])
@@ -71,7 +60,7 @@ def test_a_disk_that_fails_is_told_the_lifetime_later(shard: Shard, monkeypatch:
     put(shard, manifest, frames)
     assert shard.retain("acme", [manifest.key], 60.0) == [True], "it lasts already: no disk is asked"
     shard.delete("acme", [manifest.key])
-    put_for_a_minute(shard, manifest, frames)
+    put(shard, manifest, frames, ttl_s=60.0)
 
     def fail(expiries: object) -> None:
         raise lmdb.Error("by the test")
@@ -92,10 +81,10 @@ def test_a_disk_that_fails_is_told_the_lifetime_later(shard: Shard, monkeypatch:
 def test_a_chunk_put_after_a_deletion_keeps_the_lifetime_of_its_own_put(shard: Shard) -> None:
     """What its deleted namesake had, and no catalog was told, is not its own."""
     (manifest, frames), *_ = many(1)
-    put_for_a_minute(shard, manifest, frames)
+    put(shard, manifest, frames, ttl_s=60.0)
     assert shard.begin_put(manifest, PutOptions(durable=True)) is None, "the first one is kept for good now"
     shard.delete("acme", [manifest.key])
-    put_for_a_minute(shard, manifest, frames)
+    put(shard, manifest, frames, ttl_s=60.0)
     shard.record_lifetimes()
     ((_, record),) = shard.disks[0].catalog.records()
     assert record is not None

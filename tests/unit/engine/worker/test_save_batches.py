@@ -37,7 +37,7 @@ def test_saves_and_audits_go_apart() -> None:
 
 
 def test_the_second_prefill_of_a_batch_is_at_most_one_unit_too() -> None:
-    """Of a long prefix the first prefill finds everything cached, the second nothing."""
+    """The first prefill finds all of a long prefix cached, the second nothing."""
     prefix = tuple(range(200))
     job = save(50, (*prefix, 1, 2), num_cached=len(prefix))
     assert job.prefill_tokens == 252

@@ -139,7 +139,7 @@ def test_a_model_is_retrieved_by_its_name() -> None:
         async with client(ScriptedBackend()) as caller:
             (model,) = (await caller.get("/v1/models")).json()["data"]
             assert (await caller.get("/v1/models/scripted")).json() == model
-            for other in ("another", "/work/model", "scripted/more"):
+            for other in ("another", "/models/another", "scripted/more"):
                 missing = await caller.get(f"/v1/models/{other}")
                 assert missing.status_code == 404
                 assert "ask for one of scripted" in error_of(missing)["message"]
