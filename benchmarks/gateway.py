@@ -50,7 +50,7 @@ NAMESPACE = "bench"
 STORE = "ram://bench"
 DELAYS = StubDelays(first_token_s=0.05, token_s=0.005)
 MAX_TOKENS = 16
-BAR_MS = 5.0
+BAR_MS = 3.5
 WARM_UP_S = 1.0
 
 

@@ -87,7 +87,7 @@ def ttft_prediction_error(quick: bool) -> list[Figure]:
     every = [error for part in errors.values() for error in part]
     by_speed = ", ".join(f"{name} {statistics.median(part):.3f}" for name, part in errors.items())
     detail = f"{len(every)} requests ({by_speed}); {outcomes}"
-    return [Figure.at_most("ttft_prediction_error", statistics.median(every), 0.2, "", detail)]
+    return [Figure.at_most("ttft_prediction_error", statistics.median(every), 0.1, "", detail)]
 
 
 def _speeds(running: LocalEngine, pool: ChunkPrompt, scale: Scale) -> dict[str, float]:
