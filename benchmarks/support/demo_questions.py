@@ -2,11 +2,12 @@
 
 With full prefill, full KV reuse and the demo's blend, over the demo's passages in its order. The answers go
 into the file that ships, of which the demo shows one question and counts all. Rounding errors depend on what
-is computed together, so the first round asks all at once; the second asks one by one, and only what full
-prefill answered right:
+is computed together and with which instructions, so the first round asks all at once; the second and the
+third ask one by one, the third without AVX-512, and only what full prefill answered right:
 
     python -m benchmarks.support.demo_questions --restart
     python -m benchmarks.support.demo_questions --alone
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m benchmarks.support.demo_questions --alone
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kintsugi import checkpoints
-from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, demo_texts
+from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, Asked, Session, open_session, resolve_model_argument
 from kintsugi.core.request import KintsugiParams
@@ -72,7 +73,7 @@ def main() -> None:
     longest = Asked(demo_texts(), max((question.question for question in questions), key=len))
     room = MAX_TOKENS + LONGEST_QUESTION_TOKENS
     with (
-        open_session(screen, model, longest, NAMESPACE, room, REGARDLESS) as session,
+        open_session(screen, model, longest, NAMESPACE, room, REGARDLESS, dtype=REFERENCE_DTYPE) as session,
         screen.step("Asking"),
     ):
         said = dict(zip(asked, ask(session, asked, arguments.alone), strict=True))

@@ -142,9 +142,11 @@ def open_session(
     trust: Trust,
     context: str = NONE,
     with_priors: bool = False,
+    dtype: str = "auto",
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end. ``context`` is as
-    for `tokenize_context`; ``with_priors`` is whether the selector `prior` will be asked for."""
+    for `tokenize_context`; ``with_priors`` is whether the selector `prior` will be asked for; ``dtype`` is
+    vLLM's, of weights and KV."""
     prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
         positions_max = read_context_length(model.path)
@@ -174,6 +176,7 @@ def open_session(
                     **trust.extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),
+                dtype=dtype,
             )
         with engine:
             with screen.step(f"Storing {format_count(len(prompt.chunks), 'chunk')}"):

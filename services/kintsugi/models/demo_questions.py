@@ -4,7 +4,8 @@ Each question was written before the model answered it. `benchmarks/support/demo
 reference model each of them with full prefill, full KV reuse and the demo's blend, in several rounds whose
 rounding errors differ, and recorded the answers in `checkpoints/demo_questions.jsonl`. The demo shows the
 first question on which the three differ as promised, and says how many do. Full prefill and the blend must be
-right in every round; full KV reuse counts as right if it is right in any.
+right in every round; full KV reuse counts as right if it is right in any. All is computed in float32: in
+bfloat16 the answers depend on the CPU.
 """
 
 from __future__ import annotations

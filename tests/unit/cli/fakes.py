@@ -75,6 +75,8 @@ class FakeEngine:
         self.limits_lifted = 0
         self.with_priors = False
         """Whether it was started to save chunks with priors."""
+        self.dtype = ""
+        """What it was started with last."""
 
     def __enter__(self) -> FakeEngine:
         return self

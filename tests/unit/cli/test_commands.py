@@ -49,9 +49,10 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
         trust: Trust,
         context: str = "none",
         with_priors: bool = False,
+        dtype: str = "auto",
     ) -> Iterator[Session]:
         trusted.append(trust)
-        engine.with_priors = with_priors
+        engine.with_priors, engine.dtype = with_priors, dtype
         form = PromptForm.of(FakeTokenizer(), asked.form)
         prompt = build_prompt(form, asked)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]

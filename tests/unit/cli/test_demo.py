@@ -74,6 +74,7 @@ def test_the_demo_asks_the_reference_model_what_was_asked_before(engine: FakeEng
     }
     assert document["fallback"] is None
     assert document["calibrated"] is False
+    assert engine.dtype == document["dtype"] == "float32", "in bfloat16 answers differ from CPU to CPU"
     assert engine.limits_lifted == 2 * (1 + 3), "for full KV reuse alone: to warm up, and in three rounds"
     blends = [prompt.params for prompt in engine.prompts if prompt.params and prompt.params.ratio]
     assert {(params.selector, params.ratio) for params in blends} == {(SelectorName.QUERY, demo.BLEND.ratio)}
@@ -98,6 +99,7 @@ def test_the_table_says_what_each_way_does(engine: FakeEngine) -> None:
 def test_another_model_gets_the_question_but_not_the_tally(engine: FakeEngine) -> None:
     document = json.loads(RUNNER.invoke(app, ["demo", "--model", "org/other", "--json"]).stdout)
     assert document["tally"] is None
+    assert engine.dtype == "auto", "a larger model may not fit in float32"
     assert "not of this model" in document["chosen"]
     assert [method["right"] for method in document["methods"]] == [True, True, False, True]
 
@@ -175,6 +177,7 @@ def test_open_serves_the_model_and_opens_the_console(
     assert RUNNER.invoke(app, ["demo", "--open"], env=WIDE).exit_code == ExitCode.OK
     (spec,) = served
     assert spec.model.path == REFERENCE.name
+    assert spec.model.dtype == "float32", "the console answers as the demo did"
     assert spec.engines.allow_uncalibrated
     assert spec.engines.connector["loading_controller"] is False
     assert spec.gateway.host == "127.0.0.1"

@@ -60,6 +60,10 @@ _ORDER_SEED = 3
 BLEND = BlendChoice(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """How the demo blends, on every model."""
 
+REFERENCE_DTYPE = "float32"
+"""How the reference model computes here. In bfloat16 its answers differ from CPU to CPU: one that multiplies
+in bfloat16 rounds where another does not."""
+
 RANDOM_WEIGHTS_NOTE = (
     "This model was made for the demo with random weights: its answers are gibberish and show nothing "
     "about quality. The times are real."
@@ -72,6 +76,7 @@ NO_REPORT_NOTE = (
     "The demo blends without a calibration report. A service does not: kintsugi calibrate measures whether "
     "blended answers are as good as those of full prefill, and writes the report."
 )
+OTHER_MODEL_NOTE = f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
 OUTSIDE_NOTE = (
     "Blended although the bundled model's calibration report does not speak about prompts of this length: a "
     "server would prefill this one in full (outside_calibration). The answer shows what happened here, not "
@@ -105,6 +110,8 @@ class Show:
     """How often this model was right, if it answered the demo's questions before."""
     fallback: Fallback | None = None
     random_weights: bool = False
+    dtype: str = "auto"
+    """vLLM's data type of weights and KV."""
 
     @property
     def shows_times(self) -> bool:
@@ -129,7 +136,9 @@ ABOUT: Mapping[Method, str] = {
 def run(screen: Screen, task: DemoTask) -> None:
     """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
     show = _choose_show(screen, task)
-    with open_session(screen, show.model, show.asked, NAMESPACE, show.max_tokens, REGARDLESS) as session:
+    with open_session(
+        screen, show.model, show.asked, NAMESPACE, show.max_tokens, REGARDLESS, dtype=show.dtype
+    ) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
             measurements = compare(session.engine, session.prompt, BLEND, show.max_tokens, task.repeat, say)
@@ -138,22 +147,22 @@ def run(screen: Screen, task: DemoTask) -> None:
     document = demo_document(show, session, measurements)
     screen.show(document, lambda console: _render(console, show, session, measurements))
     if task.open_console:
-        _serve_console(screen, show.model)
+        _serve_console(screen, show.model, show.dtype)
 
 
-def _serve_console(screen: Screen, model: ModelSource) -> None:
+def _serve_console(screen: Screen, model: ModelSource, dtype: str) -> None:
     """Serves the model until interrupted, and opens the console."""
     from kintsugi.cli.commands.serve import serve
 
-    serve(screen, console_service_spec(model), open_in_browser)
+    serve(screen, console_service_spec(model, dtype), open_in_browser)
 
 
-def console_service_spec(model: ModelSource) -> ServiceSpec:
+def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
     """A service on this machine that blends as the demo does, whatever that costs."""
     gateway = GatewaySpec(grpc_port=0)
     connector = {"loading_controller": False, "selector": BLEND.selector, "ratio": BLEND.ratio}
     return ServiceSpec(
-        ModelSpec(model.path, model.name),
+        ModelSpec(model.path, model.name, dtype),
         engines=EngineSpec(allow_uncalibrated=True, connector=connector),
         gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
     )
@@ -190,25 +199,21 @@ def _passages_show(model: ModelSource, task: DemoTask) -> Show:
         return Show(model, Asked(texts, task.question or FILES_QUESTION, task.form))
     questions = read_demo_questions()
     shown = choose_shown(questions)
-    tally = Tally.of(questions) if model.path == REFERENCE.name else None
-    return Show(
-        model,
-        Asked(texts, shown.question, task.form),
-        answers=shown.answers,
-        chosen=_describe_choice(Tally.of(questions), of_this_model=tally is not None),
-        tally=tally,
-    )
+    tally = Tally.of(questions)
+    show = Show(model, Asked(texts, shown.question, task.form), answers=shown.answers)
+    if model.path != REFERENCE.name:
+        return replace(show, chosen=OTHER_MODEL_NOTE)
+    return replace(show, chosen=_describe_choice(tally), tally=tally, dtype=REFERENCE_DTYPE)
 
 
-def _describe_choice(tally: Tally, of_this_model: bool) -> str:
-    if not of_this_model:
-        return f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
+def _describe_choice(tally: Tally) -> str:
     return (
         f"Each of {tally.asked} questions about these passages was written before the model answered it. "
-        f"Full prefill answers {tally.full_right} of them right, twice: rounding differs when many are asked "
-        f"at once. Of those {tally.full_right}, full KV reuse gets {tally.reuse_right} right at least once, "
-        f"the blend {tally.blend_right} both times. This is the first of the {tally.blend_mended} that full "
-        "KV reuse gets wrong and the blend right, both times."
+        "They were asked in three ways that round differently: all at once, one by one, and one by one "
+        f"without AVX-512. Full prefill answers {tally.full_right} of them right every time. Of those "
+        f"{tally.full_right}, full KV reuse gets {tally.reuse_right} right at least once, the blend "
+        f"{tally.blend_right} every time. This is the first of the {tally.blend_mended} that full KV reuse "
+        "gets wrong and the blend right, every time."
     )
 
 
@@ -243,6 +248,7 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
     full_ttft_s, prompt = measurements[0].ttft_s, session.prompt
     return {
         "model": show.model.name,
+        "dtype": show.dtype,
         "fallback": None if show.fallback is None else asdict(show.fallback),
         "random_weights": show.random_weights,
         "calibrated": False,
