@@ -184,6 +184,8 @@ class PretendCuda:
         for name, value in patched.items():
             self._patch.setattr(torch.cuda, name, value)
         self._patch.setattr("kintsugi.fusor.kernels.scattered.triton_attention", attend)
+        # vLLM's worker for CPUs replaces it for the whole process, once an engine has run.
+        self._patch.setattr(Tensor, "pin_memory", torch._C.TensorBase.pin_memory)
         self._modes = contextlib.ExitStack()
         self._modes.enter_context(_Functions(self))
         return self
