@@ -10,7 +10,7 @@ from torch import Tensor
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker.attention import scattered
-from kintsugi.fusor.kernels.native import find_compiler, has_amx
+from kintsugi.fusor.kernels.native import find_compiler, find_instructions
 from kintsugi.fusor.kernels.packed import PackedKernel
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -224,7 +224,9 @@ def test_measuring_the_deviation_is_counted(engine: LocalEngine, chunks: list[li
     assert accounting["token_layers_total"] == 4 * region
 
 
-@pytest.mark.skipif(not has_amx() or find_compiler() is None, reason="no AMX or no C++ compiler here")
+@pytest.mark.skipif(
+    not find_instructions() or find_compiler() is None, reason="no AVX-512 or no C++ compiler here"
+)
 def test_scattered_tokens_attend_as_through_the_backends_own_kernel(
     engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

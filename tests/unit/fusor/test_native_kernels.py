@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch
 from kintsugi.core.errors import Unavailable
 from kintsugi.fusor.kernels import native
 from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.native import Instructions
 from kintsugi.fusor.kernels.rotation import RotationKernel
 from kintsugi.fusor.question import attention_mass
 from kintsugi.fusor.rope import Rotary
@@ -24,13 +27,48 @@ REPOSITORY = Path(__file__).parents[3]
 ROWS = 500
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if not native.has_amx() or native.find_compiler() is None:
-        pytest.skip("the CPU kernels: no AMX or no C++ compiler here")
+@pytest.fixture(scope="module", params=list(Instructions))
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    instructions: Instructions = request.param
+    if instructions not in native.find_instructions() or native.find_compiler() is None:
+        pytest.skip(f"the CPU kernels: no {instructions} or no C++ compiler here")
     folder = tmp_path_factory.mktemp("native")
-    native.build(folder)
+    native.build(folder, instructions)
     return native.load(folder)
+
+
+@pytest.mark.skipif(
+    native.find_compiler() is None or platform.machine() != "x86_64", reason="no C++ compiler for x86-64 here"
+)
+@pytest.mark.parametrize("instructions", Instructions)
+def test_every_library_builds_where_it_cannot_run(instructions: Instructions, tmp_path: Path) -> None:
+    native.build(tmp_path, instructions)
+    assert (tmp_path / native.LIBRARY).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("has", "expected"),
+    [
+        (set(), ()),
+        ({"_init_amx"}, ()),
+        ({"_is_avx512_supported"}, (Instructions.AVX512,)),
+        (
+            {"_is_avx512_supported", "_is_avx512_bf16_supported"},
+            (Instructions.AVX512_BF16, Instructions.AVX512),
+        ),
+        ({"_is_avx512_supported", "_is_avx512_bf16_supported", "_init_amx"}, tuple(Instructions)),
+    ],
+    ids=lambda value: f"{len(value)}",
+)
+def test_a_processor_is_served_by_its_best_instructions(
+    has: set[str], expected: tuple[Instructions, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.torch, "cpu", SimpleNamespace(**{name: lambda: True for name in has}))
+    assert native.find_instructions.__wrapped__() == expected
+
+
+def test_a_library_of_other_instructions_has_another_name() -> None:
+    assert len({native.inputs(instructions) for instructions in Instructions}) == len(Instructions)
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -116,7 +154,7 @@ from kintsugi.fusor.kernels import native
 from kintsugi.fusor.kernels.mass import MassKernel
 
 queries, keys, room = map(int, sys.argv[2:])
-assert native.has_amx()
+assert native.find_instructions()
 kernel = MassKernel(native.load(Path(sys.argv[1])))
 query, key = (torch.zeros(n, 1, 32, dtype=torch.bfloat16) for n in (queries, keys))
 arguments = (query, torch.full((queries,), keys), key, torch.arange(keys), 1.0, None)
@@ -160,7 +198,7 @@ def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Unavailable, match="no C\\+\\+ compiler; install"):
-        native.build(tmp_path)
+        native.build(tmp_path, Instructions.AMX)
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +207,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(Unavailable, match="unknown option -mamx-tile"):
-        native.build(tmp_path)
+        native.build(tmp_path, Instructions.AMX)
 
 
 def test_sources_are_shipped() -> None:

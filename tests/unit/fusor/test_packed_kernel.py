@@ -1,4 +1,4 @@
-"""The CPU kernel over a packed cache: the contract of scattered attention."""
+"""The CPU kernel over vLLM's cache: the contract of scattered attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.fusor.kernels import native, packed
+from kintsugi.fusor.kernels.native import Instructions
 from kintsugi.fusor.kernels.packed import PackedKernel
 from tests.contracts.scattered_attention import (
     PATTERNS,
@@ -25,8 +26,9 @@ from tests.fakes.packed_cache import pack
 class Attention:
     """The kernel behind the contract's interface."""
 
-    def __init__(self, kernel: PackedKernel) -> None:
+    def __init__(self, kernel: PackedKernel, instructions: Instructions) -> None:
         self._kernel = kernel
+        self._instructions = instructions
 
     def __call__(
         self,
@@ -41,17 +43,19 @@ class Attention:
     ) -> Tensor:
         assert all(feature in (None, 1.0) for feature in features.values())
         output = torch.full_like(query, float("nan"))
-        self._kernel.attend(query, pack(key_cache, value_cache), block_table, positions, output, scale)
+        cache = pack(key_cache, value_cache, self._instructions)
+        self._kernel.attend(query, cache, block_table, positions, output, scale)
         return output
 
 
-@pytest.fixture(scope="module")
-def attention(tmp_path_factory: pytest.TempPathFactory) -> Attention:
-    if not native.has_amx() or native.find_compiler() is None:
-        pytest.skip("the packed kernel: no AMX or no C++ compiler here")
+@pytest.fixture(scope="module", params=list(Instructions))
+def attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attention:
+    instructions: Instructions = request.param
+    if instructions not in native.find_instructions() or native.find_compiler() is None:
+        pytest.skip(f"the packed kernel: no {instructions} or no C++ compiler here")
     folder = tmp_path_factory.mktemp("packed")
-    native.build(folder)
-    return Attention(PackedKernel(native.load(folder)))
+    native.build(folder, instructions)
+    return Attention(PackedKernel(native.load(folder)), instructions)
 
 
 def case(**fields: Any) -> Case:

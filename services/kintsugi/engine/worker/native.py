@@ -16,20 +16,29 @@ from vllm.logger import init_logger
 
 from kintsugi.fusor.kernels import native
 from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.native import Instructions
 from kintsugi.fusor.kernels.rotation import RotationKernel
 from kintsugi.models.cache import cache_folder, make_folder_once
 
 logger = init_logger(__name__)
 
 
+def instructions() -> Instructions | None:
+    """What `library` multiplies with; None for a processor that our kernels do not know."""
+    return next(iter(native.find_instructions()), None)
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels' library, built if this machine has none; None where it cannot be built or loaded."""
-    if not native.has_amx():
+    best = instructions()
+    if best is None:
         return None
     try:
-        digest = hashlib.sha256(native.inputs().encode()).hexdigest()[:16]
-        folder = make_folder_once(cache_folder() / "kernels" / digest, native.build)
+        digest = hashlib.sha256(native.inputs(best).encode()).hexdigest()[:16]
+        folder = make_folder_once(
+            cache_folder() / "kernels" / digest, functools.partial(native.build, instructions=best)
+        )
         _check_owner(folder)
         return native.load(folder)
     except Exception as error:  # noqa: BLE001 - nothing requires the kernels

@@ -1,20 +1,14 @@
-// What the CPU kernels share: products of queries and keys by AMX, and powers of 2.
+// Products of a tile by AMX, over a bfloat16 cache that vLLM's CPU backend packs for it.
 //
-// A query operand is [head_dim / 32][ROWS][32]; a key operand, for every 16 tokens, is
-// [head_dim / 2][16 tokens][2 elements].
+// One KV head of one block, where every unit of 1 KiB is an AMX operand as it lies:
+//   K [block_size / 16][head_dim / 2][16 tokens][2 elements], then
+//   V [head_dim / 16][block_size / 2][16 elements][2 tokens]
 
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "vectors.h"
 
 constexpr int ROWS = 32; // two AMX tiles
-constexpr int STEP = 32; // keys of one product
-constexpr int HEAD_DIM_MAX = 256;
-constexpr float LOWEST = -1e30f; // a real minus infinity would turn a masked row into NaN
-constexpr float LOG2_E = 1.44269504f;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -22,7 +16,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-inline void configure_tiles() {
+inline void start_products() {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
     config.row_bytes[tile] = 64;
@@ -31,24 +25,14 @@ inline void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// 2^x for x <= 0, with a relative error of 3e-6; 0 far below. scalef rounds its exponent down by itself.
-inline __m512 exp2_of(__m512 x) {
-  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 value = _mm512_set1_ps(1.353417e-2f);
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(5.201146e-2f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(2.4144276e-1f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(6.9300383e-1f));
-  value = _mm512_fmadd_ps(value, rest, _mm512_set1_ps(1.00000259f));
-  return _mm512_scalef_ps(value, x);
-}
+inline void end_products() { _tile_release(); }
 
-inline __mmask16 lanes_below(int count) {
-  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
-}
+// Where 32 elements of a row lie in the query operand, [head_dim / 32][ROWS][32].
+inline int query_place(int row, int step, int) { return (step * ROWS + row) * 32; }
 
 // Stores the logits of ROWS queries and STEP keys, with rows `stride` apart.
 inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *logits, int64_t stride,
-                          int head_dim) {
+                          int head_dim, int) {
   _tile_zero(4);
   _tile_zero(5);
   _tile_zero(6);
@@ -69,18 +53,60 @@ inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *lo
   _tile_stored(7, logits + 16 * stride + 16, stride * 4);
 }
 
-// Fills the query operand of a tile: `rows` rows of consecutive queries × the `group` query heads of a KV head,
-// zeros behind them. `query` is the first head of the first query; strides are in elements.
-inline void load_query_rows(uint16_t *operand, const uint16_t *query, int64_t token_stride, int64_t head_stride,
-                            int64_t group, int rows, int head_dim) {
-  for (int row = 0; row < ROWS; ++row) {
-    const uint16_t *source = query + row / group * token_stride + row % group * head_stride;
-    for (int step = 0; step < head_dim / 32; ++step) {
-      uint16_t *target = operand + (step * ROWS + row) * 32;
-      if (row < rows)
-        std::memcpy(target, source + step * 32, 64);
-      else
-        std::memset(target, 0, 64);
+struct Values {
+  const uint16_t *first;
+  int64_t column_stride; // elements between two groups of 16 columns
+};
+
+// The keys and values of one chunk, of one KV head.
+struct alignas(64) Context {
+  uint16_t last_values[STEP * HEAD_DIM_MAX];
+  Values values[CHUNK / STEP];
+
+  // The operand of a step's keys. `slot` is the first one's in `block`; `known` of them are computed.
+  const uint16_t *take_step(const uint16_t *block, int64_t slot, int64_t block_size, int step, int known,
+                            int head_dim) {
+    values[step] = {block + block_size * head_dim + slot * 16, block_size * 16};
+    if (known < STEP)
+      values[step] = copy_known(values[step], known, head_dim);
+    return block + slot * head_dim;
+  }
+
+  // Copies the values of one step and zeroes those of tokens from `known` on: 0 × NaN is NaN.
+  Values copy_known(Values source, int known, int head_dim) {
+    for (int column = 0; column < head_dim / 16; ++column) {
+      uint16_t *copy = last_values + column * STEP * 16;
+      std::memcpy(copy, source.first + column * source.column_stride, STEP * 16 * sizeof(uint16_t));
+      for (int token = known; token < STEP; ++token)
+        for (int lane = 0; lane < 16; ++lane)
+          copy[token / 2 * 32 + lane * 2 + token % 2] = 0;
+    }
+    return {last_values, STEP * 16};
+  }
+
+  // Adds weights [ROWS][CHUNK] × values to the output [ROWS][head_dim], 32 columns at a time.
+  void add_values(const uint16_t *weights, int steps, int head_dim, int, float *sums) const {
+    for (int column = 0; column < head_dim; column += 32) {
+      float *output = sums + column;
+      _tile_loadd(4, output, head_dim * 4);
+      _tile_loadd(5, output + 16, head_dim * 4);
+      _tile_loadd(6, output + 16 * head_dim, head_dim * 4);
+      _tile_loadd(7, output + 16 * head_dim + 16, head_dim * 4);
+      for (int step = 0; step < steps; ++step) {
+        const uint16_t *mine = values[step].first + column / 16 * values[step].column_stride;
+        _tile_loadd(0, weights + step * STEP, CHUNK * 2);
+        _tile_loadd(2, mine, 64);
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_loadd(3, mine + values[step].column_stride, 64);
+        _tile_dpbf16ps(5, 0, 3);
+        _tile_loadd(1, weights + step * STEP + 16 * CHUNK, CHUNK * 2);
+        _tile_dpbf16ps(6, 1, 2);
+        _tile_dpbf16ps(7, 1, 3);
+      }
+      _tile_stored(4, output, head_dim * 4);
+      _tile_stored(5, output + 16, head_dim * 4);
+      _tile_stored(6, output + 16 * head_dim, head_dim * 4);
+      _tile_stored(7, output + 16 * head_dim + 16, head_dim * 4);
     }
   }
-}
+};

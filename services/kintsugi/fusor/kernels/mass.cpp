@@ -1,18 +1,18 @@
 // The CPU kernel of `kintsugi.fusor.kernels.mass`: how much attention each key gets, summed over queries and heads.
 //
-// Keys are first packed for AMX. A tile then holds up to 32 rows: a few queries × the query heads that share a
-// KV head. Its logits to all keys come from AMX; the softmax is in fp32 and to base 2. Tiles add up into a
+// Keys are first packed as `products.h` multiplies them. A tile then holds up to 32 rows: a few queries × the
+// query heads that share a KV head. It multiplies them by all keys; the softmax is in fp32 and to base 2. Tiles add up into a
 // bounded number of sums, each of which takes the same tiles in the same order every time. They are joined in
 // one order, too, so that the result does not depend on the threads.
 
-#include "amx.h"
+#include "products.h"
 
 #include <omp.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 
 namespace {
 
@@ -32,6 +32,18 @@ struct Problem {
   int64_t queries_per_tile() const { return ROWS / group; }
   int64_t tiles() const { return (num_queries + queries_per_tile() - 1) / queries_per_tile(); }
 };
+
+struct Free {
+  void operator()(void *memory) const { std::free(memory); }
+};
+
+template <typename Element> using Memory = std::unique_ptr<Element[], Free>;
+
+// Whole cache lines, so that no load of 64 bytes touches two; nothing if there is no memory.
+template <typename Element> Memory<Element> allocate(int64_t count) {
+  const size_t bytes = (count * sizeof(Element) / 64 + 1) * 64;
+  return Memory<Element>(static_cast<Element *>(std::aligned_alloc(64, bytes)));
+}
 
 struct alignas(64) Query {
   uint16_t operand[ROWS * HEAD_DIM_MAX];
@@ -99,16 +111,16 @@ extern "C" bool attention_mass(const uint16_t *query, const uint16_t *key, const
   const int64_t padded = problem.padded(), tiles = problem.tiles(), per_tile = problem.queries_per_tile();
   const int64_t blocks = padded / LANES, items = num_kv_heads * tiles, sums = std::min(items, SUMS_MAX);
   const int threads = omp_get_max_threads();
-  const std::unique_ptr<uint16_t[]> packed(new (std::nothrow) uint16_t[num_kv_heads * padded * head_dim]);
-  const std::unique_ptr<float[]> totals(new (std::nothrow) float[sums * padded]);
-  const std::unique_ptr<float[]> rows_of_logits(new (std::nothrow) float[threads * ROWS * padded]);
+  const auto packed = allocate<uint16_t>(num_kv_heads * padded * head_dim);
+  const auto totals = allocate<float>(sums * padded);
+  const auto rows_of_logits = allocate<float>(threads * ROWS * padded);
   if (!packed || !totals || !rows_of_logits)
     return false;
 #pragma omp parallel num_threads(threads)
   {
     Query operand;
     float *logits = rows_of_logits.get() + omp_get_thread_num() * ROWS * padded;
-    configure_tiles();
+    start_products();
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < num_kv_heads * blocks; ++item)
       pack_keys(problem, item / blocks, item % blocks * LANES, packed.get() + item * LANES * head_dim);
@@ -122,7 +134,7 @@ extern "C" bool attention_mass(const uint16_t *query, const uint16_t *key, const
         load_queries(problem, operand, head, first, rows);
         for (int64_t step = 0; step < padded; step += STEP)
           multiply_keys(operand.operand, packed.get() + (head * padded + step) * head_dim, logits + step, padded,
-                        problem.head_dim);
+                        problem.head_dim, rows);
         for (int row = 0; row < rows; ++row)
           add_weights(problem, key_positions, query_positions[first + row / group], logits + row * padded, mine);
       }
@@ -134,7 +146,7 @@ extern "C" bool attention_mass(const uint16_t *query, const uint16_t *key, const
         sum += totals[other * padded + place];
       total[place] = sum;
     }
-    _tile_release();
+    end_products();
   }
   return true;
 }

@@ -1,8 +1,8 @@
-"""The CPU kernel of `fusor.question.attention_mass`: products by AMX, softmax in fp32.
+"""The CPU kernel of `fusor.question.attention_mass`: products by AMX or AVX-512, softmax in fp32.
 
 Products of bfloat16 numbers are exact in fp32, so its sums differ from torch's by rounding alone. With 43
-queries of 9 heads and 3,740 keys, torch takes 2.3 ms a layer on two cores,
-the kernel 0.6.
+queries of 9 heads and 3,740 keys, torch takes 2.3 ms a layer on two cores with AMX, the kernel 0.6; on one
+core with AVX-512 BF16 (AMD EPYC) 7.7 ms and 1.4.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """Builds and loads our CPU kernels: one shared library, compiled once per machine by a C++ compiler that is
-found there. Nothing requires it: where it cannot be built, torch and the engine's own kernels do the work.
+found there, for the best instructions that this processor has. Nothing requires it: where it cannot be built,
+torch and the engine's own kernels do the work.
 
-The kernels need AVX-512 and AMX in bfloat16. Rejected: a build as a torch extension, which needs ninja and
-all of torch's headers.
+The kernels need AVX-512. Rejected: a build as a torch extension, which needs ninja and all of torch's
+headers; one library for all processors that chooses when it runs, as each machine has to compile anyway.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -19,20 +22,36 @@ from kintsugi.core.errors import Unavailable
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in ("packed.cpp", "mass.cpp", "rotation.cpp"))
-HEADERS = (_HERE / "amx.h",)
+HEADERS = tuple(_HERE / name for name in ("products.h", "vectors.h", "amx.h", "avx512.h"))
 LIBRARY = "native.so"
 FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 )
+
+
+class Instructions(StrEnum):
+    """What multiplies bfloat16 numbers in a library."""
+
+    AMX = "amx"
+    AVX512_BF16 = "avx512_bf16"
+    AVX512 = "avx512"
+    """Widens them and multiplies in fp32."""
+
+
+INSTRUCTION_FLAGS = {
+    Instructions.AMX: ("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    Instructions.AVX512_BF16: ("-mavx512bf16",),
+    Instructions.AVX512: (),
+}
 COMPILE_TIMEOUT_S = 60.0
-"""Takes 4 s on an idle core."""
+"""Takes 2 to 4 s on an idle core."""
 
 
-def inputs() -> str:
+def inputs(instructions: Instructions) -> str:
     """All that a built library depends on."""
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
-    return "\0".join((*texts, *FLAGS, find_compiler() or ""))
+    return "\0".join((*texts, *FLAGS, *INSTRUCTION_FLAGS[instructions], find_compiler() or ""))
 
 
 def find_compiler() -> str | None:
@@ -41,12 +60,13 @@ def find_compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, instructions: Instructions) -> None:
     """Compile the kernels into `folder`. Raises `Unavailable` with the end of the compiler's output."""
     compiler = find_compiler()
     if compiler is None:
         raise Unavailable("there is no C++ compiler; install g++ or set CXX")
-    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(folder / LIBRARY)]
+    flags = (*FLAGS, *INSTRUCTION_FLAGS[instructions])
+    command = [compiler, *flags, *map(str, SOURCES), "-o", str(folder / LIBRARY)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -55,10 +75,22 @@ def build(folder: Path) -> None:
         raise Unavailable(f"{compiler} failed; install g++ 12 or later: {done.stderr.strip()[-300:]}")
 
 
-def has_amx() -> bool:
-    """Whether this process may use AMX in bfloat16. Asks the operating system for leave, which AMX needs."""
-    asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_init_amx")]
-    return all(ask is not None and ask() for ask in asked)
+@functools.cache
+def find_instructions() -> tuple[Instructions, ...]:
+    """What this process may multiply with, best first; empty for a processor that our kernels do not know.
+    Asks the operating system for leave to use AMX, which AMX needs."""
+    if not _has("_is_avx512_supported"):
+        return ()
+    if not _has("_is_avx512_bf16_supported"):
+        return (Instructions.AVX512,)
+    best = (Instructions.AMX,) if _has("_init_amx") else ()
+    return (*best, Instructions.AVX512_BF16, Instructions.AVX512)
+
+
+def _has(question: str) -> bool:
+    """What torch answers; no where this version of it does not know the question."""
+    ask = getattr(torch.cpu, question, None)
+    return ask is not None and bool(ask())
 
 
 def load(folder: Path) -> ctypes.CDLL:

@@ -1,21 +1,16 @@
-// The CPU kernel of `kintsugi.fusor.kernels.packed`: scattered queries over a bfloat16 cache packed for AMX.
+// The CPU kernel of `kintsugi.fusor.kernels.packed`: scattered queries over a bfloat16 cache of vLLM's CPU backend.
 //
 // A tile holds up to 32 rows: a few queries × the query heads that share a KV head. It reads each key once,
-// 256 keys at a time: logits by AMX, a running softmax in fp32 and to base 2, then weights × values by AMX.
-// Only chunks of keys that reach past the tile's first position are masked.
-//
-// One KV head of one block, where every unit of 1 KiB is an AMX operand as it lies:
-//   K [block_size / 16][head_dim / 2][16 tokens][2 elements], then
-//   V [head_dim / 16][block_size / 2][16 elements][2 tokens]
+// 256 keys at a time: logits, a running softmax in fp32 and to base 2, then weights × values. Only chunks of keys
+// that reach past the tile's first position are masked. `products.h` says what multiplies, and what the cache
+// looks like.
 
-#include "amx.h"
+#include "products.h"
 
 #include <algorithm>
 #include <cstring>
 
 namespace {
-
-constexpr int CHUNK = 256; // keys between two updates of the running maximum; 128 and 512 are slower
 
 struct Problem {
   const uint16_t *query;
@@ -32,45 +27,13 @@ struct Problem {
 };
 
 struct alignas(64) Scratch {
-  uint16_t query[ROWS * HEAD_DIM_MAX]; // [head_dim / 32][ROWS][32]
+  uint16_t query[ROWS * HEAD_DIM_MAX];
   float logits[ROWS * CHUNK];
   uint16_t weights[ROWS * CHUNK];
   float output[ROWS * HEAD_DIM_MAX]; // [ROWS][head_dim]
-  uint16_t last_values[STEP * HEAD_DIM_MAX];
+  Context context;
   float maximum[ROWS], sum[ROWS];
 };
-
-struct Values {
-  const uint16_t *first;
-  int64_t column_stride; // elements between two groups of 16 columns
-};
-
-// Adds weights × values to the output, 32 columns at a time.
-inline void add_values(Scratch &scratch, const Values *values, int steps, int head_dim) {
-  for (int column = 0; column < head_dim; column += 32) {
-    float *output = scratch.output + column;
-    _tile_loadd(4, output, head_dim * 4);
-    _tile_loadd(5, output + 16, head_dim * 4);
-    _tile_loadd(6, output + 16 * head_dim, head_dim * 4);
-    _tile_loadd(7, output + 16 * head_dim + 16, head_dim * 4);
-    for (int step = 0; step < steps; ++step) {
-      const uint16_t *weights = scratch.weights + step * STEP;
-      const uint16_t *mine = values[step].first + column / 16 * values[step].column_stride;
-      _tile_loadd(0, weights, CHUNK * 2);
-      _tile_loadd(2, mine, 64);
-      _tile_dpbf16ps(4, 0, 2);
-      _tile_loadd(3, mine + values[step].column_stride, 64);
-      _tile_dpbf16ps(5, 0, 3);
-      _tile_loadd(1, weights + 16 * CHUNK, CHUNK * 2);
-      _tile_dpbf16ps(6, 1, 2);
-      _tile_dpbf16ps(7, 1, 3);
-    }
-    _tile_stored(4, output, head_dim * 4);
-    _tile_stored(5, output + 16, head_dim * 4);
-    _tile_stored(6, output + 16 * head_dim, head_dim * 4);
-    _tile_stored(7, output + 16 * head_dim + 16, head_dim * 4);
-  }
-}
 
 // Turns one row's logits into weights; with `masked`, only its first `visible` keys count.
 template <bool masked>
@@ -98,7 +61,7 @@ inline void apply_softmax(Scratch &scratch, int row, int width, int visible, flo
     }
     sum_low = _mm512_add_ps(sum_low, low);
     sum_high = _mm512_add_ps(sum_high, high);
-    _mm512_storeu_si512(weights + key, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    store_narrow(weights + key, low, high);
   }
   const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sum_low, sum_high));
   if (highest == before) {
@@ -111,18 +74,6 @@ inline void apply_softmax(Scratch &scratch, int row, int width, int visible, flo
   float *output = scratch.output + row * head_dim;
   for (int column = 0; column < head_dim; column += 16)
     _mm512_storeu_ps(output + column, _mm512_mul_ps(_mm512_loadu_ps(output + column), shrink));
-}
-
-// Copies the values of one step and zeroes those of tokens from `known` on: 0 × NaN is NaN.
-Values copy_known(Scratch &scratch, Values values, int known, int head_dim) {
-  for (int column = 0; column < head_dim / 16; ++column) {
-    uint16_t *copy = scratch.last_values + column * STEP * 16;
-    std::memcpy(copy, values.first + column * values.column_stride, STEP * 16 * sizeof(uint16_t));
-    for (int token = known; token < STEP; ++token)
-      for (int lane = 0; lane < 16; ++lane)
-        copy[token / 2 * 32 + lane * 2 + token % 2] = 0;
-  }
-  return {scratch.last_values, STEP * 16};
 }
 
 void load_queries(const Problem &problem, Scratch &scratch, int64_t head, int64_t first, int rows) {
@@ -145,7 +96,7 @@ void store_outputs(const Problem &problem, const Scratch &scratch, int64_t head,
       const float *source = scratch.output + row * problem.head_dim + column;
       const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(source), share);
       const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(source + 16), share);
-      _mm512_storeu_si512(target + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      store_narrow(target + column, low, high);
     }
   }
 }
@@ -157,7 +108,6 @@ void attend_tile(const Problem &problem, Scratch &scratch, int64_t head, int64_t
   const int32_t *positions = problem.positions + first;
   const int end = positions[tokens - 1] + 1;
   load_queries(problem, scratch, head, first, rows);
-  Values values[CHUNK / STEP];
   for (int chunk = 0; chunk < end; chunk += CHUNK) {
     const int steps = (std::min(CHUNK, end - chunk) + STEP - 1) / STEP, width = steps * STEP;
     for (int step = 0; step < steps; ++step) {
@@ -166,10 +116,9 @@ void attend_tile(const Problem &problem, Scratch &scratch, int64_t head, int64_t
       const uint16_t *block = problem.cache +
                               problem.block_table[key / problem.block_size] * problem.block_stride +
                               head * problem.head_stride;
-      multiply_keys(scratch.query, block + slot * head_dim, scratch.logits + step * STEP, CHUNK, head_dim);
-      values[step] = {block + problem.block_size * head_dim + slot * 16, problem.block_size * 16};
-      if (key + STEP > end)
-        values[step] = copy_known(scratch, values[step], end - key, head_dim);
+      const uint16_t *keys = scratch.context.take_step(block, slot, problem.block_size, step,
+                                                       std::min(STEP, end - key), head_dim);
+      multiply_keys(scratch.query, keys, scratch.logits + step * STEP, CHUNK, head_dim, rows);
     }
     const bool masked = chunk + width > positions[0] + 1;
     for (int row = 0; row < ROWS; ++row) {
@@ -180,7 +129,7 @@ void attend_tile(const Problem &problem, Scratch &scratch, int64_t head, int64_t
       else
         apply_softmax<false>(scratch, row, width, width, scale, head_dim);
     }
-    add_values(scratch, values, steps, head_dim);
+    scratch.context.add_values(scratch.weights, steps, head_dim, rows, scratch.output);
   }
   store_outputs(problem, scratch, head, first, rows);
 }
@@ -204,12 +153,12 @@ extern "C" void attend_packed(const uint16_t *query, int64_t query_token_stride,
 #pragma omp parallel
   {
     Scratch scratch;
-    configure_tiles();
+    start_products();
 #pragma omp for schedule(dynamic)
     for (int64_t item = 0; item < num_kv_heads * tiles; ++item) {
       const int64_t first = item % tiles * tokens;
       attend_tile(problem, scratch, item / tiles, first, std::min(tokens, num_tokens - first));
     }
-    _tile_release();
+    end_products();
   }
 }

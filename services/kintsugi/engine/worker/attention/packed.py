@@ -1,6 +1,6 @@
 """Whether the CPU kernel for scattered tokens can stand in for a layer's attention, found out at start.
 
-The kernel reads vLLM's cache as vLLM packs it, which is not an interface. So it serves a shape only after it
+The kernel reads vLLM's cache as vLLM orders it, which is not an interface. So it serves a shape only after it
 has read back correctly what vLLM wrote. Where it cannot be used, scattered tokens stay with vLLM's kernel.
 """
 
@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from kintsugi.engine.worker import native
 from kintsugi.fusor.kernels import packed
+from kintsugi.fusor.kernels.native import Instructions
 from kintsugi.fusor.kernels.packed import PackedKernel
 from kintsugi.fusor.reference import reference_attention
 
@@ -21,6 +22,9 @@ logger = init_logger(__name__)
 
 TOLERANCE = 0.03
 """Largest difference of attention outputs of unit scale that bfloat16 explains."""
+
+ISA = {Instructions.AMX: "amx", Instructions.AVX512_BF16: "vec", Instructions.AVX512: "vec"}
+"""What vLLM calls the order of the cache that a library reads."""
 
 _reads: dict[tuple[int, ...], bool] = {}
 """Whether the kernel reads a cache of this shape as vLLM writes it, by what was tried in this process."""
@@ -44,9 +48,13 @@ def packed_kernel(attention: Any) -> PackedKernel | None:
 
 
 def _is_plain(attention: Any) -> bool:
-    """Whether the layer packs a bfloat16 cache for AMX and attends to all of it by a plain softmax."""
+    """Whether the layer keeps a bfloat16 cache in the order that our library reads, and attends to all of it
+    by a plain softmax."""
     impl = attention.impl
-    if attention.attn_backend.get_name() != "CPU_ATTN" or getattr(attention, "isa", None) != "amx":
+    instructions = native.instructions()
+    if attention.attn_backend.get_name() != "CPU_ATTN" or instructions is None:
+        return False
+    if getattr(attention, "isa", None) != ISA[instructions]:
         return False
     if attention.kv_cache_dtype != "auto" or attention.kv_cache.dtype is not torch.bfloat16:
         return False

@@ -1,7 +1,7 @@
 """Scattered tokens attend through a kernel that lets them share their reads of the context.
 
 The backend's own kernels would take one pseudo-request per run of tokens and read the context once for
-each. A kernel of ours, one for GPUs and one for CPUs with AMX, stands in for the layer's attention
+each. A kernel of ours, one for GPUs and one for CPUs with AVX-512, stands in for the layer's attention
 implementation for the length of one call.
 """
 
@@ -28,9 +28,9 @@ RUNS_MIN = 16
 """On a GPU, fewer runs than this read the context so few times that the backend's own kernel is as good."""
 
 RUNS_MIN_PACKED = 4
-"""The same on a CPU, where the backend's own kernel takes a third more CPU time even for runs of 100 tokens.
-Fewer runs are what is computed anyway (prefix, a gap, question): they are left to the backend, so that a
-prompt of which nothing is recomputed is answered as the backend answers it, to the bit."""
+"""The same on a CPU, where the backend's own kernel takes a third more CPU time even for runs of 100 tokens
+(with AMX). Fewer runs are what is computed anyway (prefix, a gap, question): they are left to the backend,
+so that a prompt of which nothing is recomputed is answered as the backend answers it, to the bit."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _KernelImpl:
 
 
 class _PackedImpl(_KernelImpl):
-    """The same on a CPU, whose backend packs its cache for the processor."""
+    """The same on a CPU, whose backend orders its cache for the processor."""
 
     def __init__(self, impl: Any, attention: Any, rows: ScatteredRows, kernel: PackedKernel) -> None:
         super().__init__(impl, attention, rows)

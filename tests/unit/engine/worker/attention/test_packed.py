@@ -14,15 +14,17 @@ from torch import Tensor
 from kintsugi.engine.worker import native
 from kintsugi.engine.worker.attention import packed
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
-from kintsugi.fusor.kernels.native import find_compiler, has_amx
+from kintsugi.fusor.kernels.native import Instructions, find_compiler
 from kintsugi.fusor.reference import reference_attention
 from kintsugi.models.cache import CACHE_VARIABLE
 from tests.fakes.packed_cache import pack
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, BLOCKS = 4, 2, 32, 32, 6
 
-needs_amx = pytest.mark.skipif(
-    not has_amx() or find_compiler() is None, reason="the packed kernel: no AMX or no C++ compiler here"
+BEST = native.instructions()
+
+needs_kernels = pytest.mark.skipif(
+    BEST is None or find_compiler() is None, reason="the packed kernel: no AVX-512 or no C++ compiler here"
 )
 
 
@@ -35,10 +37,15 @@ def nothing_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     native.library.cache_clear()
 
 
+def pack_here(keys: Tensor, values: Tensor) -> Tensor:
+    assert BEST is not None
+    return pack(keys, values, BEST)
+
+
 def write_packed(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     natural = torch.zeros(2, len(cache) * BLOCK, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     natural[0, slots], natural[1, slots] = key, value
-    cache.copy_(pack(*natural.view(2, len(cache), BLOCK, KV_HEADS, HEAD_DIM)))
+    cache.copy_(pack_here(*natural.view(2, len(cache), BLOCK, KV_HEADS, HEAD_DIM)))
 
 
 def write_by_token(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -57,7 +64,7 @@ def attention(**changes: Any) -> Any:
     layer = {
         "impl": impl,
         "attn_backend": SimpleNamespace(get_name=lambda: "CPU_ATTN"),
-        "isa": "amx",
+        "isa": BEST and packed.ISA[BEST],
         "num_heads": HEADS,
         "head_size": HEAD_DIM,
         "head_size_v": HEAD_DIM,
@@ -74,21 +81,22 @@ def serves(layer: Any) -> bool:
     return kernel_serves(layer, torch.device("cpu"))
 
 
-@needs_amx
+@needs_kernels
 def test_it_serves_a_cache_that_it_can_read() -> None:
     assert serves(attention())
 
 
-@needs_amx
+@needs_kernels
 def test_it_declines_a_cache_that_is_packed_differently() -> None:
     assert not serves(attention(write=write_by_token))
 
 
-@needs_amx
+@needs_kernels
 @pytest.mark.parametrize(
     "change",
     [
-        {"isa": "vec"},
+        {"isa": "vec" if BEST is Instructions.AMX else "amx"},
+        {"isa": "neon"},
         {"sliding_window": 40},
         {"logits_soft_cap": 30.0},
         {"sinks": torch.zeros(HEADS)},
@@ -101,6 +109,12 @@ def test_it_declines_a_cache_that_is_packed_differently() -> None:
 )
 def test_it_declines_what_it_does_not_compute(change: dict[str, Any]) -> None:
     assert not serves(attention(**change))
+
+
+def test_an_unknown_processor_keeps_the_backends_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.native, "find_instructions", lambda: ())
+    assert not serves(attention())
+    assert native.library() is None
 
 
 def test_without_a_compiler_the_backend_keeps_its_own(
@@ -120,7 +134,7 @@ def test_without_a_cache_folder_the_backend_keeps_its_own(
     assert not serves(attention())
 
 
-@needs_amx
+@needs_kernels
 def test_a_library_that_cannot_be_loaded_is_declined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho garbage > "$last"\n')
@@ -129,15 +143,15 @@ def test_a_library_that_cannot_be_loaded_is_declined(tmp_path: Path, monkeypatch
     assert not serves(attention())
 
 
-@needs_amx
+@needs_kernels
 def test_a_second_process_finds_it_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(attention())
     native.library.cache_clear()
-    monkeypatch.setattr(native.native, "build", lambda folder: pytest.fail("built twice"))
+    monkeypatch.setattr(native.native, "build", lambda *_, **__: pytest.fail("built twice"))
     assert serves(attention())
 
 
-@needs_amx
+@needs_kernels
 def test_it_attends_in_the_place_of_the_backend() -> None:
     layer = attention()
     assert serves(layer)
@@ -148,18 +162,18 @@ def test_it_attends_in_the_place_of_the_backend() -> None:
     query = torch.randn(len(positions), HEADS, HEAD_DIM, generator=generator).to(torch.bfloat16)
     output = torch.empty(len(positions), HEADS * HEAD_DIM, dtype=torch.bfloat16)
     with replace_attention_impl(layer, ScatteredRows(positions, table)):
-        layer.impl.forward(layer, query, None, None, pack(keys, values), None, output)
+        layer.impl.forward(layer, query, None, None, pack_here(keys, values), None, output)
     expected = reference_attention(query, keys, values, table, positions, scale=layer.impl.scale)
     torch.testing.assert_close(output.view(query.shape), expected, atol=0.02, rtol=0.02)
 
 
 def test_an_engine_on_a_gpu_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.native, "has_amx", lambda: pytest.fail("asked for the kernels"))
+    monkeypatch.setattr(native.native, "find_instructions", lambda: pytest.fail("asked for the kernels"))
     for kernel in (native.rotation_kernel, native.mass_kernel):
         assert kernel(torch.device("cuda")) is None
 
 
-@needs_amx
+@needs_kernels
 def test_an_engine_on_a_cpu_gets_every_kernel() -> None:
     for kernel in (native.rotation_kernel, native.mass_kernel):
         assert kernel(torch.device("cpu")) is not None
