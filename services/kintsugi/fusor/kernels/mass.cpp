@@ -1,9 +1,9 @@
 // The CPU kernel of `kintsugi.fusor.kernels.mass`: how much attention each key gets, summed over queries and heads.
 //
 // Keys are first packed as `products.h` multiplies them. A tile then holds up to 32 rows: a few queries × the
-// query heads that share a KV head. It multiplies them by all keys; the softmax is in fp32 and to base 2. Tiles add up into a
-// bounded number of sums, each of which takes the same tiles in the same order every time. They are joined in
-// one order, too, so that the result does not depend on the threads.
+// query heads that share a KV head. It multiplies them by all keys; the softmax is in fp32 and to base 2. Tiles
+// add up into a bounded number of sums, each of which takes the same tiles in the same order every time. They are
+// joined in one order, too, so that the result does not depend on the threads.
 
 #include "products.h"
 
