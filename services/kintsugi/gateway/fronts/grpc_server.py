@@ -46,8 +46,9 @@ HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
 """Time in which answers under way may end before they are cancelled."""
-STREAMS_MAX = 2048
-"""Streams of one connection: more than a caller has places, so that it is told which bound it has met."""
+STREAMS_MAX = 768
+"""Streams of one connection: more than a caller has places, so that it is told which bound it has met. A call
+that is refused for its missing token takes 16 KiB until it is: those of one connection take 12 MiB."""
 IDLE_S = 30.0
 """A connection without a call is closed after this long, whatever it has sent of one. Clients connect again
 by themselves with their next call."""
