@@ -6,7 +6,7 @@
 
 The matrix of architectures comes from `benchmarks/results/architectures.json`. What else is served beside
 blending comes from tests, which report it through the fixtures `supports` and `figure` of
-`tests/conftest.py`; `--tests` merges such files into `benchmarks/results/engine-tests.json`, where a test
+`tests/conftest.py`; `--tests` merges such files into `tests/results/engine-tests.json`, where a test
 that failed in any of them makes its cell `broken`. `--check` fails if docs/SUPPORT.md is not what the two
 results give.
 """
@@ -26,7 +26,7 @@ from kintsugi.models.layers import PLAIN
 
 PAGE = Path("docs/SUPPORT.md")
 MATRIX_RESULT = Path("benchmarks/results/architectures.json")
-TESTS_RESULT = Path("benchmarks/results/engine-tests.json")
+TESTS_RESULT = Path("tests/results/engine-tests.json")
 LIST = "benchmarks/support/architectures/registry.json"
 NAMED_MAX = 4
 """Classes of one reason that the page names."""
