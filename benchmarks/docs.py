@@ -1,11 +1,12 @@
 """The README's length, broken links of the documentation, and public names without a sentence.
 
-Usage: python benchmarks/docs.py [--site FOLDER] [--save]
+Usage: python benchmarks/docs.py [--save]
 
 `readme_words` counts the words of the whole README as `wc -w` does. `docs_broken_links` counts links between
-the repository's Markdown files, and within the site that `make docs` built, that lead nowhere; links to other
-hosts are not followed. `docs_undocumented_public` counts names of the SDK, options of commands, settings,
-metrics, fields of CRDs and chart values that have no sentence. The last line is JSON.
+the repository's Markdown files, and within the site, that lead nowhere; links to other hosts are not
+followed. The site is built first (`make docs`): one of earlier documents would say nothing.
+`docs_undocumented_public` counts names of the SDK, options of commands, settings, metrics, fields of CRDs and
+chart values that have no sentence. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -49,18 +50,13 @@ def count_words(readme: Path) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--site", type=Path, default=SITE, help="the built site; default: %(default)s")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     given = parser.parse_args()
-    if (REPOSITORY / given.site / "index.html").is_file():
-        links = count("docs_broken_links", listed("scripts/links.py", "--site", str(given.site), "--json"))
-    else:
-        links = Figure(
-            "docs_broken_links", None, "", detail=f"{given.site} holds no site: run make docs first"
-        )
+    subprocess.run(["make", "docs"], cwd=REPOSITORY, stdout=sys.stderr, check=True)
+    links = count("docs_broken_links", listed("scripts/links.py", "--site", str(SITE), "--json"))
     undocumented = count("docs_undocumented_public", listed("-m", "scripts.reference", "--undocumented"))
     figures = [count_words(REPOSITORY / "README.md"), links, undocumented]
-    report("docs", {"site": str(given.site)}, figures, "docs" if given.save else None)
+    report("docs", {"site": str(SITE)}, figures, "docs" if given.save else None)
 
 
 if __name__ == "__main__":
