@@ -30,6 +30,27 @@ inline void end_products() { _tile_release(); }
 // Where 32 elements of a row lie in the query operand, [head_dim / 32][ROWS][32].
 inline int query_place(int row, int step, int) { return (step * ROWS + row) * 32; }
 
+// Adds products to the sums of ROWS rows × 32 columns, which tiles 4 to 7 hold. `left` has 32 elements a row, rows
+// `stride` elements apart; `right` and `other` are operands of 16 columns each.
+inline void add_products(const uint16_t *left, int64_t stride, const uint16_t *right, const uint16_t *other) {
+  _tile_loadd(0, left, stride * 2);
+  _tile_loadd(2, right, 64);
+  _tile_dpbf16ps(4, 0, 2);
+  _tile_loadd(3, other, 64);
+  _tile_dpbf16ps(5, 0, 3);
+  _tile_loadd(1, left + 16 * stride, stride * 2);
+  _tile_dpbf16ps(6, 1, 2);
+  _tile_dpbf16ps(7, 1, 3);
+}
+
+// Stores these sums, with rows `stride` apart.
+inline void store_sums(float *sums, int64_t stride) {
+  _tile_stored(4, sums, stride * 4);
+  _tile_stored(5, sums + 16, stride * 4);
+  _tile_stored(6, sums + 16 * stride, stride * 4);
+  _tile_stored(7, sums + 16 * stride + 16, stride * 4);
+}
+
 // Stores the logits of ROWS queries and STEP keys, with rows `stride` apart.
 inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *logits, int64_t stride,
                           int head_dim, int) {
@@ -37,20 +58,9 @@ inline void multiply_keys(const uint16_t *query, const uint16_t *keys, float *lo
   _tile_zero(5);
   _tile_zero(6);
   _tile_zero(7);
-  for (int step = 0; step < head_dim / 32; ++step) {
-    _tile_loadd(0, query + step * ROWS * 32, 64);
-    _tile_loadd(2, keys + step * 512, 64);
-    _tile_dpbf16ps(4, 0, 2);
-    _tile_loadd(3, keys + head_dim * 16 + step * 512, 64);
-    _tile_dpbf16ps(5, 0, 3);
-    _tile_loadd(1, query + step * ROWS * 32 + 512, 64);
-    _tile_dpbf16ps(6, 1, 2);
-    _tile_dpbf16ps(7, 1, 3);
-  }
-  _tile_stored(4, logits, stride * 4);
-  _tile_stored(5, logits + 16, stride * 4);
-  _tile_stored(6, logits + 16 * stride, stride * 4);
-  _tile_stored(7, logits + 16 * stride + 16, stride * 4);
+  for (int step = 0; step < head_dim / 32; ++step)
+    add_products(query + step * ROWS * 32, 32, keys + step * 512, keys + head_dim * 16 + step * 512);
+  store_sums(logits, stride);
 }
 
 struct Values {
@@ -94,19 +104,9 @@ struct alignas(64) Context {
       _tile_loadd(7, output + 16 * head_dim + 16, head_dim * 4);
       for (int step = 0; step < steps; ++step) {
         const uint16_t *mine = values[step].first + column / 16 * values[step].column_stride;
-        _tile_loadd(0, weights + step * STEP, CHUNK * 2);
-        _tile_loadd(2, mine, 64);
-        _tile_dpbf16ps(4, 0, 2);
-        _tile_loadd(3, mine + values[step].column_stride, 64);
-        _tile_dpbf16ps(5, 0, 3);
-        _tile_loadd(1, weights + step * STEP + 16 * CHUNK, CHUNK * 2);
-        _tile_dpbf16ps(6, 1, 2);
-        _tile_dpbf16ps(7, 1, 3);
+        add_products(weights + step * STEP, CHUNK, mine, mine + values[step].column_stride);
       }
-      _tile_stored(4, output, head_dim * 4);
-      _tile_stored(5, output + 16, head_dim * 4);
-      _tile_stored(6, output + 16 * head_dim, head_dim * 4);
-      _tile_stored(7, output + 16 * head_dim + 16, head_dim * 4);
+      store_sums(output, head_dim);
     }
   }
 };
