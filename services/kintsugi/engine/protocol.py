@@ -119,6 +119,13 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     idle_tokens: int = 0
     """Full-width tokens' worth of work that such saves may do in this step; 0: they wait."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it brings no work, ends none, and lets none go on."""
+        return not (
+            self.blends or self.saves or self.cancelled or self.probes or self.discovered or self.idle_tokens
+        )
+
 
 @dataclass(frozen=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]

@@ -510,8 +510,10 @@ class SchedulerSide:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
         self._timing.step_ended()
+        if self._stats.is_empty():
+            return None
         stats, self._stats = self._stats, BlendStats()
-        return None if stats.is_empty() else stats
+        return stats
 
     def _settle(self, state: RequestState, accounting: Accounting) -> None:
         state.in_flight = False
