@@ -41,12 +41,12 @@ VOCABULARY = 425
 STORED = 48
 PROBES = 500
 PROBES_QUICK = 20
-UNPADDED = 60
+UNPADDED = 200
 """Probes of each kind by which the step is chosen, and the attack without padding measured."""
-HIDDEN_SHARE = 0.95
+HIDDEN_SHARE = 0.99
 """Part of the first tokens with a missing guess that the step hides. What takes longer does so because the
 machine was busy, whether the guess was right or not."""
-MARGIN = 1.03
+MARGIN = 1.05
 """The step, relative to the slowest of them."""
 AUC_BAR = 0.55
 SPEEDUP_BAR = 1.3
