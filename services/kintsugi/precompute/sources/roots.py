@@ -90,6 +90,8 @@ NOWHERE = SourceRoots(())
 def _local_path(url: str) -> str | None:
     """The path of a local source; None for one of another scheme."""
     match = _SCHEME.fullmatch(url)
+    if match is None and "://" in url:
+        return None  # fsspec takes what stands before it for a scheme, whatever it is
     if match is None:
         # fsspec also reads `file:/path`.
         scheme, colon, rest = url.partition(":")

@@ -28,6 +28,7 @@ from kintsugi.precompute.sources.roots import EVERYWHERE, NOWHERE, SourceRoots
         ("s3://bucket/docs", "s3://bucket/docs/a", "s3://bucket/docs/../secret"),
         ("s3://bucket", "s3://bucket/a", "s3://bucket2/a"),
         ("/data/docs", "/data/docs/", "/data/docs/\0"),
+        ("/data/docs", "/data/docs/a:b", "/data/docs/a://b"),
         ("s3://", "s3://any/a", "gs://any/a"),
         ("https://docs.example", "https://docs.example/a", "https://docs.example@evil/a"),
         ("https://docs.example", "HTTPS://Docs.Example/a", "https://docs.example.evil/a"),
