@@ -154,8 +154,9 @@ class StoreShard:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `serving.autoscaling.ShardPolicy` reads."""
         return {
-            "used_bytes": float(self._shard.table.used_bytes()),
-            "capacity_bytes": float(sum(tier.allocator.capacity_bytes for tier in self._shard.tiers)),
+            # Without the bucket, whose room does not grow with the shards.
+            "used_bytes": float(sum(tier.used_bytes for tier in self._shard.local_tiers)),
+            "capacity_bytes": float(sum(tier.capacity_bytes for tier in self._shard.local_tiers)),
             "returns_per_s": self._shard.table.returns_per_s(),
         }
 

@@ -16,8 +16,8 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.engine.worker import side as worker
 from kintsugi.engine.worker.stack import VllmStack
-from kintsugi.store.client.breaker import FAILURES_MAX, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.breaker import FAILURES_MAX, CircuitBreaker
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 from tests.integration.engine.conftest import (
     NAMESPACE,

@@ -14,11 +14,11 @@ from kintsugi.core.errors import VersionMismatch
 from kintsugi.core.layout import FORMATS, PLAIN_FORMAT, PRIOR_LAYER, ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.breaker import FAILURES_MAX
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.formats import FORMATS_AGE_S_MAX, FormatNotStored, StoredFormats
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.breaker import FAILURES_MAX
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService

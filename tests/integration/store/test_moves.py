@@ -18,7 +18,7 @@ from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers import disk_tier
+from kintsugi.store.shard.tiers import lower_tier
 from kintsugi.store.shard.tiers.catalog import catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
@@ -50,7 +50,7 @@ def clock() -> Clock:
 @pytest.fixture
 def shard(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
     """Two SSD tiers whose speeds are what a test says, and RAM for three chunks of 400 tokens."""
-    monkeypatch.setattr(disk_tier, "READ_RATE_WEIGHT", 0.0)
+    monkeypatch.setattr(lower_tier, "READ_RATE_WEIGHT", 0.0)
     disks = [
         DiskTier(f"ssd{i}", Home(tmp_path / f"ssd{i}", "shard"), size * MIB) for i, size in enumerate((2, 16))
     ]

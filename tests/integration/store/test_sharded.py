@@ -15,11 +15,11 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.directory_service import DirectoryService
-from kintsugi.store.client.breaker import FAILURES_MAX
 from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol.breaker import FAILURES_MAX
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 from kintsugi.store.shard import reports as reports_module
 from kintsugi.store.shard import service as service_module

@@ -22,7 +22,7 @@ from kintsugi.core.layout import Codec
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.scheduler.matching import Match, in_codecs
-from kintsugi.store.client.breaker import CircuitBreaker
+from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)

@@ -31,7 +31,6 @@ from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import ArenaMap
-from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.erasing import (
@@ -48,6 +47,7 @@ from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,

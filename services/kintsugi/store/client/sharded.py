@@ -29,13 +29,13 @@ from kintsugi.core.errors import (
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.store.client.breaker import CircuitBreaker
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.erasing import ShardErasures, read_cursor, write_cursor
 from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
+from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     Buffer,

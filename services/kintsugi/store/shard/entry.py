@@ -18,7 +18,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
-from kintsugi.store.shard.tiers.extents import Extent, ExtentAllocator, Strides
+from kintsugi.store.shard.tiers.extents import Extent, Strides
 
 Address = tuple[str, ChunkKey]
 """Namespace and key: a chunk cannot be named without its tenant."""
@@ -27,12 +27,12 @@ Address = tuple[str, ChunkKey]
 class CopyTier(ABC):
     """A tier as the chunks in it know it. The table's lock guards order and counts."""
 
-    allocator: ExtentAllocator
-    """Its free space."""
+    is_remote = False
+    """Whether its bytes are behind a network: they cannot be relied on, and are read only into RAM."""
 
     def __init__(self, name: str, make_policy: Callable[[], EvictionPolicy[ChunkEntry]]) -> None:
         self.name = name
-        """`ram`, `ssd0`, `ssd1` …"""
+        """`ram`, `ssd0`, `ssd1` …, `bucket`."""
         self.policy = LifetimePolicy(lambda entry: entry.expires_at_s < math.inf, make_policy)
         self.chunks = 0
         self.bytes_by_namespace: dict[str, int] = {}
@@ -41,6 +41,25 @@ class CopyTier(ABC):
         """Chunks that left because the tier was full."""
         self.lingering: set[Residence] = set()
         """Residences that no entry holds and that are not free yet: they are being read."""
+
+    @property
+    @abstractmethod
+    def capacity_bytes(self) -> int:
+        """Bytes that it may hold."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes taken, those of chunks that are gone but still read included."""
+
+    @property
+    def is_in_reach(self) -> bool:
+        """Whether it can be read now, as far as anybody knows."""
+        return True
+
+    def keeps(self, residence: Residence) -> bool:
+        """Whether the bytes of a copy can be read now, and after a restart, as far as anybody knows."""
+        return True
 
     def admit(self, entry: ChunkEntry) -> None:
         """Count the copy of an entry, and order it among the others."""
@@ -101,6 +120,11 @@ class Residence:
     def size_bytes(self) -> int:
         return self.strides.size_bytes
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether all of it is in RAM or on a disk of the shard."""
+        return not self.unloaded and not self.tier.is_remote
+
 
 @dataclass(eq=False)
 class ChunkEntry:
@@ -135,9 +159,29 @@ class ChunkEntry:
         return tuple(residence for residence in (self.ram, self.disk) if residence is not None)
 
     @property
+    def is_durable(self) -> bool:
+        """Whether it outlives the process, as far as anybody knows."""
+        return self.disk is not None and self.disk.tier.keeps(self.disk)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a put of it changes nothing: others are in a bucket alone, which does not keep them."""
+        return self.ram is not None or self.pins > 0 or self.is_durable
+
+    @property
     def is_loading(self) -> bool:
         """Whether a promotion is still filling its RAM copy."""
         return self.ram is not None and bool(self.ram.unloaded)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether only a bucket holds it."""
+        return self.ram is None and self.disk is not None and self.disk.tier.is_remote
+
+    @property
+    def is_in_reach(self) -> bool:
+        """Whether it can be read now, as far as anybody knows."""
+        return any(residence.tier.is_in_reach for residence in self.copies)
 
     @property
     def is_read(self) -> bool:

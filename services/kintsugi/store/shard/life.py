@@ -7,13 +7,15 @@ A chunk is *present* from its commit until it is forgotten, and *gone* for good 
 of its copies and of its write-back:
 
     RAM copy     none -> whole             add_copy: a put is committed
+                 loading -> none           give_up_load: the bucket that it is read from does not answer
                  none -> loading -> whole  begin_load, advance_load: a promotion from the disk copy
                  whole -> none             drop_copy: evicted beside a disk copy, or damaged
                  whole -> leaving -> none  begin_write(leaving), end_write: evicted, and on no disk yet
                  leaving -> whole          fail_write
-    disk copy    none -> whole             end_write, recovery
+    disk copy    (below RAM: on an SSD tier, or in a bucket)
+                 none -> whole             end_write, recovery
                  whole -> whole elsewhere  begin_write, end_write: another tier is to hold it
-                 whole -> none             drop_copy: damaged
+                 whole -> none             drop_copy: damaged, or its upload to the bucket failed
                  whole -> evicting         its tier's policy gave it up; an `Eviction` names it
                  evicting -> none, or whole in the next tier, or whole where it was: end_demotion
     write-back   none -> writing           begin_write
@@ -22,7 +24,7 @@ of its copies and of its write-back:
 
 Between events, for a chunk that is present (`check_present` asserts it):
 
-1. It has a copy, at most one in RAM and one on disk, and its entry has let go of neither.
+1. It has a copy, at most one in RAM and one below it, and its entry has let go of neither.
 2. A RAM copy is loading only beside the disk copy that it is read from.
 3. It is leaving RAM only while it is written, and it is written only from a whole RAM copy.
 
@@ -38,7 +40,7 @@ from collections.abc import Callable
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.reading import HeldChunk
-from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import Eviction, LoadStep, Promotion, WriteJob
 
@@ -77,6 +79,12 @@ def extend(entry: ChunkEntry, expires_at_s: float) -> None:
     if math.isinf(expires_at_s):
         for residence in entry.copies:
             residence.tier.policy.let_last(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
+
+
+def inherit(entry: ChunkEntry, older: ChunkEntry) -> None:
+    """A chunk that takes the place of another, before it has a copy: it is kept for as long."""
+    if older.expires_at_s > entry.expires_at_s:
+        extend(entry, older.expires_at_s)
 
 
 def pin(entry: ChunkEntry) -> None:
@@ -223,7 +231,7 @@ def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
     source = entry.disk
     assert source is not None
     assert source.readers > 0
-    assert isinstance(source.tier, DiskTier)
+    assert isinstance(source.tier, LowerTier)
     target.unloaded.update(range(len(target.offsets)))
     acquire(target)
     add_copy(entry, target)
@@ -233,7 +241,7 @@ def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
 def advance_load(step: LoadStep, lost: str) -> bool:
     """A step has ended; whether the chunk is lost from now on. `lost`: why it could not be read, or empty."""
     load, target = step.load, step.load.target
-    assert load.entry.gone or load.entry.ram is target
+    assert load.entry.gone or load.entry.ram is target or target.condemned
     target.unloaded.difference_update(range(step.start, step.stop))
     newly_lost = bool(lost) and not target.lost
     target.lost = target.lost or lost
@@ -244,6 +252,24 @@ def advance_load(step: LoadStep, lost: str) -> bool:
     for waiter in waiters:
         waiter()
     return newly_lost
+
+
+def give_up_load(load: Promotion) -> None:
+    """The copy below RAM cannot be read now, but stays: who reads the promotion loses the chunk, the entry
+    keeps it. Steps of the promotion that are under way end as they would."""
+    assert load.target.lost
+    if load.entry.ram is load.target:
+        drop_copy(load.entry, load.target)
+
+
+def lose_copy(entry: ChunkEntry, residence: Residence) -> bool:
+    """The bytes of a copy below RAM are lost; whether the chunk is, because RAM does not hold all of it."""
+    if residence is not entry.disk:
+        return False
+    if entry.ram is None or entry.is_loading:
+        return True
+    drop_copy(entry, residence)
+    return False
 
 
 def await_progress(residence: Residence, callback: Callable[[], None]) -> None:

@@ -144,7 +144,7 @@ class _ShardCollector(Collector):
         chunks = GaugeMetricFamily("kintsugi_store_tier_chunks", "Chunks in the tier", labels=["tier"])
         evictions = CounterMetricFamily("kintsugi_store_evictions", "Chunks evicted", labels=["tier"])
         for tier in shard.tiers:
-            used.add_metric([tier.name], tier.allocator.used_bytes)
+            used.add_metric([tier.name], tier.used_bytes)
             capacity.add_metric([tier.name], tier.capacity_bytes)
             chunks.add_metric([tier.name], tier.chunks)
             evictions.add_metric([tier.name], tier.evictions)
@@ -152,5 +152,15 @@ class _ShardCollector(Collector):
         queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
         for waiting in shard.table.queues:
             queue.add_metric([waiting.tier.name], waiting.queue_bytes)
-            failing.add_metric([waiting.tier.name], float(waiting.tier.name in failures))
-        yield from (used, capacity, failing, chunks, evictions, queue)
+        if shard.bucket is not None:
+            queue.add_metric([shard.bucket.name], shard.bucket.staged_bytes)
+        for tier in shard.lower_tiers:
+            failing.add_metric([tier.name], float(tier.name in failures))
+        faults = CounterMetricFamily(
+            "kintsugi_store_bucket_faults",
+            "Chunks that a bucket lost, did not take or did not send",
+            labels=["tier", "fault"],
+        )
+        for fault, count in shard.bucket_faults().items():
+            faults.add_metric(["bucket", fault], count)
+        yield from (used, capacity, failing, chunks, evictions, queue, faults)

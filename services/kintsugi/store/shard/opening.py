@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import blake3
 import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField
@@ -16,12 +17,19 @@ from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES
 from kintsugi.store.shard.tiers.home import TIER_FOLDER, Home
+from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+STAGING_BYTES_MAX = 256 << 20
+STAGING_BYTES_MIN = 16 << 20
+STAGING_SHARE = 8
+"""Memory of the chunks that wait to be uploaded to a bucket: this part of RAM's size, within these bounds. It
+is beside the RAM tier."""
 SIZE_BYTES_MAX = 1 << 60
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)")
 
@@ -59,6 +67,24 @@ class SsdSpec:
 
 
 @dataclass(frozen=True)
+class BucketSpec:
+    """The object tier: how much of a bucket a shard may use."""
+
+    url: BucketUrl
+    capacity_bytes: int
+
+    @staticmethod
+    def from_text(text: str) -> BucketSpec:
+        """`s3://BUCKET/PREFIX:SIZE`, such as `s3://chunks/kintsugi:1TiB`. Raises `InvalidField`."""
+        url, separator, size = text.rpartition(":")
+        if not separator or not url.startswith("s3:"):
+            raise InvalidField(
+                "bucket", f"{text!r} must name a bucket and a size, such as s3://chunks/kintsugi:1TiB"
+            )
+        return BucketSpec(BucketUrl.from_text(url), parse_size(size))
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """Everything that decides how a shard opens."""
 
@@ -70,6 +96,8 @@ class ShardSpec:
     policy: str = DEFAULT_POLICY
     """Name of an eviction policy, for every tier."""
     config: ShardConfig = field(default_factory=ShardConfig)
+    bucket: BucketSpec | None = None
+    """Below the SSD tiers, of which it needs one."""
 
 
 def open_shard(spec: ShardSpec) -> Shard:
@@ -80,6 +108,8 @@ def open_shard(spec: ShardSpec) -> Shard:
     """
     if spec.ssds and spec.data_dir is None:
         raise InvalidField("data-dir", "is needed with --ssd: it holds the shard's identity")
+    if spec.bucket is not None and not spec.ssds:
+        raise InvalidField("bucket", "needs an SSD tier, whose chunks it takes: give --ssd")
     policy: Callable[[int], EvictionPolicy[ChunkEntry]] = policy_factory(
         spec.policy, lambda entry: entry.address
     )
@@ -90,6 +120,7 @@ def open_shard(spec: ShardSpec) -> Shard:
             undo.callback(home.close)
             shard_id = home.identity.shard_id
         disks = [_open_tier(f"ssd{i}", ssd, shard_id, policy, undo) for i, ssd in enumerate(spec.ssds)]
+        bucket = _open_bucket(spec, shard_id, policy, undo)
         folders = ", ".join(str(folder) for folder in (spec.data_dir, *(ssd.path for ssd in spec.ssds)))
         with _translate_open_errors(folders):
             shard = Shard(
@@ -98,6 +129,7 @@ def open_shard(spec: ShardSpec) -> Shard:
                 shard_id=shard_id,
                 config=spec.config,
                 home=home,
+                bucket=bucket,
             )
         undo.pop_all()
     return shard
@@ -130,5 +162,25 @@ def _open_tier(
     except BaseException:
         home.close()
         raise
+    undo.callback(tier.close)
+    return tier
+
+
+def _open_bucket(
+    spec: ShardSpec,
+    shard_id: str | None,
+    policy: Callable[[int], EvictionPolicy[ChunkEntry]],
+    undo: ExitStack,
+) -> ObjectTier | None:
+    if spec.bucket is None:
+        return None
+    assert spec.data_dir is not None, "SSD tiers need it"
+    assert shard_id is not None, "it is in the data directory"
+    bucket = S3Bucket(spec.bucket.url, shard_id)
+    # Each bucket has a catalog of its own: with another URL in the settings, another one is opened.
+    folder = spec.data_dir / f"bucket-{blake3.blake3(str(spec.bucket.url).encode()).hexdigest(8)}"
+    staging_bytes = min(STAGING_BYTES_MAX, max(spec.ram_bytes // STAGING_SHARE, STAGING_BYTES_MIN))
+    with _translate_open_errors(folder):
+        tier = ObjectTier(bucket, folder, spec.bucket.capacity_bytes, staging_bytes, policy)
     undo.callback(tier.close)
     return tier

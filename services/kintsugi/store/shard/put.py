@@ -43,7 +43,7 @@ class Committed:
     """The outcome of a commit."""
 
     inserted: bool
-    """False if another put of the key was faster."""
+    """False if another put of the key was faster, and for a chunk in a bucket that is away."""
     durable: Future[None] | None
     """Done once the chunk is on disk; None if it was not inserted or is to stay in RAM."""
 

@@ -157,7 +157,7 @@ class ShardServer:
         return ShardGuard(open_access(self._options.tokens_file), self._audit)
 
     async def _report_health(self, health: Any) -> None:
-        """Report NOT_SERVING while the shard drains and once it has failed, and for an SSD tier whose last
+        """Report NOT_SERVING while the shard drains and once it has failed, and for a lower tier whose last
         write or read failed. Each tier is a service of its own: RAM and the other tiers go on serving."""
         while True:
             healthy = self.shard.failure is None and not self.shard.draining
@@ -165,10 +165,10 @@ class ShardServer:
             for service in ("", wire.SERVICE):
                 await health.set(service, status)
             failures = self.shard.tier_failures()
-            for disk in self.shard.disks:
-                failing = disk.name in failures
+            for tier in self.shard.lower_tiers:
+                failing = tier.name in failures
                 await health.set(
-                    f"{wire.SERVICE}/{disk.name}",
+                    f"{wire.SERVICE}/{tier.name}",
                     HealthCheckResponse.NOT_SERVING if failing else HealthCheckResponse.SERVING,
                 )
             self._reported_s = time.monotonic()

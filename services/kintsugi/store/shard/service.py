@@ -508,6 +508,8 @@ def _report_address(request: pb.PutReportRequest | pb.GetReportRequest) -> tuple
 def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsResponse:
     counters = shard.table.counters
     queues = {queue.tier.name: queue.queue_bytes for queue in shard.table.queues}
+    if shard.bucket is not None:
+        queues[shard.bucket.name] = shard.bucket.staged_bytes
     failures = shard.tier_failures()
     return pb.StatsResponse(
         shard_id=shard.shard_id,
@@ -519,7 +521,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
             pb.TierStats(
                 name=tier.name,
                 chunks=tier.chunks,
-                bytes_used=tier.allocator.used_bytes,
+                bytes_used=tier.used_bytes,
                 bytes_capacity=tier.capacity_bytes,
                 evictions=tier.evictions,
                 queue_bytes=queues.get(tier.name, 0),

@@ -1,4 +1,4 @@
-"""A shard: chunk KV in this process's arena and on its disks. No network; thread-safe.
+"""A shard: chunk KV in this process's arena, on its disks, and in a bucket if it has one. Thread-safe.
 
 It validates calls, owns the tiers' files and the threads that do their I/O, and leaves every decision about a
 chunk to its `EntryTable`.
@@ -21,7 +21,7 @@ from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.entry import Address, ChunkEntry
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
 from kintsugi.store.shard.erasure.forgetting import matches
 from kintsugi.store.shard.erasure.holders import Holders
 from kintsugi.store.shard.erasure.records import Erasures
@@ -34,10 +34,12 @@ from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.leftovers import windows_of
+from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.uses import Uses
-from kintsugi.store.shard.workers.promotion import Promoter
-from kintsugi.store.shard.workers.tier_writer import TierWriter
+from kintsugi.store.shard.workers.bucket_writer import BucketWriter
+from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
+from kintsugi.store.shard.workers.tier_writer import Below, TierWriter
 from kintsugi.store.shard.workers.writeback import WriteBack
 
 log = logging.getLogger(__name__)
@@ -62,11 +64,15 @@ class Shard:
         home: Home | None = None,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        bucket: ObjectTier | None = None,
     ) -> None:
+        """`bucket`: the object tier, below the SSD tiers. The shard closes what it is given."""
         self.shard_id = shard_id or str(uuid.uuid4())
         self.ram = ram
         self.disks = disks
-        self.table = EntryTable(ram, disks, config or ShardConfig(), wall_clock, clock)
+        self.bucket = bucket
+        far = () if bucket is None else (bucket,)
+        self.table = EntryTable(ram, disks, config or ShardConfig(), wall_clock, clock, far)
         self.reports = Reports(None if home is None else home.path / "reports")
         self.erasures = Erasures(None if home is None else home.path / "erasures")
         self._wall_clock = wall_clock
@@ -76,15 +82,17 @@ class Shard:
         self._uses = Uses(None if home is None or not disks else home.path / "uses")
         self._home = home
         self._writers: list[WriteBack] = []
-        below: TierWriter | None = None
+        self.bucket_writer = None if bucket is None else BucketWriter(self.table, bucket, wall_clock)
+        below: Below | None = self.bucket_writer
         for rank, queue in reversed([*enumerate(self.table.queues)]):
             below = TierWriter(self.table, queue.tier, below, disks[:rank])
             self._writers.insert(0, WriteBack(self.table, queue, below, ram.arena))
-        self._promoter = Promoter(self.table, ram.arena)
+        self._promoter = Promoter(self.table, self.table.loads.near, ram.arena)
+        self.far_promoter = Promoter(self.table, self.table.loads.far, ram.arena, FAR_READERS, "fetch")
         try:
             uses = self._uses.load()
-            for disk in disks:
-                self.table.recover(disk.recover(lambda chunk: self.table.get(chunk) is not None, uses))
+            for tier in (*disks, *far):
+                self.table.recover(tier.recover(lambda chunk: self.table.get(chunk) is not None, uses))
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
             self.erasures.close()
@@ -92,19 +100,40 @@ class Shard:
         for writer in self._writers:
             writer.start()
         self._promoter.start()
+        if self.bucket_writer is not None:
+            self.bucket_writer.start()
+            self.far_promoter.start()
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
-    def tiers(self) -> tuple[RamTier | DiskTier, ...]:
+    def tiers(self) -> tuple[CopyTier, ...]:
         """All of them, fastest first."""
+        return (self.ram, *self.lower_tiers)
+
+    @property
+    def local_tiers(self) -> tuple[CopyTier, ...]:
+        """RAM and SSD tiers."""
         return (self.ram, *self.disks)
 
+    @property
+    def lower_tiers(self) -> tuple[DiskTier | ObjectTier, ...]:
+        """Those below RAM."""
+        return (*self.disks, *(() if self.bucket is None else (self.bucket,)))
+
     def tier_failures(self) -> dict[str, str]:
-        """By SSD tier, why the last write or the last read failed; healthy tiers are left out."""
-        failures = {disk.name: disk.failure or disk.read_failure for disk in self.disks}
+        """By tier, why the last write or the last read failed; healthy tiers are left out."""
+        failures = {tier.name: tier.failure or tier.read_failure for tier in self.lower_tiers}
         return {name: failure for name, failure in failures.items() if failure}
+
+    def bucket_faults(self) -> dict[str, int]:
+        """Chunks that the bucket lost or did not take, since the start: it had forgotten them (`missing`),
+        sent other bytes (`damaged`), did not answer (`failed`), or could not be given them (`refused`)."""
+        if self.bucket is None:
+            return {}
+        counts = self.bucket.faults + self.far_promoter.faults
+        return {fault: counts[fault] for fault in ("missing", "damaged", "failed", "refused")}
 
     @property
     def draining(self) -> bool:
@@ -133,9 +162,10 @@ class Shard:
         return self.table.use(self._addresses(namespace, keys))
 
     def tiers_of(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str]:
-        """The fastest tier that holds each key, empty for an absent one. No use is counted."""
+        """The fastest tier that holds each key, empty for an absent one, and for one that cannot be read now.
+        No use is counted."""
         found = map(self.table.get, self._addresses(namespace, keys))
-        return ["" if entry is None else entry.tier_name for entry in found]
+        return [entry.tier_name if entry is not None and entry.is_in_reach else "" for entry in found]
 
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
@@ -191,12 +221,12 @@ class Shard:
         next call tries again."""
 
         def record(entries: Collection[ChunkEntry]) -> None:
-            for disk in self.disks:
+            for tier in self.lower_tiers:
                 try:
-                    disk.extend(entries)
+                    tier.extend(entries)
                 except lmdb.Error as error:
                     raise Unavailable(
-                        f"{disk.name}: {error}; chunks are kept for longer, but not over a restart: send it "
+                        f"{tier.name}: {error}; chunks are kept for longer, but not over a restart: send it "
                         "again once the disk works"
                     ) from error
 
@@ -276,16 +306,16 @@ class Shard:
             for start, size in self.table.take_leftovers(*window):
                 self.ram.arena.wipe(start, size)
                 self.table.return_wiped(start, size)
-        for disk in self.disks:
+        for tier in self.lower_tiers:
             try:
-                disk.wipe()
+                tier.wipe()
             except (OSError, lmdb.Error) as error:
-                raise Unavailable(f"{disk.name}: {error}; erase again once the disk works") from error
+                raise Unavailable(f"{tier.name}: {error}; erase again once it works") from error
         self.save_uses()
 
     def flush_writers(self) -> list[Future[None]]:
         """Done once every put and deletion until now is on disk."""
-        return self.table.flush()
+        return self.table.flush(*([] if self.bucket_writer is None else [self.bucket_writer.flush]))
 
     # Reading
 
@@ -309,9 +339,10 @@ class Shard:
     ) -> dict[ChunkKey, bool]:
         """Read chunks from every tier that holds them; copies whose digests are wrong are quarantined.
 
-        Key -> whether all its copies are intact; absent ones are left out. Blocks; one xxh3 pass over the
-        bytes. Of encrypted chunks only the length is checked here. `failed_salts`: those of encrypted chunks
-        whose tags were wrong where they were decrypted, of which every copy is quarantined.
+        Key -> whether all its copies are intact; absent ones are left out, and those that only a bucket
+        holds: what comes from there is verified whenever it is read. Blocks; one xxh3 pass over the bytes. Of
+        encrypted chunks only the length is checked here. `failed_salts`: those of encrypted chunks whose tags
+        were wrong where they were decrypted, of which every copy is quarantined.
         """
         check_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
@@ -324,8 +355,10 @@ class Shard:
             has_failed = entry.manifest.is_encrypted and entry.manifest.salt in failed_salts
             damaged = [chunk.residence for chunk in held if has_failed or not chunk.is_intact()]
             self.close_reading(reading)
-            intact[key] = not damaged
-            if damaged:
+            if not held and not has_failed:
+                continue
+            intact[key] = not damaged and not has_failed
+            if not intact[key]:
                 self.table.quarantine_copies(entry, [chunk.residence for chunk in held], damaged)
         return intact
 
@@ -354,19 +387,27 @@ class Shard:
         Raises `InvalidField` for a time that is none."""
         if not timeout_s >= 0:
             raise InvalidField("timeout_s", f"{timeout_s} is not a duration")
-        return self.table.drain(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        left = self.table.drain(timeout_s)
+        if self.bucket_writer is not None:
+            left += self.bucket_writer.await_uploads(max(0.0, deadline_s - time.monotonic()))
+        return left
 
     def close(self) -> None:
         """Write what waits, stop the threads, let go of memory and directories. Once."""
         self._promoter.close()
+        if self.bucket_writer is not None:
+            self.far_promoter.close()
         for writer in self._writers:
             writer.close()
+        if self.bucket_writer is not None:
+            self.bucket_writer.close()
         with suppress(Unavailable):
             self.record_lifetimes()
         self._wiper.close()  # or it would write to whatever has the descriptors of closed files then
         self.save_uses()
-        for disk in self.disks:
-            disk.close()
+        for tier in self.lower_tiers:
+            tier.close()
         self.reports.close()
         self.erasures.close()
         self.ram.arena.close()

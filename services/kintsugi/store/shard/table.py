@@ -23,7 +23,7 @@ from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, 
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.lifetimes import Unrecorded
-from kintsugi.store.shard.eviction.placement import NO_SSD_TIER, choose_tier
+from kintsugi.store.shard.eviction.placement import NO_SSD_TIER
 from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
 from kintsugi.store.shard.eviction.room import Room, Transitions
 from kintsugi.store.shard.eviction.shares import NamespaceUse, Shares
@@ -31,13 +31,15 @@ from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
 from kintsugi.store.shard.reading import HeldChunk, Reading
-from kintsugi.store.shard.tiers.disk_tier import DiskTier, Recovered
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import (
     Eviction,
     LoadQueue,
+    Loads,
     LoadStep,
-    Promotion,
+    Promotions,
     WriteBatch,
     WriteJob,
     WriteQueue,
@@ -45,7 +47,6 @@ from kintsugi.store.shard.work import (
     find_queue,
     give_up,
     run_in_turn,
-    speeds_of,
 )
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class EntryTable:
         config: ShardConfig,
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
+        bucket: Sequence[LowerTier] = (),
     ) -> None:
         self.counters = Counters()
         self.reuse = ReuseGaps(clock)
@@ -73,17 +75,18 @@ class EntryTable:
         """What killed one of the shard's threads: nothing is served any more."""
         self._ram = ram
         self._disks = disks
-        self._tiers: tuple[CopyTier, ...] = (ram, *disks)
+        self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
         self._config = config
         self._wall_clock = wall_clock
         self._clock = clock
         self._index = Index()
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
-        self.shares = Shares(ram, disks, self._leases)
+        self.shares = Shares(ram, disks, self._leases, bucket)
         transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
         self._room = Room(self._index, ram, self.queues, config, self.shares, self.reuse, transitions)
-        self._loads = LoadQueue()
+        promotions = Promotions(life.acquire, life.release, life.begin_load, self._room.make)
+        self.loads = Loads(promotions, ram.capacity_bytes)
         self._puts: set[ChunkPut] = set()
         self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
@@ -96,7 +99,7 @@ class EntryTable:
         return len(self._index)
 
     def recover(self, found: Recovered) -> None:
-        """Add what an SSD tier held at start-up."""
+        """Add what a tier held at start-up."""
         with self._lock:
             self.counters.quarantined += found.damaged
             for entry in found.entries:
@@ -129,7 +132,7 @@ class EntryTable:
     def used_bytes(self) -> int:
         """Bytes taken in all tiers, including chunks that are gone but still being read."""
         with self._lock:
-            return sum(tier.allocator.used_bytes for tier in self._tiers)
+            return sum(tier.used_bytes for tier in self._tiers)
 
     def namespace_uses(self) -> list[NamespaceUse]:
         """What namespaces use beside their limits."""
@@ -165,7 +168,7 @@ class EntryTable:
 
     def _use_one(self, address: Address) -> ChunkEntry | None:
         entry = self._find(address)
-        if entry is None:
+        if entry is None or not entry.is_in_reach:
             self.counters.misses += 1
             self.reuse.record_lookup_miss(address)
             return None
@@ -211,14 +214,11 @@ class EntryTable:
                 self.check_alive()
                 if self.draining:
                     raise Unavailable("this shard is draining; put to another")
-                if self._retain(address, self._wall_clock() + options.ttl_s):
+                if self._retain_near(address, self._wall_clock() + options.ttl_s):
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                speeds = speeds_of(self.queues)
-                best = choose_tier(options.tier, speeds, manifest.chunk_bytes, hides_s, options.durable)
-                tier = self.shares.tier_for(manifest, best, options)
-                residence = self._room.make_to_put(manifest, find_queue(self.queues, tier))
+                tier, residence = self._room.make_to_put(manifest, options, hides_s)
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
@@ -245,26 +245,34 @@ class EntryTable:
             self.unrecorded.add(entry)
         return entry is not None
 
+    def _retain_near(self, address: Address, until_s: float) -> bool:
+        """As `_retain`, but not of a chunk whose place a put takes."""
+        entry = self._index.get(address)
+        return (entry is None or entry.is_kept) and self._retain(address, until_s)
+
     def commit(self, put: ChunkPut) -> Committed:
         """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
         exceed a quota."""
         entry = put.entry
         with self._lock:
             gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
-            if gone or self._retain(entry.address, entry.expires_at_s):
+            if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)
             if not self._room.make_quota(entry.manifest):
                 self.abort(put)
                 raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
             self._puts.discard(put)
+            if (far := self._find(entry.address)) is not None:
+                life.inherit(entry, far)
+                self._forget(far)
             self._index.add(entry)
             self.counters.copied += put.is_copy
             life.add_copy(entry, put.residence)
             queue = find_queue(self.queues, put.tier)
             writing = None if queue is None else self._begin_write(entry, queue)
             life.release(put.residence)
-        return Committed(True, writing)
+        return Committed(far is None, writing)
 
     def abort(self, put: ChunkPut) -> None:
         """Give back the room of a put that is not committed."""
@@ -370,7 +378,7 @@ class EntryTable:
             entry = self._index.get(address)
             if not self.queues:
                 raise InvalidField("ack", NO_SSD_TIER)
-            if entry is None or entry.disk is not None:
+            if entry is None or entry.is_durable or entry.is_loading:
                 return None
             if entry.writing is None and not self.shares.may_be_on_ssd(entry.manifest):
                 raise self.shares.refuse_ssd(entry.manifest)
@@ -381,22 +389,18 @@ class EntryTable:
         room; the bytes that still only RAM holds, because time ran out or a disk refused them. Waits."""
         with self._lock:
             self.draining = True
-            if self.queues:
-                for entry in self._index:
-                    if life.is_in_ram_alone(entry) and self.shares.may_be_on_ssd(entry.manifest):
-                        self._begin_write(entry, self.queues[0])
+            for entry in self._room.unwritten():
+                if life.is_in_ram_alone(entry):
+                    self._begin_write(entry, self.queues[0])
             self._changed.wait_for(
                 lambda: self.failure or not any(queue.queue_bytes for queue in self.queues), timeout_s
             )
-            if not self.queues:
-                return 0
-            unwritten = [entry.manifest for entry in self._index if entry.disk is None]
-            return sum(one.chunk_bytes for one in unwritten if self.shares.may_be_on_ssd(one))
+            return sum(entry.manifest.chunk_bytes for entry in self._room.unwritten())
 
-    def flush(self) -> list[Future[None]]:
+    def flush(self, *last: Callable[[], Future[None]]) -> list[Future[None]]:
         """Done, tier by tier, once every put and deletion until now is on disk. A tier comes after the one
-        above it: that one's writer may be moving down what was deleted meanwhile."""
-        return run_in_turn([partial(self._flush_tier, queue) for queue in self.queues])
+        above it: that one's writer may be moving down what was deleted meanwhile. `last`: below the disks."""
+        return run_in_turn([*(partial(self._flush_tier, queue) for queue in self.queues), *last])
 
     def _flush_tier(self, queue: WriteQueue) -> Future[None]:
         with self._lock:
@@ -437,7 +441,7 @@ class EntryTable:
 
     # Demotion
 
-    def evict_from_disk(self, tier: DiskTier, needed_bytes: int) -> list[Eviction]:
+    def evict_from_disk(self, tier: LowerTier, needed_bytes: int) -> list[Eviction]:
         """Chunks that the tier's policy gives up, worth more than is needed. Their copies stay until
         `end_demotions`."""
         with self._lock:
@@ -453,10 +457,20 @@ class EntryTable:
             life.acquire(eviction.source)
             return True
 
-    def end_copy(self, eviction: Eviction) -> None:
-        """The copy has been read."""
+    def end_copy(self, eviction: Eviction, upload: Residence | None = None) -> None:
+        """The copy has been read. `upload`: a new one to hold until `end_upload`."""
         with self._lock:
             life.release(eviction.source)
+            if upload is not None:
+                life.acquire(upload)
+
+    def end_upload(self, entry: ChunkEntry, target: Residence, failed: bool) -> None:
+        """An upload to the bucket has ended. Where it failed, the copy is lost."""
+        with self._lock:
+            if failed and life.lose_copy(entry, target):
+                self._room.forget(entry)
+            life.release(target)
+            self._changed.notify_all()
 
     def end_demotions(
         self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence] | None
@@ -470,19 +484,16 @@ class EntryTable:
                 elif life.end_demotion(eviction, placed.get(eviction)):
                     self._room.forget(eviction.entry)
                 elif self.draining and life.is_in_ram_alone(eviction.entry):
-                    self._save_for_drain(eviction)
-
-    def _save_for_drain(self, eviction: Eviction) -> None:
-        last = self.queues[-1]
-        if eviction.source.tier is last.tier:
-            self._room.forget(eviction.entry)
-        else:
-            self._begin_write(eviction.entry, last)
+                    if eviction.source.tier is self.queues[-1].tier:
+                        self._room.forget(eviction.entry)
+                    else:
+                        self._begin_write(eviction.entry, self.queues[-1])
 
     # Reading and promotion
 
     def open(self, addresses: Sequence[Address], layers: range, heads: HeadRange) -> Reading:
-        """Hold chunks in place until `close`, and start to bring those on disk into RAM.
+        """Hold chunks in place until `close`, and start to bring those below RAM into it. What only the
+        bucket holds is absent where RAM has no room for it.
 
         Raises `InvalidField` for a range that a chunk lacks.
         """
@@ -495,19 +506,18 @@ class EntryTable:
             held = [None if e is None or e.ram is None else life.hold(e, e.ram, heads) for e in entries]
             self._begin_loads(entry for entry in entries if entry is not None)
             for position, entry in enumerate(entries):
-                if entry is not None and held[position] is None:
+                if entry is not None and held[position] is None and not entry.is_far:
                     held[position] = life.hold(entry, entry.copies[0], heads)
             return Reading(held)
 
     def open_copies(self, address: Address) -> tuple[ChunkEntry, Reading] | None:
-        """Hold every whole copy of a chunk until `close`; None for an absent one."""
+        """Hold every whole copy of a chunk until `close`, but not one in a bucket, which is verified whenever
+        it is read; None for an absent chunk."""
         with self._lock:
             if (entry := self._find(address)) is None:
                 return None
             heads = HeadRange(0, entry.manifest.layout.num_kv_heads)
-            return entry, Reading(
-                [life.hold(entry, copy, heads) for copy in entry.copies if not copy.unloaded]
-            )
+            return entry, Reading([life.hold(entry, copy, heads) for copy in entry.copies if copy.is_at_hand])
 
     def close(self, reading: Reading) -> None:
         """Let the chunks go."""
@@ -525,42 +535,33 @@ class EntryTable:
 
     def _begin_loads(self, entries: Iterable[ChunkEntry]) -> None:
         """Load chunks that RAM lacks, as far as it has room for them now."""
-        loads: list[Promotion] = []
-        for entry in list(dict.fromkeys(entry for entry in entries if entry.ram is None)):
-            source = entry.copies[0]
-            life.acquire(source)  # what makes room must not take it
-            target = self._room.make(entry.manifest)
-            if target is None:
-                life.release(source)
-            else:
-                loads.append(life.begin_load(entry, target))
-        if loads:
-            self._loads.add(loads)
+        if self.loads.begin(entries):
             self._load_added.notify_all()
 
-    def next_load(self) -> LoadStep | None:
+    def next_load(self, queue: LoadQueue) -> LoadStep | None:
         """Wait for work and take it; None once loading is closed and nothing is left."""
         with self._lock:
-            while True:
-                self._load_added.wait_for(lambda: self._loads or self._loads.closed)
-                step = self._loads.take_step()
-                if step is not None:
-                    self._load_added.notify()
-                if step is not None or self._loads.closed:
-                    return step
+            while (step := queue.take_step()) is None and not queue.closed:
+                self._load_added.wait()
+            self._load_added.notify_all()
+            return step
 
-    def close_loads(self) -> None:
-        """Have the readers end after what was begun."""
+    def close_loads(self, queue: LoadQueue) -> None:
+        """Have its readers end."""
         with self._lock:
-            self._loads.closed = True
+            queue.closed = True
             self._load_added.notify_all()
 
-    def advance_load(self, step: LoadStep, lost: str) -> None:
-        """A step has ended. `lost`: why the bytes could not be read, or empty."""
+    def advance_load(self, step: LoadStep, lost: str, is_unreachable: bool = False) -> None:
+        """A step has ended. `lost`: why the bytes cannot be read; with `is_unreachable`, the chunk stays."""
         with self._lock:
             entry = step.load.entry
             hides_s, now_s = self._config.hides_s(entry.recompute_ms), self._clock()
-            if life.advance_load(step, lost):
+            is_newly_lost = life.advance_load(step, lost)
+            self.loads.end(step)
+            if is_newly_lost and is_unreachable:
+                life.give_up_load(step.load)
+            elif is_newly_lost:
                 self._quarantine(entry)
             elif not self.draining and (
                 queue := find_faster_queue(self.queues, entry, hides_s, now_s, self._demoting)

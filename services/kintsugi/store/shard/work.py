@@ -6,15 +6,17 @@ The queues are plain data, not thread-safe: only the table calls them, under its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.admission import may_leave_disk
 from kintsugi.store.shard.entry import ChunkEntry, Residence
-from kintsugi.store.shard.eviction.placement import READS_OFTEN, faster_tier
+from kintsugi.store.shard.eviction.placement import AUTO, READS_OFTEN, choose_tier, faster_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.lower_tier import LowerTier
 
 WRITE_BATCH_BYTES_MAX = 128 << 20
 QUEUE_SHARE_MAX = 0.25
@@ -22,6 +24,8 @@ QUEUE_SHARE_MAX = 0.25
 MOVE_REST_S = 600.0
 """Least time from one move of a chunk that is read often to the next. Speeds waver, and what moves up may be
 demoted again: a chunk must not be written back and forth at the rate of its reads."""
+FAR_SHARE_MAX = 0.25
+"""Largest share of RAM that chunks may take which are on their way from a bucket."""
 LOAD_STEP_BYTES = 4 << 20
 """Bytes that a promotion reads in one turn."""
 
@@ -162,7 +166,7 @@ def find_queue(queues: Sequence[WriteQueue], tier: str) -> WriteQueue | None:
     return next((queue for queue in queues if queue.tier.name == tier), None)
 
 
-def give_up(tier: DiskTier, goal_bytes: int) -> list[Eviction]:
+def give_up(tier: LowerTier, goal_bytes: int) -> list[Eviction]:
     """Chunks that a tier's policy gives up, worth so many bytes or all that may leave."""
     evictions: list[Eviction] = []
     while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
@@ -182,7 +186,8 @@ def find_faster_queue(
 ) -> WriteQueue | None:
     """The queue of the tier that a chunk moves to once it has been read; None where it stays.
 
-    It stays where its tier is fast enough, it is not read often, it moved less than `MOVE_REST_S` ago, or RAM
+    From a bucket it moves to where a durable put would go. It stays where its SSD tier is fast enough, it is
+    not read often, it moved less than `MOVE_REST_S` ago, or RAM
     does not hold all of it. While the other tier's queue is full, it stays, too: the next read asks again.
     While it is among those `demoting`, it stays, because one tier must not be given two copies: the catalog
     names one by the chunk's address. `hides_s`: how long a load of it hides behind its blend. `now_s`: on the
@@ -194,8 +199,11 @@ def find_faster_queue(
         return None
     if entry.writing is not None or entry.uses < READS_OFTEN:
         return None
-    size = entry.manifest.chunk_bytes
-    target = faster_tier(entry.disk.tier.name, speeds_of(queues), size, hides_s)
+    size, speeds, held = entry.manifest.chunk_bytes, speeds_of(queues), entry.disk.tier
+    if held.is_remote:
+        target: str | None = choose_tier(AUTO, speeds, size, hides_s, durable=True)
+    else:
+        target = faster_tier(held.name, speeds, size, hides_s)
     queue = None if target is None else find_queue(queues, target)
     if queue is None or queue.tier.failure or size > queue.tier.capacity_bytes or queue.is_full_for(size):
         return None
@@ -208,7 +216,7 @@ class Promotion:
 
     entry: ChunkEntry
     source: Residence
-    tier: DiskTier
+    tier: LowerTier
     target: Residence
 
 
@@ -260,9 +268,68 @@ def _split_by_layer(loads: Sequence[Promotion]) -> Iterator[LoadStep]:
             positions[load] = stop
 
 
+@dataclass(frozen=True)
+class Promotions:
+    """What the table does with chunks that are loaded."""
+
+    acquire: Callable[[Residence], None]
+    release: Callable[[Residence], None]
+    begin_load: Callable[[ChunkEntry, Residence], Promotion]
+    make_room: Callable[[ChunkManifest], Residence | None]
+    """RAM for a chunk, None where it has none now."""
+
+
+class Loads:
+    """Loads under way. Those from SSD tiers and those from the bucket have queues, and threads, of their own:
+    a bucket that hangs delays no load from a disk, and what is on its way from it takes a bounded share of
+    RAM. Not thread-safe: the table holds the lock."""
+
+    def __init__(self, promotions: Promotions, ram_bytes: int) -> None:
+        self.near = LoadQueue()
+        """From SSD tiers."""
+        self.far = LoadQueue()
+        """From the bucket."""
+        self._promotions = promotions
+        self._far_bytes = 0
+        self._far_bytes_max = int(FAR_SHARE_MAX * ram_bytes)
+
+    def begin(self, entries: Iterable[ChunkEntry]) -> bool:
+        """Begin to load the chunks that RAM lacks, as far as it has room for them now; whether any is."""
+        loads: dict[LoadQueue, list[Promotion]] = {self.near: [], self.far: []}
+        for entry in list(dict.fromkeys(entry for entry in entries if entry.ram is None)):
+            load = self._begin_one(entry)
+            if load is not None:
+                loads[self.far if load.tier.is_remote else self.near].append(load)
+        for queue, begun in loads.items():
+            if begun:
+                queue.add(begun)
+        return any(loads.values())
+
+    def _begin_one(self, entry: ChunkEntry) -> Promotion | None:
+        source, size = entry.copies[0], entry.copies[0].size_bytes
+        is_far = source.tier.is_remote
+        is_full = is_far and self._far_bytes and self._far_bytes + size > self._far_bytes_max
+        if is_full or not source.tier.is_in_reach:  # where nothing is under way, any size may begin
+            return None
+        self._promotions.acquire(source)  # what makes room must not take it
+        target = self._promotions.make_room(entry.manifest)
+        if target is None:
+            self._promotions.release(source)
+            return None
+        if is_far:
+            self._far_bytes += size
+        return self._promotions.begin_load(entry, target)
+
+    def end(self, step: LoadStep) -> None:
+        """Note that a step has ended, which may be the last of its load."""
+        load = step.load
+        if load.tier.is_remote and not load.target.unloaded:
+            self._far_bytes -= load.source.size_bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """A chunk that a full SSD tier gives up, and the copy that is to leave."""
+    """A chunk that a full tier gives up, and the copy that is to leave."""
 
     entry: ChunkEntry
     source: Residence

@@ -15,8 +15,8 @@ from kintsugi.core.errors import InvalidField, NotBlendable, PermissionDenied, U
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.engine.scheduler.lookups import LOOKUP_THREADS, Lookup, Lookups
 from kintsugi.engine.scheduler.matching import Match, match_spans
-from kintsugi.store.client.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from kintsugi.store.protocol.interface import Found
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.engine.protocol import WorkerReport
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.store.client.breaker import OPEN_S, CircuitBreaker
+from kintsugi.store.protocol.breaker import OPEN_S, CircuitBreaker
 from tests.unit.engine.scheduler.test_content import IdleSpy
 from tests.unit.engine.scheduler.test_side import StubStore, asked, request_of, said, side_of
 

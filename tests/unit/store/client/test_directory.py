@@ -11,7 +11,6 @@ import pytest
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client import directory as directory_module
-from kintsugi.store.client.breaker import FAILURES_MAX, CircuitBreaker
 from kintsugi.store.client.directory import (
     FileDirectory,
     GrpcDirectory,
@@ -22,6 +21,7 @@ from kintsugi.store.client.directory import (
     rank_shards,
     why_not_believed,
 )
+from kintsugi.store.protocol.breaker import FAILURES_MAX, CircuitBreaker
 
 SHARDS = tuple(ShardAddress(f"shard-{i}", f"10.0.0.{i}:7400") for i in range(5))
 KEYS = [ChunkKey(i.to_bytes(32, "little")) for i in range(2000)]

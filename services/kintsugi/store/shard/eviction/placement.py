@@ -16,6 +16,8 @@ READS_OFTEN = 4
 """Uses from which on a chunk is placed again when it has been read from an SSD tier."""
 SPEED_GAIN_MIN = 1.5
 """How much faster another tier must be to move a chunk there: measured speeds waver."""
+LIFETIME_S_MIN = 60.0
+"""A chunk that is kept for less is not worth an upload."""
 NO_SSD_TIER = "durable needs an SSD tier; ask for ram, or start the shard with --ssd"
 
 
@@ -59,6 +61,15 @@ def faster_tier(
         return None
     target = cheapest_tier(tiers, chunk_bytes, hides_s) or max(speeds, key=speeds.__getitem__)
     return target if speeds[target] >= SPEED_GAIN_MIN * speeds[held] else None
+
+
+def pays_to_keep(chunk_bytes: int, bytes_per_s: float, recompute_ms: float, left_s: float) -> bool:
+    """Whether a chunk that leaves the SSD tiers is worth a place in a bucket: loading it from there takes
+    less time than computing it again, where that is known, and it is kept for much longer than both.
+
+    `bytes_per_s`: of the bucket, measured. `left_s`: how long the chunk may be kept, inf for good."""
+    load_s = chunk_bytes / bytes_per_s
+    return (not recompute_ms or load_s < recompute_ms / 1e3) and left_s > LIFETIME_S_MIN + load_s
 
 
 def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:

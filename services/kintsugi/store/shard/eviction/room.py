@@ -15,11 +15,13 @@ from kintsugi.core.namespaces.parts import base_of, is_within
 from kintsugi.store.shard import admission
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.eviction.placement import choose_tier
 from kintsugi.store.shard.eviction.reuse import ReuseGaps
 from kintsugi.store.shard.eviction.shares import Shares
 from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.work import WriteQueue
+from kintsugi.store.shard.work import WriteQueue, find_queue, speeds_of
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,25 @@ class Room:
             return False
         return manifest.chunk_bytes <= min(self.free_bytes(), left)
 
-    def make_to_put(self, manifest: ChunkManifest, queue: WriteQueue | None) -> Residence | None:
-        """RAM for a chunk that is to be written by ``queue``, None: to stay in RAM. None where it has to
-        wait."""
+    def make_to_put(
+        self, manifest: ChunkManifest, options: PutOptions, hides_s: float
+    ) -> tuple[str, Residence | None]:
+        """The tier that a chunk is to be written to, `ram` for none, and RAM for it, None where it has to
+        wait. `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
+        size = manifest.chunk_bytes
+        best = choose_tier(options.tier, speeds_of(self._queues), size, hides_s, options.durable)
+        tier = self._shares.tier_for(manifest, best, options)
+        queue = find_queue(self._queues, tier)
         if queue is not None:
-            queue.check_size(manifest.chunk_bytes)
-            if queue.is_full_for(manifest.chunk_bytes):
-                return None
-        if not self._make_quota(manifest):
-            return None
-        return self.make(manifest)
+            queue.check_size(size)
+            if queue.is_full_for(size):
+                return tier, None
+        return tier, self.make(manifest) if self._make_quota(manifest) else None
+
+    def unwritten(self) -> list[ChunkEntry]:
+        """Chunks that only RAM has, and an SSD tier may have."""
+        unwritten = [entry for entry in self._index if entry.disk is None] if self._queues else []
+        return [entry for entry in unwritten if self._shares.may_be_on_ssd(entry.manifest)]
 
     def make_quota(self, manifest: ChunkManifest) -> bool:
         """Have a namespace's own chunks go until another fits what it may have; whether it does now."""

@@ -34,10 +34,14 @@ class NamespaceUse:
 class Shares:
     """The rules, and what counts against them."""
 
-    def __init__(self, ram: RamTier, disks: Sequence[DiskTier], leases: Leases) -> None:
+    def __init__(
+        self, ram: RamTier, disks: Sequence[DiskTier], leases: Leases, bucket: Sequence[CopyTier] = ()
+    ) -> None:
+        """`bucket`: the object tier, if there is one. Limits of SSD do not count what it holds."""
         self.rules: NamespaceRules = NO_RULES
         self._ram = ram
         self._disks = disks
+        self._slowest_first: Sequence[CopyTier] = (*bucket, *reversed(disks), ram)
         self._leases = leases
 
     def exceeds_ram(self, namespace: str, added_bytes: int) -> bool:
@@ -100,9 +104,7 @@ class Shares:
 
     def choose_to_forget(self, namespace: str) -> ChunkEntry | None:
         """The chunk of a namespace that the slowest tier which has any gives up first."""
-        return self._choose(
-            (*reversed(self._disks), self._ram), lambda entry: admission.may_be_forgotten(entry, namespace)
-        )
+        return self._choose(self._slowest_first, lambda entry: admission.may_be_forgotten(entry, namespace))
 
     def choose_from_ssd(self, namespace: str) -> ChunkEntry | None:
         """The chunk whose copy on SSD leaves next, the slowest tier's first; None once the namespace keeps

@@ -14,19 +14,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from kintsugi.core.errors import Corrupted, InvalidField, VersionMismatch
+from kintsugi.core.errors import Corrupted
 from kintsugi.rpc.v1 import catalog_pb2 as pb
-from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.durable_files import sync_folder
-from kintsugi.store.shard.entry import Address, ChunkEntry, Copying, CopyTier, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
 from kintsugi.store.shard.tiers.extents import ExtentAllocator, Strides
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.leftovers import windows_of
-from kintsugi.store.shard.tiers.records import extents_of_record, extents_to_record
+from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered
+from kintsugi.store.shard.tiers.records import entry_of_record, record_of
 from kintsugi.store.shard.tiers.slab import Slab
 from kintsugi.store.shard.tiers.uses import UNKNOWN, Use
 
@@ -34,21 +33,9 @@ log = logging.getLogger(__name__)
 
 READ_BYTES_PER_S_ASSUMED = 1e9
 """Speed of a disk that cannot be read when it is opened."""
-READ_RATE_WEIGHT = 0.1
-TOUCHES_REPLAYED_MAX = 3
-"""Touches replayed for a chunk that was used before a restart: S3-FIFO counts no further."""
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """What a catalog held at start-up."""
-
-    entries: Sequence[ChunkEntry]
-    damaged: int
-    """Records that were dropped: a wrong checksum, or frames that are not where they should be."""
-
-
-class DiskTier(CopyTier):
+class DiskTier(LowerTier):
     """The table's lock guards policy and counts. The rest is thread-safe: a lock of the tier's own guards
     allocator and graveyard, and is never held during I/O."""
 
@@ -69,11 +56,6 @@ class DiskTier(CopyTier):
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
         super().__init__(name, lambda: policy(self.slab.capacity_bytes))
         self.read_bytes_per_s = self._measure_read_speed()
-        """Moving average over recent reads, from a measurement on."""
-        self.failure = ""
-        """Why the last write failed; empty: it did not."""
-        self.read_failure = ""
-        """Why the last read failed; empty: it did not."""
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record
         must not go with the old."""
@@ -95,6 +77,10 @@ class DiskTier(CopyTier):
     @property
     def capacity_bytes(self) -> int:
         return self.slab.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
 
     def allocate(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
@@ -195,7 +181,7 @@ class DiskTier(CopyTier):
         Raises `lmdb.Error`; then nothing changed."""
         with self._catalog_lock:
             wanted = [(one.entry, target) for one, target in written if not one.source.condemned]
-            self.catalog.apply([self._record(entry, target) for entry, target in wanted])
+            self.catalog.apply([(entry.address, record_of(entry, target)) for entry, target in wanted])
             with self._space_lock:
                 self._recorded.update((entry.address, target) for entry, target in wanted)
 
@@ -222,17 +208,6 @@ class DiskTier(CopyTier):
                 for address in older:
                     del self._recorded[address]
 
-    def _record(self, entry: ChunkEntry, residence: Residence) -> tuple[Address, pb.CatalogRecord]:
-        manifest = wire.manifest_to_wire(entry.manifest)
-        stride, extents = extents_to_record(manifest, residence.extents, residence.strides)
-        return entry.address, pb.CatalogRecord(
-            manifest=manifest,
-            stride=stride,
-            extents=extents,
-            expires_at_s=entry.expires_at_s,
-            recompute_ms=entry.recompute_ms,
-        )
-
     def write(self, residence: Residence, frames: Sequence[memoryview], first: int = 0) -> None:
         """Write padded frames from `first` on; not synced. Raises `OSError`."""
         for start, stop in runs_of(residence.offsets, residence.strides.each, first, len(frames)):
@@ -247,9 +222,7 @@ class DiskTier(CopyTier):
         except (OSError, Corrupted) as error:
             self.read_failure = str(error)
             raise
-        self.read_failure = ""
-        rate = sum(map(len, frames)) / max(time.perf_counter() - began_s, 1e-6)
-        self.read_bytes_per_s += READ_RATE_WEIGHT * (rate - self.read_bytes_per_s)
+        self._note_read(sum(map(len, frames)), began_s)
 
     def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
         """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
@@ -274,42 +247,17 @@ class DiskTier(CopyTier):
         damaged += len(overlapping)
         if damaged:
             log.error("%s: dropped %d damaged records of %d", self.name, damaged, damaged + len(kept))
-        self._admit_by_use(kept)
+        self._recorded.update((entry.address, residence) for entry, residence in kept)
+        self._admit_by_use(entry for entry, _ in kept)
         return Recovered([entry for entry, _ in kept], damaged)
 
-    def _admit_by_use(self, found: list[tuple[ChunkEntry, Residence]]) -> None:
-        """Replay the past to the policy: oldest use first, a few touches for chunks that were used often."""
-        for entry, residence in sorted(found, key=lambda pair: pair[0].used_at_s):
-            self._recorded[entry.address] = residence
-            self.admit(entry)
-            for _ in range(min(entry.uses, TOUCHES_REPLAYED_MAX)):
-                self.policy.touch(entry)
-
     def _recover_entry(self, record: pb.CatalogRecord, use: Use) -> tuple[ChunkEntry, Residence] | None:
-        """None for a record whose frames cannot be where it says. Raises `VersionMismatch` for one that this
-        version does not understand: its checksum is right, so it is as another version wrote it."""
-        try:
-            manifest = wire.manifest_from_wire(record.manifest)
-        except InvalidField as error:
-            raise VersionMismatch(
-                f"{self.home.path} holds a chunk that this version of kintsugi does not know ({error}). "
-                "No chunk was deleted: use the version that wrote it, or name another folder"
-            ) from error
-        strides = Strides.of(manifest.frame_runs)
-        extents = extents_of_record(record, strides)
+        """None for a record whose frames cannot be where it says. Raises `VersionMismatch`."""
+        found = entry_of_record(record, use, self, self.home.path)
         end = min(self.slab.intact_bytes, self.capacity_bytes)
-        if extents is None or max(offset + size for offset, size in extents) > end:
+        if found is None or max(offset + size for offset, size in found[1].extents) > end:
             return None
-        residence = Residence(self, (manifest.namespace, manifest.key), extents, strides)
-        entry = ChunkEntry(
-            manifest,
-            record.expires_at_s,
-            record.recompute_ms,
-            disk=residence,
-            uses=use.times,
-            used_at_s=use.last_s,
-        )
-        return entry, residence
+        return found
 
     def _disjoint(
         self, found: list[tuple[ChunkEntry, Residence]]

@@ -27,6 +27,10 @@ class RamTier(CopyTier):
     def capacity_bytes(self) -> int:
         return self.arena.capacity_bytes
 
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
+
     def allocate(self, manifest: ChunkManifest) -> Residence | None:
         """Room for a chunk, or None where something must leave first."""
         strides = Strides.of(manifest.frame_runs)

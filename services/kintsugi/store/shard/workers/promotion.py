@@ -1,34 +1,47 @@
-"""Chunks on their way from an SSD tier into RAM.
+"""Chunks on their way from an SSD tier, or from a bucket, into RAM.
 
 A few threads serve all promotions in turns of a few megabytes, so that a large one delays nobody's first
 layer. Layers arrive in order; whoever streams the chunk takes each as it is there. Cost per byte: the
-disk's own, straight into the arena.
+disk's own, straight into the arena. What comes from a bucket is verified before anybody sees it: one xxh3
+pass.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
+from collections.abc import Sequence
 
 from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.arena import Arena
-from kintsugi.store.shard.work import LoadStep
+from kintsugi.store.shard.tiers.bucket import ObjectMissing
+from kintsugi.store.shard.work import LoadQueue, LoadStep
 
 log = logging.getLogger(__name__)
 
 READERS = 3
 """Reads in flight: one leaves an NVMe drive idle between requests."""
+FAR_READERS = 4
+"""Reads of a bucket in flight."""
 
 
 class Promoter:
-    """Threads that fill the arena from slabs."""
+    """Threads that fill the arena from one queue."""
 
-    def __init__(self, table: EntryTable, arena: Arena) -> None:
+    def __init__(
+        self, table: EntryTable, queue: LoadQueue, arena: Arena, readers: int = READERS, name: str = "read"
+    ) -> None:
+        self.faults: Counter[str] = Counter()
+        """Chunks that a bucket lost: `missing`, `damaged`; and loads that it did not serve: `failed`."""
         self._table = table
+        self._queue = queue
         self._arena = arena
         self._threads = [
-            threading.Thread(target=self._run, name=f"kintsugi-read{i}", daemon=True) for i in range(READERS)
+            threading.Thread(target=self._run, name=f"kintsugi-{name}{i}", daemon=True)
+            for i in range(readers)
         ]
 
     def start(self) -> None:
@@ -37,14 +50,17 @@ class Promoter:
 
     def close(self) -> None:
         """Finish what was begun, then end."""
-        self._table.close_loads()
+        self._table.close_loads(self._queue)
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         try:
-            while (step := self._table.next_load()) is not None:
-                self._table.advance_load(step, self._read(step))
+            while (step := self._table.next_load(self._queue)) is not None:
+                if step.load.tier.is_remote:
+                    self._table.advance_load(step, *self._read_bucket(step))
+                else:
+                    self._table.advance_load(step, self._read(step))
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
             self._table.fail(error)
 
@@ -60,3 +76,35 @@ class Promoter:
             log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, error)
             return f"{load.tier.name}: {error}"
         return ""
+
+    def _read_bucket(self, step: LoadStep) -> tuple[str, bool]:
+        """As `_read`, and whether what cannot be read now may be read later."""
+        load, target = step.load, step.load.target
+        if target.lost:
+            return target.lost, False
+        frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
+        fault, is_unreachable = "damaged", False
+        try:
+            load.tier.read(load.source, step.start, frames)
+            _check_frames(step, frames)
+        except ObjectMissing as error:
+            fault, reason = "missing", str(error)
+        except Corrupted as error:
+            reason = str(error)
+        except OSError as error:
+            fault, is_unreachable, reason = "failed", True, str(error)
+        else:
+            return "", False
+        self.faults[fault] += 1
+        log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, reason)
+        return f"{load.tier.name}: {reason}", is_unreachable
+
+
+def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
+    """Raise `Corrupted` unless padded frames are those of the manifest. Cost: one xxh3 pass; of encrypted
+    ones nothing is checked."""
+    manifest = step.load.entry.manifest
+    every_head = HeadRange(0, manifest.layout.num_kv_heads)
+    for layer, frame in zip(manifest.layers[step.start : step.stop], frames, strict=True):
+        if not manifest.frame_is_intact(layer, every_head, frame[: manifest.frame_bytes_of(layer)]):
+            raise Corrupted(f"layer {layer} has another digest than when it was stored")

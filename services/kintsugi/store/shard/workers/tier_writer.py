@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import lmdb
 
@@ -23,17 +25,34 @@ log = logging.getLogger(__name__)
 _BOUNCE_BYTES = 4 << 20
 
 
+class Below(Protocol):
+    """Who takes what leaves an SSD tier."""
+
+    @property
+    def name(self) -> str:
+        """Name of the tier that it writes to."""
+
+    def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
+        """New copies of what leaves a faster tier, as far as there is room for them. Raises `OSError`,
+        `lmdb.Error`; then there are none."""
+
+
 class TierWriter:
     """Writes chunks to a tier, for the thread that asks. Any number of threads."""
 
     def __init__(
-        self, table: EntryTable, tier: DiskTier, below: TierWriter | None, above: Sequence[DiskTier] = ()
+        self, table: EntryTable, tier: DiskTier, below: Below | None, above: Sequence[DiskTier] = ()
     ) -> None:
-        """`below`: the writer of the next slower tier; None for the last. `above`: all faster tiers."""
+        """`below`: the writer of the next slower tier or of the bucket; None for the last. `above`: all
+        faster tiers."""
         self.tier = tier
         self._table = table
         self._below = below
         self._above = above
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
 
     def find_room(self, entry: ChunkEntry) -> Residence | None:
         """Room for a chunk, after evicting what the policy gives up first; None where that is not enough.
@@ -69,7 +88,7 @@ class TierWriter:
             try:
                 placed = self._below.copy_from(self.tier, evictions)
             except (OSError, lmdb.Error) as error:
-                log.error("%s: demotion to %s failed: %s", self.tier.name, self._below.tier.name, error)
+                log.error("%s: demotion to %s failed: %s", self.tier.name, self._below.name, error)
                 self._table.end_demotions(evictions, None)
                 raise
         self._table.end_demotions(evictions, placed)
@@ -105,15 +124,17 @@ class TierWriter:
             return
         placed[eviction] = target
         try:
-            _copy_frames(tier, eviction.source, self.tier, target)
+            copy_frames(tier, eviction.source, partial(self.tier.write, target))
         except Corrupted as error:
             log.error("%s: %s", tier.name, error)
             self.tier.return_unwritten(placed.pop(eviction))
 
 
-def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Residence) -> None:
-    """From slab to slab through a bounded buffer. Raises `Corrupted` where the source cannot be read,
-    `OSError` where the target cannot be written."""
+def copy_frames(
+    tier: DiskTier, source: Residence, write: Callable[[Sequence[memoryview], int], None]
+) -> None:
+    """From a slab through a bounded buffer. `write` takes padded frames and the place of the first of them in
+    the chunk. Raises `Corrupted` where the source cannot be read, and what `write` raises."""
     strides = source.strides
     frame_bytes_max = max(stride for stride, _ in strides.runs)
     bounce = memoryview(mmap.mmap(-1, min(max(_BOUNCE_BYTES, frame_bytes_max), strides.size_bytes)))
@@ -126,5 +147,5 @@ def _copy_frames(tier: DiskTier, source: Residence, other: DiskTier, target: Res
             tier.read(source, first, frames)
         except OSError as error:
             raise Corrupted(f"a chunk cannot be read ({error})") from error
-        other.write(target, frames, first)
+        write(frames, first)
         first = stop

@@ -62,6 +62,13 @@ class CircuitBreaker:
             self._open_s = OPEN_S
             self._probe_s = None
 
+    def trip(self) -> None:
+        """Open the circuit now, whatever came before."""
+        with self._lock:
+            self._failures = max(self._failures, self._failures_max)
+            self._probe_s = None
+            self._opened_s = self._clock()
+
     def record_failure(self) -> None:
         with self._lock:
             if self._backs_off and self._probe_s is not None:

@@ -1,0 +1,249 @@
+"""The objects of one shard in an S3-compatible bucket: put, read, delete and list, each with a deadline.
+
+The bucket is not trusted. A call that does not end in time fails, and after `FAILURES_MAX` failures in a row
+(`CircuitBreaker`) no call is made until a probe has passed. A read fills the caller's memory and stops at its
+end, whatever the bucket sends. What a read returned is not verified here: only the caller has the digests.
+
+Objects lie below `PREFIX/SHARD_ID/`, so that shards that share a bucket never see each other's. A name is a
+digest of namespace, chunk key, salt and content: it reveals none of them, and another content has another
+name. Endpoint, region and credentials come from the environment, as the AWS tools read it
+(`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` …); none of them is logged.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import blake3
+
+from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import ChunkManifest
+from kintsugi.store.protocol.breaker import CircuitBreaker
+
+CONNECT_S_MAX = 2.0
+READ_S_MAX = 5.0
+"""Deadline of a read, a deletion and a page of a listing."""
+WRITE_S_MAX = 30.0
+"""Deadline of an upload: 64 MiB at 2 MiB/s."""
+PART_BYTES_MIN = 256 << 10
+"""A body is copied in parts of about this size."""
+DELETED_AT_ONCE = 1000
+"""Most objects that S3 deletes in one call."""
+PROBE_NAME = "probe"
+PROBE_BYTES = 4 << 20
+REASON_CHARS_MAX = 200
+
+_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9!_.*'()-]+)*)/?")
+_NO_BUCKET = "<Code>NoSuchBucket</Code>"
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+
+
+class BucketError(OSError):
+    """The bucket did not answer in time, refused a call, or gets none for a while."""
+
+
+class BucketLeftAlone(BucketError):
+    """The circuit is open: no call was made."""
+
+
+class ObjectMissing(Corrupted):
+    """The bucket has forgotten an object."""
+
+
+@dataclass(frozen=True)
+class BucketUrl:
+    """A bucket, and the prefix of everything that is stored in it."""
+
+    bucket: str
+    prefix: str = ""
+    """Without slashes around it; empty: none."""
+
+    @staticmethod
+    def from_text(text: str) -> BucketUrl:
+        """`s3://BUCKET` or `s3://BUCKET/PREFIX`. Raises `InvalidField`."""
+        match = _URL.fullmatch(text)
+        if match is None or "//" in match[2] or {".", ".."} & set(match[2].split("/")):
+            raise InvalidField("bucket", f"{text[:100]!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
+        return BucketUrl(match[1], match[2].strip("/"))
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def object_name(manifest: ChunkManifest) -> str:
+    """The name of a chunk's object: 64 hexadecimal digits."""
+    parts = (manifest.namespace.encode(), manifest.key.digest, manifest.salt, manifest.digests)
+    name = blake3.blake3()
+    for part in parts:
+        name.update(len(part).to_bytes(8, "little") + part)
+    return name.hexdigest()
+
+
+class S3Bucket:
+    """Thread-safe. Calls block, at most for their deadline, and raise `BucketError`."""
+
+    def __init__(
+        self,
+        url: BucketUrl,
+        shard_id: str,
+        read_s_max: float = READ_S_MAX,
+        write_s_max: float = WRITE_S_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes no call. Raises `InvalidField` where obstore is not installed, or the environment holds what
+        no client can be made of."""
+        self.url = url
+        self.breaker = CircuitBreaker(clock, backs_off=True)
+        self._shard_id = shard_id
+        self._obstore = _import_obstore()
+        self._reading = self._open(read_s_max)
+        self._writing = self._open(write_s_max)
+
+    def _open(self, timeout_s: float) -> Any:
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        prefix = "/".join(part for part in (self.url.prefix, self._shard_id) if part)
+        options = {"endpoint": endpoint} if endpoint else {}
+        try:
+            return self._obstore.store.S3Store(
+                self.url.bucket,
+                prefix=prefix,
+                client_options={
+                    "timeout": timedelta(seconds=timeout_s),
+                    "connect_timeout": timedelta(seconds=min(CONNECT_S_MAX, timeout_s)),
+                    "allow_http": endpoint.startswith("http://"),
+                },
+                # The circuit decides what is tried again: a client's own retries hide how long a call takes.
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+                **options,
+            )
+        except (self._obstore.exceptions.BaseError, ValueError, TypeError) as error:
+            raise InvalidField("bucket", f"{self.url}: {reason_of(error)}; see the AWS_ variables") from None
+
+    @property
+    def is_in_reach(self) -> bool:
+        """Whether calls are made."""
+        return self.breaker.is_closed
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call: whatever it fails with is a `BucketError`, and counts for the circuit."""
+        if not self.breaker.allows():
+            raise BucketLeftAlone(f"{self.url} has failed before and is left alone for a while")
+        try:
+            yield
+        except (FileNotFoundError, Corrupted):
+            self.breaker.record_success()  # it answers
+            raise
+        except (OSError, self._obstore.exceptions.BaseError) as error:
+            self.breaker.record_failure()
+            raise BucketError(f"{self.url}: {reason_of(error)}") from None
+        except BaseException:
+            self.breaker.withdraw()
+            raise
+        self.breaker.record_success()
+
+    def put(self, name: str, body: memoryview) -> str | None:
+        """Store an object in one call: it is there whole or not at all. Returns its version, None where the
+        bucket keeps none."""
+        with self._call():
+            try:
+                stored = self._obstore.put(self._writing, name, body, use_multipart=False)
+            except FileNotFoundError as error:
+                raise OSError(str(error)) from None  # no bucket of that name
+        version: str | None = stored["version"]
+        return version
+
+    def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        """Fill views with the bytes of an object from `start` on. Raises `ObjectMissing`, and `Corrupted` for
+        an answer of another length."""
+        size = sum(map(len, views))
+        with self._call():
+            try:
+                options = {"range": (start, start + size)}
+                found = self._obstore.get(self._reading, name, options=options)
+            except FileNotFoundError as error:
+                if _NO_BUCKET in str(error):
+                    raise OSError(str(error)) from None
+                raise ObjectMissing(f"{self.url} has forgotten object {name}") from None
+            filled = _fill(views, found.stream(min_chunk_size=PART_BYTES_MIN))
+            if filled != size:
+                raise Corrupted(f"{self.url} sent {filled} bytes of object {name} instead of {size}")
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, which need not be there."""
+        for start in range(0, len(names), DELETED_AT_ONCE):
+            with self._call():
+                self._obstore.delete(self._reading, list(names[start : start + DELETED_AT_ONCE]))
+
+    def list_names(self) -> Iterator[str]:
+        """The names of the shard's objects."""
+        pages = self._obstore.list(self._reading, chunk_size=DELETED_AT_ONCE)
+        while True:
+            with self._call():
+                page = next(pages, None)
+            if page is None:
+                return
+            yield from (found["path"] for found in page)
+
+    def probe(self) -> float:
+        """Write, read and delete an object; the bytes per second of the read.
+
+        Raises `Corrupted` where other bytes come back, and `InvalidField` for a bucket that keeps versions:
+        it would keep what is erased."""
+        sent = memoryview(os.urandom(PROBE_BYTES))
+        version = self.put(PROBE_NAME, sent)
+        received = memoryview(bytearray(PROBE_BYTES))
+        began_s = time.perf_counter()
+        self.read_into(PROBE_NAME, 0, [received])
+        rate = PROBE_BYTES / max(time.perf_counter() - began_s, 1e-6)
+        self.delete([PROBE_NAME])
+        if version not in (None, "null"):
+            raise InvalidField(
+                "bucket", f"{self.url} keeps versions of what is deleted: name one that does not"
+            )
+        if received != sent:
+            raise Corrupted(f"{self.url} sent other bytes than it was given")
+        return rate
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise InvalidField("bucket", "needs obstore: pip install 'kintsugi-kv[s3]'") from error
+    return obstore
+
+
+def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
+    """Copy a body into views. Returns its length, of one that is too long only as much as was read."""
+    filled = 0
+    left = [view.cast("B") for view in views]
+    for part in body:
+        rest = memoryview(part)
+        filled += len(rest)
+        while rest and left:
+            count = min(len(rest), len(left[0]))
+            left[0][:count] = rest[:count]
+            rest, left[0] = rest[count:], left[0][count:]
+            if not left[0]:
+                del left[0]
+        if rest:
+            break
+    return filled
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a call failed, in one line. An answer's body stays out: it may repeat parts of the request."""
+    text = str(error)
+    code = _CODE.search(text)
+    line = text.split("\n", 1)[0].split("<", 1)[0].rstrip(": ")[:REASON_CHARS_MAX]
+    return f"{line} ({code[1]})" if code else line
