@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from kintsugi.core.deploy import EngineSettings, GatewaySettings, ModelSpec, OpenAISpec, Scale, StoreSettings
+from kintsugi.core.deploy import (
+    BUCKET_RULE,
+    EngineSettings,
+    GatewaySettings,
+    ModelSpec,
+    OpenAISpec,
+    Scale,
+    StoreSettings,
+)
 from kintsugi.core.layout import Codec
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
@@ -199,7 +207,9 @@ class Volumes(ManifestSettings):
 class Store(StoreSettings, ManifestSettings):
     """The chunk KV-cache store."""
 
+    RULES = (*StoreSettings.RULES, BUCKET_RULE)
     NARROWED: ClassVar = {
+        "bucket_gib": {"minimum": 1, "maximum": 1048576},
         "shards": {"maximum": SHARDS_MAX},
         "replication": {"maximum": 8},
         "ramp_s": {"maximum": 86400},
@@ -212,6 +222,8 @@ class Store(StoreSettings, ManifestSettings):
     tiers: tuple[Tier, ...] = setting((), maxItems=8, mapKey="name", after="ram_gib")
     """SSD tiers of each shard below RAM, the fastest first."""
     volumes: Volumes = setting(Volumes, after="tiers")
+    bucket_port: int = setting(443, minimum=1, maximum=65535, after="bucket_gib")
+    """TCP port of the bucket's endpoint, which network policies let shards call at any address."""
     image: Image | None = None
     """Image of shards; unset: the service's image as it was when the store was made. Shards restart one at a
     time when it changes."""

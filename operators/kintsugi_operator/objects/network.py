@@ -68,7 +68,7 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
     return [
         _policy(owner, "deny", {}, ingress=[], egress=[_dns()]),
         *_within_clusters(owner),
-        _store_policy(owner),
+        _store_policy(spec, owner),
         _gateway_policy(spec, owner),
         _heads_policy(spec, owner, home),
         _metrics_policy(spec, owner, home),
@@ -85,12 +85,14 @@ def _within_clusters(owner: Owner) -> list[Manifest]:
     ]
 
 
-def _store_policy(owner: Owner) -> Manifest:
-    """Engines, gateways and jobs may read and write chunks."""
+def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
+    """Engines, gateways and jobs may read and write chunks; shards may call their bucket."""
     expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
     users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
     ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
-    return _policy(owner, "store", {"part": "store"}, ingress=ingress)
+    # Policies know no names, so it may be anywhere.
+    egress = [{"ports": _ports(spec.store.bucket_port)}] if spec.store.bucket_url else None
+    return _policy(owner, "store", {"part": "store"}, ingress=ingress, egress=egress)
 
 
 def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:

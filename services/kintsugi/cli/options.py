@@ -51,6 +51,10 @@ AllowUncalibrated = Annotated[
     bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
 ]
 SsdTiers = Annotated[list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")]
+BucketTier = Annotated[
+    str | None,
+    typer.Option(help="Bucket below SSD tiers, as s3://BUCKET/PREFIX:SIZE; see AWS_ variables."),
+]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
 TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
 
@@ -195,6 +199,7 @@ class ServeTask:
     config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/howto/serve.md.")] = None
     ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None
     ssd: SsdTiers = None
+    bucket: BucketTier = None
     data_dir: Annotated[Path | None, typer.Option(help="Folder for shards' identities and reports.")] = None
     shards: Annotated[int | None, typer.Option(min=1, help="Number of store shards.")] = None
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from kintsugi.core.errors import InvalidField
@@ -20,7 +20,7 @@ from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import PATTERNS_MAX, NamespaceRules
-from kintsugi.core.rules import Rule, this
+from kintsugi.core.rules import Rule, has_items, this
 from kintsugi.core.schema import load
 from kintsugi.core.settings import Settings, check, non_default_fields, setting
 
@@ -163,11 +163,22 @@ class TierSpec(Settings):
     """Size of the tier in GiB."""
 
 
+BUCKET_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*)?$"
+"""`s3://BUCKET/PREFIX`, or nothing."""
+BUCKET_RULE = Rule(
+    (this.bucket_url == "") | has_items(this.tiers),
+    "a bucket takes what SSD tiers give up: name one in tiers",
+    "bucket_url",
+)
+
+
 @dataclass(frozen=True)
 class StoreSettings(Settings):
     """Settings of the chunk KV-cache store, on one machine and on Kubernetes alike."""
 
-    RULES = (Rule(this.replication <= this.shards, "replication must not exceed shards", "replication"),)
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(this.replication <= this.shards, "replication must not exceed shards", "replication"),
+    )
 
     shards: int = setting(1, minimum=1)
     """Number of shards."""
@@ -177,6 +188,11 @@ class StoreSettings(Settings):
     """Seconds over which an empty shard that joins is given its share of the chunks."""
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
     """Size of each shard's RAM tier in GiB."""
+    bucket_url: str = setting("", pattern=BUCKET_URL, maxLength=512)
+    """S3-compatible bucket for what SSD tiers give up, such as s3://chunks/kintsugi; empty: none. Shards take
+    its endpoint, region and credentials from their environment (AWS_ENDPOINT_URL, AWS_REGION …)."""
+    bucket_gib: float = setting(100.0, exclusiveMinimum=0)
+    """What each shard may keep in the bucket, in GiB."""
     scrub_mib_per_s: float = setting(16.0, minimum=0)
     """MiB per second of what it holds that each shard verifies in the background; 0: it does not."""
     erase_grace_s: float = setting(2.0, minimum=0, maximum=240)
@@ -188,6 +204,8 @@ class StoreSettings(Settings):
 @dataclass(frozen=True)
 class StoreSpec(StoreSettings):
     """The chunk KV-cache store."""
+
+    RULES = (*StoreSettings.RULES, BUCKET_RULE)
 
     shards_max: int | None = None
     """None: always `shards`. More are started when what is evicted is soon wanted again."""

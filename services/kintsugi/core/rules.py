@@ -98,6 +98,11 @@ def is_set(term: Term) -> Term:
     return Term(f"has({term.cel})", lambda value: term.evaluate(value) is not None)
 
 
+def has_items(term: Term) -> Term:
+    """Whether a list that has a default holds something."""
+    return Term(f"size({term.cel}) > 0", lambda value: bool(term.evaluate(value)))
+
+
 def exactly_one(*terms: Term) -> Term:
     """Whether one of the conditions holds, and no other."""
     return Term(

@@ -27,9 +27,10 @@ from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.bucket import BucketUrl
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,14 @@ def _folders(spec: StoreSpec, name: str) -> ShardSpec:
         _shard_spec(spec),
         data_dir=Path(spec.data_dir) / name,
         ssds=tuple(SsdSpec(Path(tier.path) / name, int(tier.gib * (1 << 30))) for tier in spec.tiers),
+        bucket=_bucket(spec),
     )
+
+
+def _bucket(spec: StoreSpec) -> BucketSpec | None:
+    if not spec.bucket_url:
+        return None
+    return BucketSpec(BucketUrl.from_text(spec.bucket_url), int(spec.bucket_gib * (1 << 30)))
 
 
 def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lambda: "") -> ShardServer:

@@ -131,6 +131,8 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:0", "--metrics", "nine"), "metrics"),
         (("serve", "--ram", "9" * 400), "addressed"),
         (("serve", "--ssd", "disk:0"), "one block"),
+        (("serve", "--bucket", "s3://chunks"), "1TiB"),
+        (("serve", "--bucket", "s3://chunks:1GiB"), "--ssd"),
         (("serve", "--drain-s", "nan"), "drain-s"),
         (("simulate", "/nowhere/at/all"), "cannot be read"),
         (("migrate", "/nowhere/at/all", "--to", "2"), "holds no SSD tier"),

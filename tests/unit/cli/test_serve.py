@@ -121,6 +121,14 @@ def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:
             assert unchanged is own
 
 
+def test_a_bucket_needs_an_ssd_tier(tmp_path: Path) -> None:
+    bucket = "s3://chunks/kintsugi:1TiB"
+    store = build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB"], bucket=bucket)).store
+    assert (store.bucket_url, store.bucket_gib) == ("s3://chunks/kintsugi", 1024.0)
+    with pytest.raises(InvalidField, match="a bucket takes what SSD tiers give up"):
+        build_service_spec(ServeTask(bucket=bucket))
+
+
 def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:
     store = build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB", f"{tmp_path}/b:512MiB"])).store
     assert store.tiers == (TierSpec(f"{tmp_path}/a", 1.0), TierSpec(f"{tmp_path}/b", 0.5))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.rules import Rule, Term, before, exactly_one, is_set, this
+from kintsugi.core.rules import Rule, Term, before, exactly_one, has_items, is_set, this
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ from kintsugi.core.rules import Rule, Term, before, exactly_one, is_set, this
             {"namespace": "a", "cidr": None},
             {"namespace": "a", "cidr": "10.0.0.0/8"},
         ),
+        (has_items(this.tiers), "size(self.tiers) > 0", {"tiers": (1,)}, {"tiers": ()}),
         (~this.name.matches("^A_"), "!self.name.matches('^A_')", {"name": "B"}, {"name": "A_B"}),
         (
             exactly_one(is_set(this.a), is_set(this.b)),

@@ -123,6 +123,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "tlsSecret": draw(optional),
         "keysSecret": draw(optional),
         "tokensSecret": draw(optional),
+        **draw(st.sampled_from([{}, {"bucketUrl": "s3://chunks/a", "bucketPort": 9000}] if tiers else [{}])),
         "scrubMibPerS": draw(st.sampled_from([0, 2.5, 64])),
         "eraseGraceSeconds": draw(st.sampled_from([0, 2.5, 240])),
         "insecure": True,

@@ -76,6 +76,10 @@ def test_a_wrong_field_is_named_as_yaml_does(
         ({"network": {"policies": False}}, "spec: without network.policies the store needs store.tlsSecret"),
         ({"engines": {"replicas": {"min": 3, "max": 2}}}, "spec.engines.replicas: min must not exceed max"),
         ({"engines": {"replicas": {"min": 0}}}, "spec.engines.replicas.min: 0 must be at least 1"),
+        (
+            {"store": {"bucketUrl": "s3://chunks"}},
+            "spec.store.bucketUrl: a bucket takes what",
+        ),
         ({"gateway": {"httpPort": 7500}}, "spec.gateway.httpPort: grpcPort and httpPort must differ"),
         ({"gateway": {"httpPort": 8265}}, "8265 is taken by Ray's dashboard"),
         ({"engines": {"sharedMemory": "16Gi"}}, "counts towards memory"),

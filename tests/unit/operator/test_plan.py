@@ -467,6 +467,18 @@ def test_policies_deny_what_they_do_not_name() -> None:
     assert [one["port"] for one in rule["ports"]] == [7400, 7410]
 
 
+def test_shards_may_call_their_bucket() -> None:
+    def policy_of(**store: Any) -> Any:
+        objects = objects_of(spec_of(store={"tiers": [{"name": "nvme", "gib": 10}], **store}))
+        return named(objects, "NetworkPolicy", "acme-store")["spec"]
+
+    assert policy_of()["policyTypes"] == ["Ingress"]
+    policy = policy_of(bucketUrl="s3://chunks/kintsugi", bucketPort=9000)
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (rule,) = policy["egress"]
+    assert [one["port"] for one in rule["ports"]] == [9000]
+
+
 def test_the_gateways_are_those_of_the_active_revision() -> None:
     spec = spec_of()
     service = named(objects_of(spec), "Service", "acme-grpc")

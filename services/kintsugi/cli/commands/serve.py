@@ -40,7 +40,7 @@ from kintsugi.serving.service import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.callers import EVERY_NAMESPACE, Verb
-from kintsugi.store.shard.opening import SsdSpec, parse_size
+from kintsugi.store.shard.opening import BucketSpec, SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
 """A large model takes minutes to load."""
@@ -90,6 +90,10 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
             TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
         )
         changes["data_dir"] = store.data_dir or str(tiers[0].path.resolve() / "shards")
+    if task.bucket is not None:
+        bucket = BucketSpec.from_text(task.bucket)
+        changes["bucket_url"] = str(bucket.url)
+        changes["bucket_gib"] = bucket.capacity_bytes / GIB
     if task.data_dir is not None:
         changes["data_dir"] = str(task.data_dir.resolve())
     if task.shards is not None:

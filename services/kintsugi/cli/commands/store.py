@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.options import SsdTiers, TlsCert, TlsKey
+from kintsugi.cli.options import BucketTier, SsdTiers, TlsCert, TlsKey
 from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
@@ -34,7 +34,7 @@ from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.admission import ERASE_GRACE_S, RATIO, ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
 from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
-from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard, parse_size
+from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.tiers.migration import migrate_to_plain
 from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
@@ -112,6 +112,7 @@ def serve(
     ] = None,
     ram: Annotated[str, typer.Option(help="Size of the RAM tier.")] = "4GiB",
     ssd: SsdTiers = None,
+    bucket: BucketTier = None,
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
     ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
     policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
@@ -166,6 +167,7 @@ def serve(
         ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
         config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token, ratio, erase_grace_s),
+        bucket=None if bucket is None else BucketSpec.from_text(bucket),
     )
     if ack == "durable" and not spec.ssds:
         raise InvalidField("ack", "durable needs an SSD tier; give --ssd")

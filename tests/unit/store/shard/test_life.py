@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -187,6 +188,41 @@ def test_a_promotion_wakes_who_waits_and_ends_with_the_last_layer(tiers: Tiers) 
     assert woken == [LAYERS - 1]
     assert not entry.is_loading
     assert (load.source.readers, load.target.readers) == (0, 0)
+
+
+def test_a_copy_that_cannot_be_read_now_stays(tiers: Tiers) -> None:
+    entry, load = tiers.loading()
+    assert life.advance_load(LoadStep(load, 0, 1), "it hangs")
+    life.give_up_load(load)
+    life.check_present(entry)
+    assert entry.copies == (load.source,)
+    assert load.target.condemned, "readers of the promotion lose the chunk"
+    life.acquire(load.source)
+    again = life.begin_load(entry, tiers.reserve(entry))
+    assert not life.advance_load(LoadStep(load, 1, LAYERS), "it hangs")
+    assert not life.advance_load(LoadStep(again, 0, LAYERS), "")
+    life.check_present(entry)
+    assert entry.ram is again.target
+    assert (load.source.readers, load.target.readers) == (0, 0)
+
+
+def test_a_lost_copy_takes_the_chunk_with_it_unless_ram_has_it_whole(tiers: Tiers) -> None:
+    entry, load = tiers.loading()
+    assert life.lose_copy(entry, load.source), "RAM has only a part"
+    assert not life.advance_load(LoadStep(load, 0, LAYERS), "")
+    assert not life.lose_copy(entry, load.source)
+    life.check_present(entry)
+    assert entry.copies == (load.target,)
+    assert not life.lose_copy(entry, load.source), "it was lost before"
+
+
+def test_a_chunk_that_takes_anothers_place_is_kept_for_as_long(tiers: Tiers) -> None:
+    older = tiers.on_disk()
+    entry = ChunkEntry(older.manifest, expires_at_s=5.0)
+    life.inherit(entry, older)
+    assert entry.expires_at_s == math.inf
+    life.inherit(entry, ChunkEntry(older.manifest, expires_at_s=7.0))
+    assert entry.expires_at_s == math.inf
 
 
 def test_a_promotion_is_lost_once(tiers: Tiers) -> None:

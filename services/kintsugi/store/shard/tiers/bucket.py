@@ -23,6 +23,7 @@ from typing import Any
 
 import blake3
 
+from kintsugi.core.deploy import BUCKET_URL
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.protocol.breaker import CircuitBreaker
@@ -40,7 +41,10 @@ PROBE_NAME = "probe"
 PROBE_BYTES = 4 << 20
 REASON_CHARS_MAX = 200
 
-_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[A-Za-z0-9!_.*'()-]+)*)/?")
+_URL = re.compile(BUCKET_URL)
+_PANIC = "PanicException"
+"""What a defect of obstore's raises, which is no `Exception`: an answer must not end the shard's threads."""
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(?:/[\x21-\x7e]*)?")
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
@@ -68,10 +72,10 @@ class BucketUrl:
     @staticmethod
     def from_text(text: str) -> BucketUrl:
         """`s3://BUCKET` or `s3://BUCKET/PREFIX`. Raises `InvalidField`."""
-        match = _URL.fullmatch(text)
-        if match is None or "//" in match[2] or {".", ".."} & set(match[2].split("/")):
+        bucket, _, prefix = text.removeprefix("s3://").partition("/")
+        if not text or _URL.fullmatch(text) is None or {".", ".."} & set(prefix.split("/")):
             raise InvalidField("bucket", f"{text[:100]!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
-        return BucketUrl(match[1], match[2].strip("/"))
+        return BucketUrl(bucket, prefix)
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
@@ -110,6 +114,8 @@ class S3Bucket:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         prefix = "/".join(part for part in (self.url.prefix, self._shard_id) if part)
         options = {"endpoint": endpoint} if endpoint else {}
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            raise InvalidField("AWS_ENDPOINT_URL", "is not a URL, such as https://s3.example.com")
         try:
             return self._obstore.store.S3Store(
                 self.url.bucket,
@@ -144,9 +150,12 @@ class S3Bucket:
         except (OSError, self._obstore.exceptions.BaseError) as error:
             self.breaker.record_failure()
             raise BucketError(f"{self.url}: {reason_of(error)}") from None
-        except BaseException:
-            self.breaker.withdraw()
-            raise
+        except BaseException as error:
+            if type(error).__name__ != _PANIC:
+                self.breaker.withdraw()
+                raise
+            self.breaker.record_failure()
+            raise BucketError(f"{self.url}: the client failed ({reason_of(error)})") from None
         self.breaker.record_success()
 
     def put(self, name: str, body: memoryview) -> str | None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kintsugi.store.shard.eviction.placement import SPEED_GAIN_MIN, cheapest_tier, faster_tier
+from kintsugi.store.shard.eviction.placement import (
+    LIFETIME_S_MIN,
+    SPEED_GAIN_MIN,
+    cheapest_tier,
+    faster_tier,
+    pays_to_keep,
+)
 
 
 @given(st.lists(st.floats(1e6, 1e10), min_size=1, max_size=5), st.integers(1, 10**9), st.floats(1e-3, 10))
@@ -53,3 +61,10 @@ def test_no_chunk_moves_back_and_forth(speeds: list[float], num_bytes: int, hide
             assert faster_tier(target, tiers, num_bytes, hides_s) is None or not any(
                 num_bytes <= one * hides_s for _, one in tiers
             )
+
+
+def test_a_bucket_gets_what_is_loaded_sooner_than_computed() -> None:
+    assert pays_to_keep(SIZE, 1e8, recompute_ms=21.0, left_s=math.inf)
+    assert not pays_to_keep(SIZE, 1e8, recompute_ms=19.0, left_s=math.inf)
+    assert pays_to_keep(SIZE, 1e8, recompute_ms=0.0, left_s=math.inf), "nobody said what it costs"
+    assert not pays_to_keep(SIZE, 1e8, recompute_ms=0.0, left_s=LIFETIME_S_MIN)
