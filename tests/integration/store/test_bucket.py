@@ -29,6 +29,7 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
 from kintsugi.store.shard.workers import bucket_writer
+from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 from tests.fakes.s3_server import BUCKET, REGION, S3Server
 
@@ -107,7 +108,8 @@ def demote(shard: Shard) -> None:
 def drop_from_ram(shard: Shard) -> None:
     with shard.table._lock:
         for entry in shard.table.entries():
-            if entry.ram is not None and entry.disk is not None and not entry.is_loading:
+            is_at_rest = entry.writing is None and not entry.is_loading
+            if entry.ram is not None and entry.disk is not None and is_at_rest:
                 life.drop_copy(entry, entry.ram)
 
 
@@ -418,6 +420,32 @@ def test_a_bucket_that_hangs_delays_only_its_own_chunks(
     s3.resume()
     wait_until(lambda: shard.bucket.is_in_reach and not shard.tier_failures())
     assert frames_of(store, far[0]) == [far[0][1]], "it was not forgotten"
+
+
+def test_a_deletion_does_not_wait_for_a_bucket_that_hangs(shard: Shard, s3: S3Server) -> None:
+    put(shard, A)
+    demote(shard)
+    s3.hang()
+    assert shard.bucket is not None
+    shard.bucket.needs_sweep = True
+    for keys in ([A[0].key], [B[0].key], [C[0].key]):
+        began_s = time.monotonic()
+        shard.delete("acme", keys)
+        for done in shard.flush_writers():
+            done.result(PATIENCE_S)
+        assert time.monotonic() - began_s < DEADLINE_S / 2
+        assert not [*shard.bucket.catalog.records()]
+        shard.bucket.give_up("have it probed")
+
+
+def test_scrubbing_reads_nothing_from_the_bucket(shard: Shard, s3: S3Server) -> None:
+    put(shard, A)
+    demote(shard)
+    keeper = Keeper(shard, scrub_bytes_per_s=1e9)
+    s3.forget()
+    keeper.turn()
+    assert keeper.scrubbed_chunks == 0
+    assert tier_of(shard, A) == "bucket"
 
 
 def test_uploads_that_hang_take_bounded_memory(s3: S3Server, tmp_path: Path, caplog: Any) -> None:

@@ -39,7 +39,7 @@ DELETED_AT_ONCE = 1000
 """Most objects that S3 deletes in one call."""
 PROBE_NAME = "probe"
 PROBE_BYTES = 4 << 20
-REASON_CHARS_MAX = 200
+REASON_CHARS_MAX = 400
 
 _URL = re.compile(BUCKET_URL)
 _PANIC = "PanicException"

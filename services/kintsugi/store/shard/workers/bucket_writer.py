@@ -1,9 +1,9 @@
 """Chunks on their way from the last SSD tier into a bucket, and objects that leave it.
 
 Demotion copies a chunk into memory and returns: whoever makes room on a disk never waits for the network. A
-few threads upload. Another thread has the catalog forget what left, deletes its objects, and probes a bucket
-that has failed. What the bucket does not take, because it is slow, full or away, is lost, as it would be
-without a bucket.
+few threads upload. Another one has the catalog forget what left, and a last one deletes its objects and
+probes a bucket that has failed: a deletion that waits for the catalog does not wait for the bucket. What the
+bucket does not take, because it is slow, full or away, is lost, as it would be without a bucket.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BucketWriter:
         self._swept_s = -math.inf
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"kintsugi-bucket{i}", daemon=True)
-            for i, work in enumerate([self._keep, *[self._upload_all] * UPLOADERS])
+            for i, work in enumerate([self._forget_all, self._keep, *[self._upload_all] * UPLOADERS])
         ]
 
     @property
@@ -189,8 +189,8 @@ class BucketWriter:
         with self._changed:
             self._changed.notify_all()
 
-    def _keep(self) -> None:
-        """Forget, delete, probe and sweep until the shard closes."""
+    def _forget_all(self) -> None:
+        """Have the catalog forget what left, until the shard closes."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._flushes or self._closed, TURN_S)
@@ -198,6 +198,13 @@ class BucketWriter:
             self._forget()
             if is_closed:
                 return
+
+    def _keep(self) -> None:
+        """Delete, sweep and probe until the shard closes."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, TURN_S):
+                    return
             if self.tier.is_in_reach:
                 self._delete()
             else:

@@ -66,7 +66,7 @@ class Keeper(Turns):
         while self._round:
             namespace, key = self._round.popleft()
             entry = self._shard.table.get((namespace, key))
-            if entry is not None:
+            if entry is not None and not entry.is_far:
                 copies = max(1, len(entry.copies))
                 self._shard.verify(namespace, [key])
                 self.scrubbed_chunks += 1
