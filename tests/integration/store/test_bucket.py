@@ -36,10 +36,11 @@ from tests.fakes.s3_server import BUCKET, REGION, S3Server
 pytest.importorskip("obstore", reason="needs the extra s3: make setup")
 
 MIB = 1 << 20
-DEADLINE_S = 1.0
-"""Of calls to the bucket."""
 PATIENCE_S = 20.0
-"""How long a test waits for what a thread does."""
+"""How long a test waits for what a thread does, and the bucket's deadline where it does not hang."""
+DEADLINE_S = 2.0
+"""Of calls to the bucket in tests in which it hangs."""
+HANGS = pytest.mark.parametrize("deadline_s", [DEADLINE_S])
 Chunk = tuple[ChunkManifest, list[bytes]]
 
 
@@ -50,13 +51,18 @@ def started() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(started: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def deadline_s() -> float:
+    return PATIENCE_S
+
+
+@pytest.fixture
+def s3(started: S3Server, monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> Iterator[S3Server]:
     """An empty bucket, which the environment says how to reach."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", started.endpoint)
     monkeypatch.setenv("AWS_REGION", REGION)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr(opening, "S3Bucket", partial(S3Bucket, read_s_max=DEADLINE_S, write_s_max=DEADLINE_S))
+    monkeypatch.setattr(opening, "S3Bucket", partial(S3Bucket, read_s_max=deadline_s, write_s_max=deadline_s))
     monkeypatch.setattr(breaker, "OPEN_S", 0.2)
     monkeypatch.setattr(bucket_writer, "TURN_S", 0.05)
     started.forget()
@@ -250,6 +256,7 @@ def test_the_bucket_sees_neither_names_nor_texts(shard: Shard, s3: S3Server, tmp
     wait_until(lambda: not s3.names())
 
 
+@HANGS
 def test_a_put_takes_the_place_of_a_chunk_in_a_bucket_that_is_away(
     shard: Shard, store: GrpcStore, s3: S3Server
 ) -> None:
@@ -388,6 +395,7 @@ def test_what_the_bucket_has_changed_is_a_miss(
     shard.table.check()
 
 
+@HANGS
 def test_a_bucket_that_hangs_delays_only_its_own_chunks(
     shard: Shard, store: GrpcStore, s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,6 +430,7 @@ def test_a_bucket_that_hangs_delays_only_its_own_chunks(
     assert frames_of(store, far[0]) == [far[0][1]], "it was not forgotten"
 
 
+@HANGS
 def test_a_deletion_does_not_wait_for_a_bucket_that_hangs(shard: Shard, s3: S3Server) -> None:
     put(shard, A)
     demote(shard)
@@ -448,6 +457,7 @@ def test_scrubbing_reads_nothing_from_the_bucket(shard: Shard, s3: S3Server) -> 
     assert tier_of(shard, A) == "bucket"
 
 
+@HANGS
 def test_uploads_that_hang_take_bounded_memory(s3: S3Server, tmp_path: Path, caplog: Any) -> None:
     with closing(open_shard(spec(tmp_path, ram_mib=4, ssd_mib=4))) as shard:
         bucket = shard.bucket
@@ -466,6 +476,7 @@ def test_uploads_that_hang_take_bounded_memory(s3: S3Server, tmp_path: Path, cap
         s3.resume()
 
 
+@HANGS
 def test_a_shard_opens_beside_a_bucket_that_hangs(s3: S3Server, tmp_path: Path) -> None:
     with closing(open_shard(spec(tmp_path))) as shard:
         put(shard, A)
@@ -497,6 +508,7 @@ def test_an_erasure_leaves_no_object(shard: Shard, store: GrpcStore, s3: S3Serve
     assert s3.names() == []
 
 
+@HANGS
 def test_an_erasure_says_that_the_bucket_does_not_answer(shard: Shard, s3: S3Server) -> None:
     put(shard, A)
     demote(shard)
