@@ -23,7 +23,7 @@ class ChunkSource:
     shard: str = ""
     """Its address; empty where the store is in this process, or nobody said."""
     tier: str = ""
-    """`ram`, or the name of an SSD tier; empty where nobody said."""
+    """`ram`, the name of an SSD tier, or `bucket`; empty where nobody said."""
 
 
 @dataclass(frozen=True)

@@ -390,7 +390,7 @@ def test_what_the_bucket_has_changed_is_a_miss(
     s3.replace(name, lies[lie])
     assert frames_of(store, A) == [None]
     assert store.lookup("acme", [A[0].key]) == [None]
-    assert faults(shard) in ({"damaged": 1}, {"failed": 1}) if lie == "cut" else {"damaged": 1}
+    assert faults(shard) == {"damaged": 1}
     assert "cannot be read" in caplog.text
     shard.table.check()
 
@@ -549,8 +549,7 @@ def test_a_retained_chunk_stays_over_a_restart(s3: S3Server, tmp_path: Path) -> 
         demote(shard)
         shard.retain("acme", [A[0].key], math.inf)
     with closing(open_shard(spec(tmp_path))) as shard:
-        (entry,) = shard.table.entries()
-        assert entry.expires_at_s == math.inf
+        assert [entry.expires_at_s for entry in shard.table.entries()] == [math.inf]
 
 
 def test_open_streams_outlive_a_deletion(shard: Shard, s3: S3Server) -> None:
