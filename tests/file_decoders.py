@@ -148,7 +148,8 @@ def _ledger() -> tuple[Ledger, bytes]:
 
 
 def known_texts_row(data: bytes) -> None:
-    """A row of a gateway's known chunks with any value in one column: the chunk's tokens, or none."""
+    """A row of a gateway's known chunks with any value in one column: the chunk's tokens, or none. Whoever
+    computes the checksum, too, has written a row."""
     database, sound = _known_texts()
     database._db.deserialize(sound)
     if not _change_column(database._db, _TEXTS_COLUMNS, data):
@@ -159,13 +160,17 @@ def known_texts_row(data: bytes) -> None:
         return
     key = ChunkKey.of(SPACE, IDS)
     ids = known.token_ids("acme", key)
-    assert ids is None or tuple(ids) == IDS
+    assert ids is None or tuple(ids) == IDS or _is_checksummed(key, _value(data[1:]), ids.data)
     found = known.find("acme", f"x{TEXT}y")
     assert all(0 <= start < stop <= len(TEXT) + 2 for start, stop in found)
     known.has_room("acme")
     known.chunks_max_of = lambda namespace: 0
     known.remember("acme", key, IDS, TEXT + "other")
     _attempt(lambda: known.erase("acme", None, 0.0))
+
+
+def _is_checksummed(key: ChunkKey, value: Any, tokens: bytes) -> bool:
+    return bool(tokens) and value == chunk_table._checksum(("acme", key), tokens) + tokens
 
 
 @cache

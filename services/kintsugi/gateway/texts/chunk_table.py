@@ -271,7 +271,7 @@ def _parse_record(address: Address, tokens: object, text: object) -> Record | No
     if not isinstance(tokens, bytes) or len(tokens) % ID_BYTES:
         return None
     ids = tokens[_CHECKSUM_BYTES:]
-    if tokens[:_CHECKSUM_BYTES] != _checksum(address, ids):
+    if not ids or tokens[:_CHECKSUM_BYTES] != _checksum(address, ids):
         return None
     known = _parse_texts(address[0], [text])
     return Record(ids, known[0][1] if known else None)

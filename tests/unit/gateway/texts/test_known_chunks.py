@@ -318,8 +318,8 @@ def test_a_damaged_text_is_not_found_and_costs_nothing_else(tmp_path: Path, valu
         assert known.find("tenant", words(1, 100)) == [(0, 100)]
 
 
-@pytest.mark.parametrize("value", ["text", b"blob", 5, 0.5])
-def test_damaged_tokens_of_another_type_are_a_miss(tmp_path: Path, value: object) -> None:
+@pytest.mark.parametrize("value", ["text", b"blob", 5, 0.5, xxhash.xxh3_64_digest(key_of(1).digest)])
+def test_damaged_tokens_of_another_type_or_none_are_a_miss(tmp_path: Path, value: object) -> None:
     with closing(KnownChunks(tmp_path)) as known:
         known.remember("tenant", key_of(1), (1,))
     damage(tmp_path, "UPDATE chunk SET tokens = ?", value)
