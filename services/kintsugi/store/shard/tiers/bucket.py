@@ -1,8 +1,9 @@
 """The objects of one shard in an S3-compatible bucket: put, read, delete and list, each with a deadline.
 
 The bucket is not trusted. A call that does not end in time fails, and after `FAILURES_MAX` failures in a row
-(`CircuitBreaker`) no call is made until a probe has passed. A read fills the caller's memory and stops at its
-end, whatever the bucket sends. What a read returned is not verified here: only the caller has the digests.
+(`CircuitBreaker`) no call is made until a probe has passed; none passes of a bucket that keeps versions. A
+read fills the caller's memory and stops at its end, whatever the bucket sends. What a read returned is not
+verified here: only the caller has the digests.
 
 Objects lie below `PREFIX/SHARD_ID/`, so that shards that share a bucket never see each other's. A name is a
 digest of namespace, chunk key, salt and content: it reveals none of them, and another content has another
@@ -12,10 +13,11 @@ name. Endpoint, region and credentials come from the environment, as the AWS too
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +41,8 @@ DELETED_AT_ONCE = 1000
 """Most objects that S3 deletes in one call."""
 PROBE_NAME = "probe"
 PROBE_BYTES = 4 << 20
+VERSIONS_NAME = "versions"
+"""An object whose version tells whether the bucket keeps any."""
 REASON_CHARS_MAX = 400
 
 _URL = re.compile(BUCKET_URL)
@@ -46,6 +50,9 @@ _PANIC = "PanicException"
 """What a defect of obstore's raises, which is no `Exception`: an answer must not end the shard's threads."""
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(?:/[\x21-\x7e]*)?")
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
+_STATUS = re.compile(r"status code: \d{3}[A-Za-z' -]*|request failed for key [^:]*")
+"""What comes before a message of the bucket's own."""
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
@@ -55,6 +62,10 @@ class BucketError(OSError):
 
 class BucketLeftAlone(BucketError):
     """The circuit is open: no call was made."""
+
+
+class VersionsKept(BucketError):
+    """The bucket keeps versions of what is deleted."""
 
 
 class ObjectMissing(Corrupted):
@@ -105,6 +116,9 @@ class S3Bucket:
         no client can be made of."""
         self.url = url
         self.breaker = CircuitBreaker(clock, backs_off=True)
+        self._left_alone = False
+        self._closed = False
+        self._read_s_max = read_s_max
         self._shard_id = shard_id
         self._obstore = _import_obstore()
         self._reading = self._open(read_s_max)
@@ -134,92 +148,139 @@ class S3Bucket:
 
     @property
     def is_in_reach(self) -> bool:
-        """Whether calls are made."""
-        return self.breaker.is_closed
+        """Whether calls are made, but for a probe."""
+        return self.breaker.is_closed and not self._left_alone
+
+    def leave_alone(self) -> None:
+        """Make no calls until a probe has passed. Calls under way that end well do not change that."""
+        self._left_alone = True
+        self.breaker.trip()
+
+    def close(self) -> None:
+        """Make no calls any more. Those under way end as they would."""
+        self._closed = True
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        """One call: whatever it fails with is a `BucketError`, and counts for the circuit."""
-        if not self.breaker.allows():
+    def _call(self, is_probe: bool = False) -> Iterator[None]:
+        """One call, or all of a probe: whatever it fails with is a `BucketError`, and counts for the circuit,
+        which only a probe closes."""
+        if self._closed:
+            raise BucketLeftAlone(f"{self.url} is not called any more: the shard ends")
+        if not (self.breaker.allows() if is_probe else self.is_in_reach):
             raise BucketLeftAlone(f"{self.url} has failed before and is left alone for a while")
         try:
             yield
-        except (FileNotFoundError, Corrupted):
-            self.breaker.record_success()  # it answers
+        except Corrupted:
+            if is_probe:
+                self.breaker.record_failure()
+            else:
+                self.breaker.record_success()  # it answers
+            raise
+        except VersionsKept:
+            self.breaker.record_failure()
+            self.leave_alone()
             raise
         except (OSError, self._obstore.exceptions.BaseError) as error:
             self.breaker.record_failure()
             raise BucketError(f"{self.url}: {reason_of(error)}") from None
         except BaseException as error:
-            if type(error).__name__ != _PANIC:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 self.breaker.withdraw()
                 raise
             self.breaker.record_failure()
             raise BucketError(f"{self.url}: the client failed ({reason_of(error)})") from None
+        if is_probe:
+            self._left_alone = False
         self.breaker.record_success()
 
-    def put(self, name: str, body: memoryview) -> str | None:
-        """Store an object in one call: it is there whole or not at all. Returns its version, None where the
-        bucket keeps none."""
+    def put(self, name: str, body: memoryview) -> None:
+        """Store an object in one call: it is there whole or not at all. Raises `VersionsKept`."""
         with self._call():
-            try:
-                stored = self._obstore.put(self._writing, name, body, use_multipart=False)
-            except FileNotFoundError as error:
-                raise OSError(str(error)) from None  # no bucket of that name
-        version: str | None = stored["version"]
-        return version
+            self._put(name, body)
+
+    def _put(self, name: str, body: memoryview) -> None:
+        stored = self._obstore.put(self._writing, name, body, use_multipart=False)
+        if stored["version"] not in (None, "null"):
+            raise VersionsKept(f"{self.url} keeps versions of what is deleted: name one that does not")
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill views with the bytes of an object from `start` on. Raises `ObjectMissing`, and `Corrupted` for
         an answer of another length."""
-        size = sum(map(len, views))
         with self._call():
-            try:
-                options = {"range": (start, start + size)}
-                found = self._obstore.get(self._reading, name, options=options)
-            except FileNotFoundError as error:
-                if _NO_BUCKET in str(error):
-                    raise OSError(str(error)) from None
-                raise ObjectMissing(f"{self.url} has forgotten object {name}") from None
-            filled = _fill(views, found.stream(min_chunk_size=PART_BYTES_MIN))
-            if filled != size:
-                raise Corrupted(f"{self.url} sent {filled} bytes of object {name} instead of {size}")
+            self._read_into(name, start, views)
+
+    def _read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
+        size = sum(map(len, views))
+        try:
+            options = {"range": (start, start + size)}
+            found = self._obstore.get(self._reading, name, options=options)
+        except FileNotFoundError as error:
+            if _NO_BUCKET in str(error):
+                raise
+            raise ObjectMissing(f"{self.url} has forgotten object {name}") from None
+        filled = _fill(views, found.stream(min_chunk_size=PART_BYTES_MIN))
+        if filled != size:
+            raise Corrupted(f"{self.url} sent {filled} bytes of object {name} instead of {size}")
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, which need not be there."""
         for start in range(0, len(names), DELETED_AT_ONCE):
             with self._call():
-                self._obstore.delete(self._reading, list(names[start : start + DELETED_AT_ONCE]))
+                self._delete(names[start : start + DELETED_AT_ONCE])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        self._obstore.delete(self._reading, list(names))
 
     def list_names(self) -> Iterator[str]:
-        """The names of the shard's objects."""
+        """The names of the shard's objects. It may never end."""
         pages = self._obstore.list(self._reading, chunk_size=DELETED_AT_ONCE)
-        while True:
-            with self._call():
-                page = next(pages, None)
-            if page is None:
-                return
-            yield from (found["path"] for found in page)
+
+        async def next_page() -> Any:
+            return await anext(pages, None)
+
+        # The client asks for page after page until it has some names, and each has the client's deadline
+        # alone: only its asynchronous calls can be ended.
+        with asyncio.Runner() as runner:
+            while True:
+                with self._call():
+                    page = runner.run(_end_in_time(next_page(), self._read_s_max))
+                if page is None:
+                    return
+                yield from (found["path"] for found in page)
+
+    def check_versions(self) -> None:
+        """Raise `VersionsKept` for a bucket that keeps versions: it would keep what is erased."""
+        with self._call():
+            self._check_versions()
+
+    def _check_versions(self) -> None:
+        self._put(VERSIONS_NAME, memoryview(b"-"))
+        self._delete([VERSIONS_NAME])
 
     def probe(self) -> float:
-        """Write, read and delete an object; the bytes per second of the read.
+        """Write, read and delete an object; the bytes per second of the read. It alone closes the circuit.
 
-        Raises `Corrupted` where other bytes come back, and `InvalidField` for a bucket that keeps versions:
-        it would keep what is erased."""
+        Raises `Corrupted` where other bytes come back, and `VersionsKept`."""
         sent = memoryview(os.urandom(PROBE_BYTES))
-        version = self.put(PROBE_NAME, sent)
         received = memoryview(bytearray(PROBE_BYTES))
-        began_s = time.perf_counter()
-        self.read_into(PROBE_NAME, 0, [received])
-        rate = PROBE_BYTES / max(time.perf_counter() - began_s, 1e-6)
-        self.delete([PROBE_NAME])
-        if version not in (None, "null"):
-            raise InvalidField(
-                "bucket", f"{self.url} keeps versions of what is deleted: name one that does not"
-            )
-        if received != sent:
-            raise Corrupted(f"{self.url} sent other bytes than it was given")
+        with self._call(is_probe=True):
+            self._check_versions()  # of a small object: the bucket keeps one for each probe
+            self._put(PROBE_NAME, sent)
+            began_s = time.perf_counter()
+            self._read_into(PROBE_NAME, 0, [received])
+            rate = PROBE_BYTES / max(time.perf_counter() - began_s, 1e-6)
+            self._delete([PROBE_NAME])
+            if received != sent:
+                raise Corrupted(f"{self.url} sent other bytes than it was given")
         return rate
+
+
+async def _end_in_time(call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """What a call returns. Raises `OSError` where it takes longer."""
+    try:
+        return await asyncio.wait_for(call, timeout_s)
+    except TimeoutError:
+        raise OSError(f"no page of a listing within {timeout_s:g} s") from None
 
 
 def _import_obstore() -> Any:
@@ -251,8 +312,15 @@ def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call failed, in one line. An answer's body stays out: it may repeat parts of the request."""
+    """Why a call failed, in one line. What the answer says stays out, but for its code: it may repeat parts
+    of the request."""
     text = str(error)
     code = _CODE.search(text)
-    line = text.split("\n", 1)[0].split("<", 1)[0].rstrip(": ")[:REASON_CHARS_MAX]
-    return f"{line} ({code[1]})" if code else line
+    line = text.split("\n", 1)[0].split("<", 1)[0]
+    if status := _STATUS.search(line):
+        line = line[: status.end()]
+    line = "".join(c if c.isprintable() else " " for c in line).rstrip(": ")[:REASON_CHARS_MAX]
+    reason = f"{line} ({code[1]})" if code else line
+    for secret in filter(None, map(os.environ.get, _SECRETS)):
+        reason = reason.replace(secret, "...")
+    return reason

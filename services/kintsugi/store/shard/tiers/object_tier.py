@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kintsugi.core.errors import Corrupted
+from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
@@ -37,6 +37,7 @@ from kintsugi.store.shard.tiers.bucket import (
     BucketError,
     BucketLeftAlone,
     S3Bucket,
+    VersionsKept,
     object_name,
 )
 from kintsugi.store.shard.tiers.catalog import Catalog, catalog_key, check_format
@@ -55,7 +56,7 @@ DEAD_MAX = 100_000
 WIPE_ROUNDS_MAX = 5
 """Listings of an erasure, until one has nothing to delete."""
 STRANGERS_MAX = 1_000_000
-"""Most objects beside the tier's own that a sweep lists before it gives up: a listing may never end."""
+"""Most objects beside the tier's own that a listing may have: it may never end."""
 
 
 @dataclass(eq=False)
@@ -125,6 +126,9 @@ class ObjectTier(LowerTier):
             rate = self.bucket.probe()
         except BucketLeftAlone:
             return
+        except VersionsKept as error:
+            self.give_up(str(error))
+            raise InvalidField("bucket", str(error)) from None
         except (OSError, Corrupted) as error:
             self.give_up(str(error))
         else:
@@ -139,7 +143,7 @@ class ObjectTier(LowerTier):
             log.error("%s: %s; chunks that leave the SSD tiers are lost until it answers", self.name, why)
         self.failure = why
         self.read_bytes_per_s = self.read_bytes_per_s or READ_BYTES_PER_S_ASSUMED
-        self.bucket.breaker.trip()
+        self.bucket.leave_alone()
 
     @property
     def capacity_bytes(self) -> int:
@@ -155,7 +159,11 @@ class ObjectTier(LowerTier):
 
     def keeps(self, residence: Residence) -> bool:
         """As `CopyTier.keeps`: while the bucket answers, once the upload has ended."""
-        return self.is_in_reach and residence not in self._staged
+        return self.is_in_reach and self.holds(residence)
+
+    def holds(self, residence: Residence) -> bool:
+        """As `CopyTier.holds`: once the upload has ended."""
+        return residence not in self._staged
 
     # Uploads
 
@@ -311,37 +319,42 @@ class ObjectTier(LowerTier):
     def sweep(self) -> None:
         """Delete the objects that nobody knows of. Raises `BucketError`."""
         with self._delete_lock:
-            self._note_strangers()
-            self._delete_dead()
+            self._delete_strangers()
 
-    def _note_strangers(self) -> int:
-        """List the bucket, and add what is there without a chunk to what is to be deleted; how many. Raises
-        `BucketError`."""
+    def _delete_strangers(self) -> int:
+        """List the bucket, and delete what is there without a chunk; how many. Raises `BucketError`."""
         self.needs_sweep = False
-        count = 0
+        strangers = listed = 0
         try:
+            with self._lock:
+                listed_max = STRANGERS_MAX + len(self._uses_of_name)
             for name in self.bucket.list_names():
+                listed += 1
+                if listed > listed_max:
+                    raise BucketError(f"{self.bucket.url} lists more objects than can be there")
                 with self._lock:
                     if name == PROBE_NAME or name in self._uses_of_name:
                         continue
-                    count += 1
+                    strangers += 1
                     self._add_dead([name])
-                if count > STRANGERS_MAX:
-                    raise BucketError(f"{self.bucket.url} lists more than {STRANGERS_MAX} unknown objects")
+                    is_full = len(self._dead) >= DEAD_MAX
+                if is_full:
+                    self._delete_dead()
+            self._delete_dead()
         except BaseException:
             self.needs_sweep = True
             raise
-        return count
+        return strangers
 
     def wipe(self) -> None:
         """Leave nothing in bucket and catalog of chunks that are forgotten and read by nobody. Raises
         `BucketError` and `lmdb.Error`; then some may still be there."""
         self.bury()
         with self._delete_lock:
+            self.bucket.check_versions()  # they may have been turned on while the shard ran
             for _ in range(WIPE_ROUNDS_MAX):  # chunks may leave meanwhile, and late uploads arrive
-                if not self._note_strangers():
+                if not self._delete_strangers():
                     break
-                self._delete_dead()
             else:
                 raise BucketError(f"{self.bucket.url} still lists objects that it has deleted")
         with self._catalog_lock:

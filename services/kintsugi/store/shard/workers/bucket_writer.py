@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import lmdb
 
@@ -70,6 +71,7 @@ class BucketWriter:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self.tier.bucket.close()  # a listing may have any number of pages
         for thread in self._threads:
             thread.join()
 
@@ -106,10 +108,16 @@ class BucketWriter:
         return {}
 
     def _copy(self, tier: DiskTier, eviction: Eviction) -> ChunkUpload | None:
-        upload = self._reserve(eviction.entry)
-        if upload is None or self._fill(tier, eviction, upload):
-            return upload
-        self.tier.give_back(upload)
+        upload = None
+        try:
+            upload = self._reserve(eviction.entry)
+            if upload is None or self._fill(tier, eviction, upload):
+                return upload
+        except (OSError, MemoryError) as error:  # the system refuses memory
+            self.tier.faults["refused"] += 1
+            log.error("%s: no memory for an upload: %s", self.name, error)
+        if upload is not None:
+            self.tier.give_back(upload)
         return None
 
     def _is_worth_it(self, entry: ChunkEntry) -> bool:
@@ -164,14 +172,19 @@ class BucketWriter:
             self._settle(Unavailable(f"{self.name}: its writer died"))
 
     def _upload_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                upload = self._waiting.popleft()
-                is_late = self._closed
-            self._upload(upload, is_late)
+        while self._upload_next():  # which lets go of the bytes
+            pass
+
+    def _upload_next(self) -> bool:
+        """Wait for an upload and end it; whether there was one: none comes once the shard closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return False
+            upload = self._waiting.popleft()
+            is_late = self._closed
+        self._upload(upload, is_late)
+        return True
 
     def _upload(self, upload: ChunkUpload, is_late: bool) -> None:
         """ChunkUpload a chunk that is still wanted. `is_late`: there is no time left for it."""
@@ -211,10 +224,8 @@ class BucketWriter:
                 self._probe()
 
     def _probe(self) -> None:
-        try:
+        with suppress(InvalidField):  # versions were turned on while the shard ran; the tier says so
             self.tier.check_bucket()
-        except InvalidField as error:  # versions were turned on while the shard ran
-            self.tier.give_up(str(error))
 
     def _forget(self) -> None:
         """Have the catalog forget what left, and end the flushes that wait for it."""

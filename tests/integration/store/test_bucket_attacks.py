@@ -1,0 +1,133 @@
+"""What a bucket, or who shares it, must not be able to do to a shard."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from kintsugi.core.errors import Unavailable
+from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers import object_tier
+from kintsugi.store.shard.tiers.object_tier import ChunkUpload
+from tests.fakes.s3_server import BUCKET, S3Server
+from tests.integration.store import test_bucket
+from tests.integration.store.test_bucket import (
+    A,
+    B,
+    demote,
+    drop_from_ram,
+    faults,
+    put,
+    tier_of,
+    wait_until,
+)
+
+started, deadline_s, s3, shard = (
+    test_bucket.started,
+    test_bucket.deadline_s,
+    test_bucket.s3,
+    test_bucket.shard,
+)
+
+
+def evict_from_disk(shard: Shard) -> None:
+    """As `demote`, but what is in RAM stays there, and nobody waits for the uploads."""
+    (disk,) = shard.disks
+    for done in shard.flush_writers():
+        done.result(10.0)
+    shard._writers[0]._writer.demote(shard.table.evict_from_disk(disk, disk.capacity_bytes))
+
+
+def keep_versions(s3: S3Server, status: str) -> None:
+    s3.client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": status})
+
+
+def test_an_erasure_fails_once_versions_are_turned_on(shard: Shard, s3: S3Server) -> None:
+    keep_versions(s3, "Enabled")
+    try:
+        with pytest.raises(Unavailable, match="keeps versions of what is deleted"):
+            shard.erase(Scope("acme"), 0.0)
+        assert not len(shard.erasures)
+        wait_until(lambda: "keeps versions" in shard.tier_failures().get("bucket", ""))
+        assert shard.failure is None
+    finally:
+        keep_versions(s3, "Suspended")
+    wait_until(lambda: not shard.tier_failures())
+
+
+def test_uploads_end_once_versions_are_turned_on(shard: Shard, s3: S3Server) -> None:
+    keep_versions(s3, "Enabled")
+    try:
+        put(shard, A)
+        demote(shard)
+        assert tier_of(shard, A) == ""
+        assert shard.bucket is not None
+        assert not shard.bucket.is_in_reach
+        assert faults(shard) == {"failed": 1}
+    finally:
+        keep_versions(s3, "Suspended")
+
+
+def test_an_erasure_deletes_more_objects_than_may_wait(
+    shard: Shard, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_tier, "DEAD_MAX", 2)
+    for number in range(15):
+        s3.replace(f"kintsugi/{shard.shard_id}/{number}", b"left behind")
+    shard.erase(Scope("acme"), 0.0)
+    assert s3.names() == []
+
+
+def test_a_listing_of_the_same_object_again_and_again_ends(
+    shard: Shard, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(shard, A)
+    demote(shard)
+    bucket = shard.bucket
+    assert bucket is not None
+    (name,) = bucket._uses_of_name
+    monkeypatch.setattr(object_tier, "STRANGERS_MAX", 1000)
+
+    def list_names() -> Any:
+        for _ in range(2000):
+            yield name
+        pytest.fail("it is listed without end")
+
+    monkeypatch.setattr(bucket.bucket, "list_names", list_names)
+    with pytest.raises(Unavailable, match="lists more objects than can be there"):
+        shard.erase(Scope("other"), 0.0)
+    assert tier_of(shard, A) == "bucket"
+
+
+def test_no_memory_for_an_upload_costs_the_chunk_alone(
+    shard: Shard, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(shard, A)
+    drop_from_ram(shard)
+
+    def refuse(*_: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_tier.mmap, "mmap", refuse)
+        evict_from_disk(shard)
+    assert tier_of(shard, A) == ""
+    assert faults(shard) == {"refused": 1}
+    assert shard.bucket is not None
+    assert shard.bucket.used_bytes == shard.bucket.staged_bytes == 0
+    shard.erase(Scope("acme"), 0.0, timeout_s=5.0)  # nobody holds its bytes any more
+
+
+def test_no_upload_is_kept_in_memory_once_it_has_ended(shard: Shard) -> None:
+    for chunk in (A, B):
+        put(shard, chunk)
+    demote(shard)
+
+    def uploads() -> list[ChunkUpload]:
+        gc.collect()
+        return [one for one in gc.get_objects() if isinstance(one, ChunkUpload)]
+
+    wait_until(lambda: not uploads())
