@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import object_tier
 from kintsugi.store.shard.tiers.object_tier import ChunkUpload
+from tests.contracts.store_contract import make_chunk
 from tests.fakes.s3_server import BUCKET, S3Server
 from tests.integration.store import test_bucket
 from tests.integration.store.test_bucket import (
+    HANGS,
     A,
     B,
     demote,
     drop_from_ram,
     faults,
     put,
+    spec,
     tier_of,
     wait_until,
 )
@@ -100,6 +106,23 @@ def test_a_listing_of_the_same_object_again_and_again_ends(
     with pytest.raises(Unavailable, match="lists more objects than can be there"):
         shard.erase(Scope("other"), 0.0)
     assert tier_of(shard, A) == "bucket"
+
+
+@HANGS
+def test_ram_keeps_a_chunk_until_its_upload_has_ended(s3: S3Server, tmp_path: Path) -> None:
+    with closing(open_shard(spec(tmp_path, ram_mib=2))) as shard:
+        put(shard, A)
+        s3.hang()
+        evict_from_disk(shard)
+        assert shard.bucket is not None
+        assert shard.bucket.staged_bytes
+        for start in range(10_000, 20_000, 1000):
+            put(shard, make_chunk(range(start, start + 400)))
+        wait_until(lambda: not shard.bucket.staged_bytes)
+        assert faults(shard)["failed"] == 1
+        assert tier_of(shard, A) in ("ram", "ssd0"), "without a bucket it would have been written back"
+        shard.table.check()
+        s3.resume()
 
 
 def test_no_memory_for_an_upload_costs_the_chunk_alone(

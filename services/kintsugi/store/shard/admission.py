@@ -107,9 +107,9 @@ def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str],
     `is_chosen`: whether chunks of a namespace may go; None: of all."""
     if is_chosen is not None and not is_chosen(entry.manifest.namespace):
         return False
-    if entry.ram is None or entry.ram.readers or (entry.pins and entry.disk is None):
+    if entry.ram is None or entry.ram.readers or (entry.pins and not entry.is_below_ram):
         return False
-    return entry.disk is not None or can_write
+    return entry.is_below_ram or can_write
 
 
 def may_leave_disk(entry: ChunkEntry) -> bool:

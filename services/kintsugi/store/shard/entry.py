@@ -61,6 +61,10 @@ class CopyTier(ABC):
         """Whether the bytes of a copy can be read now, and after a restart, as far as anybody knows."""
         return True
 
+    def holds(self, residence: Residence) -> bool:
+        """Whether the bytes of a copy are in the tier, and not on their way to it."""
+        return True
+
     def admit(self, entry: ChunkEntry) -> None:
         """Count the copy of an entry, and order it among the others."""
         self.chunks += 1
@@ -162,6 +166,11 @@ class ChunkEntry:
     def is_durable(self) -> bool:
         """Whether it outlives the process, as far as anybody knows."""
         return self.disk is not None and self.disk.tier.keeps(self.disk)
+
+    @property
+    def is_below_ram(self) -> bool:
+        """Whether a copy has arrived below RAM: its RAM copy may go."""
+        return self.disk is not None and self.disk.tier.holds(self.disk)
 
     @property
     def is_kept(self) -> bool:

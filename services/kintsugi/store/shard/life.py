@@ -10,7 +10,7 @@ of its copies and of its write-back:
                  loading -> none           give_up_load: the bucket that it is read from does not answer
                  none -> loading -> whole  begin_load, advance_load: a promotion from the disk copy
                  whole -> none             drop_copy: evicted beside a disk copy, or damaged
-                 whole -> leaving -> none  begin_write(leaving), end_write: evicted, and on no disk yet
+                 whole -> leaving -> none  begin_write(leaving), end_write: evicted, and not below RAM yet
                  leaving -> whole          fail_write
     disk copy    (below RAM: on an SSD tier, or in a bucket)
                  none -> whole             end_write, recovery
@@ -178,7 +178,7 @@ def begin_write(entry: ChunkEntry, leaving: bool = False, now_s: float = 0.0) ->
     there is already gives way to the new one: the chunk moves. `now_s`: on a monotonic clock."""
     assert entry.ram is not None
     assert not entry.is_loading
-    assert not leaving or entry.disk is None
+    assert not leaving or not entry.is_below_ram
     assert entry.writing is None
     assert not entry.gone
     acquire(entry.ram)

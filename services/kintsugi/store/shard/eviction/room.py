@@ -143,10 +143,12 @@ class Room:
             return False
         assert victim.ram is not None
         self._ram.evictions += 1
-        if victim.disk is not None:
+        if victim.is_below_ram:
             self._transitions.drop_copy(victim, victim.ram)
         elif queue is not None and self._shares.may_be_on_ssd(victim.manifest):
             self._transitions.begin_write(victim, queue, True)
+        elif victim.disk is not None:  # on its way to a bucket, which may not take it
+            self._transitions.drop_copy(victim, victim.ram)
         else:
             self.forget(victim)
         return True
