@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import Unavailable
+from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
@@ -125,6 +127,19 @@ def test_ram_keeps_a_chunk_until_its_upload_has_ended(s3: S3Server, tmp_path: Pa
         s3.resume()
 
 
+@HANGS
+def test_a_durable_put_of_a_pinned_chunk_in_a_bucket_that_is_away(shard: Shard, s3: S3Server) -> None:
+    put(shard, A)
+    demote(shard)
+    shard.pin("acme", [A[0].key], 60.0)
+    assert shard.bucket is not None
+    s3.hang()
+    shard.bucket.give_up("as if it had failed")
+    with pytest.raises(Unavailable, match="in a bucket that does not answer"):
+        shard.table.make_durable(("acme", A[0].key))
+    s3.resume()
+
+
 def test_no_memory_for_an_upload_costs_the_chunk_alone(
     shard: Shard, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,3 +169,26 @@ def test_no_upload_is_kept_in_memory_once_it_has_ended(shard: Shard) -> None:
         return [one for one in gc.get_objects() if isinstance(one, ChunkUpload)]
 
     wait_until(lambda: not uploads())
+
+
+@HANGS
+def test_closing_does_not_wait_for_what_is_to_be_read_from_the_bucket(s3: S3Server, tmp_path: Path) -> None:
+    chunks = [make_chunk(range(start, start + 400)) for start in range(50_000, 66_000, 1000)]
+    shard = open_shard(spec(tmp_path, ram_mib=32))
+    for chunk in chunks:
+        put(shard, chunk)
+    demote(shard)
+    assert shard.bucket is not None
+    read, begun = shard.bucket.read, []
+
+    def read_slowly(*arguments: Any) -> None:
+        begun.append(arguments)
+        time.sleep(0.2)
+        read(*arguments)
+
+    shard.bucket.read = read_slowly  # type: ignore[method-assign]
+    reading = shard.open("acme", [manifest.key for manifest, _ in chunks], range(3), HeadRange(0, 4))
+    wait_until(lambda: bool(begun))
+    shard.close_reading(reading)
+    shard.close()
+    assert len(begun) <= 8, "what was begun ends, the rest is lost"

@@ -373,15 +373,15 @@ class EntryTable:
 
     def make_durable(self, address: Address) -> Future[None] | None:
         """Write a chunk to disk if only RAM has it; done once it is there. None if it is there already, or
-        absent. Raises `InvalidField` without an SSD tier."""
+        absent. Raises `InvalidField` without an SSD tier, `Unavailable` where only a bucket may have it."""
         with self._lock:
             entry = self._index.get(address)
             if not self.queues:
                 raise InvalidField("ack", NO_SSD_TIER)
             if entry is None or entry.is_durable or entry.is_loading:
                 return None
-            if entry.writing is None and not self.shares.may_be_on_ssd(entry.manifest):
-                raise self.shares.refuse_ssd(entry.manifest)
+            if entry.writing is None:
+                self.shares.check_write(entry)
             return entry.writing or self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kintsugi.core.errors import ResourceExhausted
+from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces.limits import bytes_of
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules, sum_account
@@ -89,6 +89,14 @@ class Shares:
         if options.durable or options.tier == tier:
             raise self.refuse_ssd(manifest)
         return RAM
+
+    def check_write(self, entry: ChunkEntry) -> None:
+        """Raise `ResourceExhausted` for a chunk that may not be on SSD, `Unavailable` for one that RAM does
+        not hold: its only copy is in a bucket that does not keep it now."""
+        if entry.ram is None:
+            raise Unavailable("the chunk is only in a bucket that does not answer; put it again later")
+        if not self.may_be_on_ssd(entry.manifest):
+            raise self.refuse_ssd(entry.manifest)
 
     def refuse_ssd(self, manifest: ChunkManifest) -> ResourceExhausted:
         """The error for a chunk that its namespace may not have on SSD."""

@@ -49,7 +49,7 @@ class Promoter:
             thread.start()
 
     def close(self) -> None:
-        """Finish what was begun, then end."""
+        """Finish what was begun, but read nothing more from a bucket, then end."""
         self._table.close_loads(self._queue)
         for thread in self._threads:
             thread.join()
@@ -82,6 +82,8 @@ class Promoter:
         load, target = step.load, step.load.target
         if target.lost:
             return target.lost, False
+        if self._queue.closed:
+            return f"{load.tier.name}: the shard ends", True
         frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
         fault, is_unreachable = "damaged", False
         try:
