@@ -13,15 +13,17 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.erasure.scope import Scope
-from kintsugi.store.shard.opening import open_shard
+from kintsugi.store.shard.opening import BucketSpec, ShardSpec, open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import object_tier
+from kintsugi.store.shard.tiers.bucket import BucketUrl
 from kintsugi.store.shard.tiers.object_tier import ChunkUpload
 from tests.contracts.store_contract import make_chunk
 from tests.fakes.s3_server import BUCKET, S3Server
 from tests.integration.store import test_bucket
 from tests.integration.store.test_bucket import (
     HANGS,
+    MIB,
     A,
     B,
     demote,
@@ -192,3 +194,25 @@ def test_closing_does_not_wait_for_what_is_to_be_read_from_the_bucket(s3: S3Serv
     shard.close_reading(reading)
     shard.close()
     assert len(begun) <= 8, "what was begun ends, the rest is lost"
+
+
+def test_what_was_erased_meanwhile_does_not_come_back_with_the_bucket(s3: S3Server, tmp_path: Path) -> None:
+    with closing(open_shard(spec(tmp_path))) as shard:
+        put(shard, A)
+        demote(shard)
+    opened = spec(tmp_path)
+    elsewhere = BucketSpec(BucketUrl(BUCKET, "elsewhere"), 64 * MIB)
+    with closing(
+        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, bucket=elsewhere))
+    ) as shard:
+        shard.erase(Scope("acme"), 0.0)
+    with closing(open_shard(spec(tmp_path))) as shard:
+        assert tier_of(shard, A) == ""
+        wait_until(lambda: not s3.names())
+        put(shard, A)
+        demote(shard)
+        shard.erase(Scope("acme"), 0.0)
+        put(shard, A)
+        demote(shard)
+    with closing(open_shard(spec(tmp_path))) as shard:
+        assert tier_of(shard, A) == "bucket", "it was put after the erasure"

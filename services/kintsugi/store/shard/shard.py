@@ -34,6 +34,7 @@ from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.leftovers import windows_of
+from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.uses import Uses
@@ -92,7 +93,8 @@ class Shard:
         try:
             uses = self._uses.load()
             for tier in (*disks, *far):
-                self.table.recover(tier.recover(lambda chunk: self.table.get(chunk) is not None, uses))
+                self.table.recover(tier.recover(self._is_known_above(tier), uses))
+            self._note_obeyed()
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
             self.erasures.close()
@@ -103,6 +105,19 @@ class Shard:
         if self.bucket_writer is not None:
             self.bucket_writer.start()
             self.far_promoter.start()
+
+    def _is_known_above(self, tier: LowerTier) -> Callable[[Address], bool]:
+        """Whether a chunk in the catalog of a tier is not wanted from there: a faster tier has it, or it was
+        erased while the shard had no bucket, or another one."""
+        if tier is not self.bucket:
+            return lambda chunk: self.table.get(chunk) is not None
+        seen = self.erasures.seen_of(self.bucket.folder.name)
+        return lambda chunk: self.table.get(chunk) is not None or self.erasures.cover(chunk, seen)
+
+    def _note_obeyed(self) -> None:
+        """Every erasure that is recorded was obeyed in the bucket. Raises `Unavailable`."""
+        if self.bucket is not None:
+            self.erasures.record((), peer=self.bucket.folder.name, seen=self.erasures.newest)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -257,6 +272,7 @@ class Shard:
         removed = self.wipe(scope, timeout_s)
         keys = (None,) if scope.keys is None else sorted(scope.keys)
         self.erasures.record(Erasure(scope.namespace, key, asked_s) for key in keys)
+        self._note_obeyed()
         return ErasedHere(removed, self._wall_clock())
 
     def wipe(self, scope: Scope, timeout_s: float = ERASE_S_MAX) -> Removed:
@@ -299,6 +315,7 @@ class Shard:
         for scope in scopes_of(missed):
             self.wipe(scope)
         self.erasures.record(missed, peer=peer, seen=seen)
+        self._note_obeyed()
 
     def _wipe_tiers(self) -> None:
         """Zero what is free. Raises `Unavailable`."""
