@@ -81,7 +81,10 @@ class BucketSpec:
             raise InvalidField(
                 "bucket", f"{text!r} must name a bucket and a size, such as s3://chunks/kintsugi:1TiB"
             )
-        return BucketSpec(BucketUrl.from_text(url), parse_size(size))
+        capacity_bytes = parse_size(size)
+        if capacity_bytes < BLOCK_BYTES:
+            raise InvalidField("bucket", f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+        return BucketSpec(BucketUrl.from_text(url), capacity_bytes)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ def test_a_specification_names_a_size() -> None:
     for text in ("s3://chunks/a", "chunks:1GiB"):
         with pytest.raises(InvalidField, match="must name a bucket and a size"):
             BucketSpec.from_text(text)
+    with pytest.raises(InvalidField, match="less than one block of 4096 bytes"):
+        BucketSpec.from_text("s3://chunks/a:0")
 
 
 def test_a_bucket_needs_a_disk(tmp_path: Path) -> None:
