@@ -47,6 +47,7 @@ class Setting:
     shape: str
     max_model_len: int
     kv_cache_bytes: int
+    dtype: str = "bfloat16"
     engines: int = 1
     """Replicas of ours."""
     spares: int = 0
@@ -148,7 +149,7 @@ def plain_server(
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--model", str(model), "--served-model-name", NAME, "--enforce-eager"]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(setting.max_model_len)]
+    command += ["--dtype", setting.dtype, "--max-model-len", str(setting.max_model_len)]
     command += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--disable-uvicorn-access-log"]
     # As our engines have it: a worker's process of its own would take turns with the core's.
     command += ["--distributed-executor-backend", UNIPROC]
@@ -195,7 +196,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         "model": {
             "path": str(model),
             "name": NAME,
-            "dtype": "bfloat16",
+            "dtype": setting.dtype,
             "max_model_len": setting.max_model_len,
             **setting.model,
         },

@@ -1,7 +1,10 @@
 """The same load on the reference model in its chat form, with a calibration of its own and the gate on.
 
 Calibration gets prompts like those that are served: passages that the load does not send, cut into segments
-as discovery cuts them. `$KINTSUGI_DISCOVERY_REPORT` names the report of an earlier run.
+as discovery cuts them. They are saved behind a context of two more passages. Both servers compute in float32:
+in bfloat16 full prefill of this model, in batches of another size, picks another token than itself at three
+positions of a hundred, and calibration allows five. `$KINTSUGI_DISCOVERY_REPORT` names an earlier run's
+report.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from kintsugi.models.reference import REFERENCE, resolve_model
 
 REPORT = "KINTSUGI_DISCOVERY_REPORT"
 CALIBRATION_PROMPTS = 400
-CALIBRATION_MINUTES, QUICK_MINUTES = 24.0, 0.5
+CALIBRATION_MINUTES, QUICK_MINUTES = 45.0, 0.5
+DTYPE = "float32"
 PASSAGES, QUICK_PASSAGES, PER_PROMPT = 200, 8, 6
 QUICK_REQUESTS = 6
 TTFT_BAR = 1.4
@@ -50,11 +54,15 @@ def measure(quick: bool) -> list[Figure]:
     model = Path(resolve_model(REFERENCE.name))
     with tempfile.TemporaryDirectory(prefix="kintsugi-discovery-") as folder:
         minutes = QUICK_MINUTES if quick else CALIBRATION_MINUTES
-        report = os.environ.get(REPORT) or _calibrate(corpus.choosing, Path(folder), minutes)
+        context = Path(folder) / "context.txt"
+        context.write_text(corpus.sample)
+        report = os.environ.get(REPORT) or _calibrate(corpus.choosing, context, Path(folder), minutes)
         setting = Setting(
             "real",
             max_model_len=MODEL_TOKENS_MAX,
-            kv_cache_bytes=1 << 30,
+            kv_cache_bytes=2 << 30,
+            dtype=DTYPE,
+            model={"context": str(context)},
             allow_uncalibrated=quick,
             connector={"report": str(report), "ratio_max": 0.5},
             privacy=DISCOVER,
@@ -69,7 +77,7 @@ def measure(quick: bool) -> list[Figure]:
     return [dataclasses.replace(figure, detail=f"{figure.detail}; {corpus.name}; {dict(ends)}")]
 
 
-def _calibrate(passages: Sequence[str], folder: Path, minutes: float) -> Path:
+def _calibrate(passages: Sequence[str], context: Path, folder: Path, minutes: float) -> Path:
     """A report about prompts whose chunks are segments, whether it lets the model blend or not. Raises
     `CalledProcessError`."""
     form = load_form(REFERENCE.name, FormName.CHAT)
@@ -82,7 +90,8 @@ def _calibrate(passages: Sequence[str], folder: Path, minutes: float) -> Path:
             file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
     command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate"]
     command += ["--model", REFERENCE.name, "--questions", str(questions), "--form", "chat"]
-    command += ["--minutes", str(minutes), "--dtype", "bfloat16", "--out", str(report)]
+    command += ["--minutes", str(minutes), "--dtype", DTYPE, "--out", str(report)]
+    command += ["--context", str(context)]
     command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX})]
     say(f"calibrating {REFERENCE.name} within about {minutes:g} minutes")
     done = subprocess.run(command)
