@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_what_was_evicted_before_a_restart_is_erased_too(tmp_path: Path) -> None
     with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
         store.erase("acme", [some[0][0].key], time.time())
         assert find_residue(shard, tmp_path, some) == []
+
+
+def test_what_was_erased_meanwhile_does_not_come_back_with_a_disk(tmp_path: Path) -> None:
+    some = chunks(10)
+    erased, kept = some[::2], some[1::2]
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        put_all(store, some)
+    elsewhere = replace(spec(tmp_path), ssds=(SsdSpec(tmp_path / "other", 6 * MIB),))
+    with closing(open_shard(elsewhere)) as shard, serving(shard) as store:
+        store.erase("acme", [manifest.key for manifest, _ in erased], time.time())
+        assert find_residue(shard, tmp_path, erased), "the folder that is away holds them"
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        assert find_residue(shard, tmp_path, erased) == []
+        held = store.lookup("acme", [manifest.key for manifest, _ in some])
+        assert [one is not None for one in held] == [bool(i % 2) for i in range(10)]
+        assert [data for _, _, data in read_all(store, [kept[0][0].key])] == kept[0][1]
+        put_all(store, erased)
+    with closing(open_shard(spec(tmp_path))) as shard, serving(shard) as store:
+        held = store.lookup("acme", [manifest.key for manifest, _ in some])
+        assert all(held), "what was put after the erasure stays"
 
 
 def test_nothing_is_left_behind_the_frames_of_a_later_chunk(shard: Shard, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ chunk to its `EntryTable`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,7 +39,7 @@ from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.tiers.uses import Uses
+from kintsugi.store.shard.tiers.uses import Use, Uses
 from kintsugi.store.shard.workers.bucket_writer import BucketWriter
 from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
 from kintsugi.store.shard.workers.tier_writer import Below, TierWriter
@@ -93,8 +95,8 @@ class Shard:
         try:
             uses = self._uses.load()
             for tier in (*disks, *far):
-                self.table.recover(tier.recover(self._is_known_above(tier), uses))
-            self._note_obeyed()
+                self._recover(tier, uses)
+            self.erasures.record((), places=self._places)
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
             self.erasures.close()
@@ -106,18 +108,30 @@ class Shard:
             self.bucket_writer.start()
             self.far_promoter.start()
 
-    def _is_known_above(self, tier: LowerTier) -> Callable[[Address], bool]:
-        """Whether a chunk in the catalog of a tier is not wanted from there: a faster tier has it, or it was
-        erased while the shard had no bucket, or another one."""
-        if tier is not self.bucket:
-            return lambda chunk: self.table.get(chunk) is not None
-        seen = self.erasures.seen_of(self.bucket.folder.name)
-        return lambda chunk: self.table.get(chunk) is not None or self.erasures.cover(chunk, seen)
+    def _recover(self, tier: DiskTier | ObjectTier, uses: Mapping[bytes, Use]) -> None:
+        """Take in what a tier's catalog has, but for what a faster tier has, and what was erased while the
+        shard ran without this tier. A tier of which nothing was noted (an earlier version's, or a folder that
+        moved) is taken as it is. Raises `Unavailable`."""
+        obeyed = self.erasures.obeyed_in(_place_of(tier))
+        erased = 0
 
-    def _note_obeyed(self) -> None:
-        """Every erasure that is recorded was obeyed in the bucket. Raises `Unavailable`."""
-        if self.bucket is not None:
-            self.erasures.record((), peer=self.bucket.folder.name, seen=self.erasures.newest)
+        def is_unwanted(chunk: Address) -> bool:
+            nonlocal erased
+            if obeyed is not None and self.erasures.cover(chunk, obeyed):
+                erased += 1
+                return True
+            return self.table.get(chunk) is not None
+
+        self.table.recover(tier.recover(is_unwanted, uses))
+        if erased:
+            log.warning("%s: %d chunks go that were erased while the shard ran without it", tier.name, erased)
+        if erased and isinstance(tier, DiskTier):  # a bucket's objects go with its next sweep
+            tier.wipe()
+
+    @property
+    def _places(self) -> list[str]:
+        """Where an erasure is obeyed."""
+        return [_place_of(tier) for tier in self.lower_tiers]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -271,8 +285,8 @@ class Shard:
         asked_s = min(at_s, now_s + CLOCKS_DIFFER_S) if at_s > 0 else now_s
         removed = self.wipe(scope, timeout_s)
         keys = (None,) if scope.keys is None else sorted(scope.keys)
-        self.erasures.record(Erasure(scope.namespace, key, asked_s) for key in keys)
-        self._note_obeyed()
+        recorded = [Erasure(scope.namespace, key, asked_s) for key in keys]
+        self.erasures.record(recorded, places=self._places)
         return ErasedHere(removed, self._wall_clock())
 
     def wipe(self, scope: Scope, timeout_s: float = ERASE_S_MAX) -> Removed:
@@ -314,8 +328,7 @@ class Shard:
         missed = [erasure for erasure in erasures if not self.erasures.is_known(erasure)]
         for scope in scopes_of(missed):
             self.wipe(scope)
-        self.erasures.record(missed, peer=peer, seen=seen)
-        self._note_obeyed()
+        self.erasures.record(missed, peer=peer, seen=seen, places=self._places)
 
     def _wipe_tiers(self) -> None:
         """Zero what is free. Raises `Unavailable`."""
@@ -430,3 +443,9 @@ class Shard:
         self.ram.arena.close()
         if self._home is not None:
             self._home.close()
+
+
+def _place_of(tier: LowerTier) -> str:
+    """A tier's name among places where erasures are obeyed, for as long as its catalog stays where it is.
+    Short for any path: LMDB takes keys of 511 bytes."""
+    return f"tier {hashlib.sha256(os.fsencode(tier.folder.resolve())).hexdigest()}"

@@ -114,9 +114,12 @@ class Erasures:
         """The number of the erasure that was recorded last."""
         return self._last
 
-    def record(self, erasures: Iterable[Erasure], *, peer: str = "", seen: int = 0) -> None:
+    def record(
+        self, erasures: Iterable[Erasure], *, peer: str = "", seen: int = 0, places: Sequence[str] = ()
+    ) -> None:
         """Record erasures, durably on return. With `peer` they were learned from that shard, whose erasures
-        up to the number `seen` have been seen now."""
+        up to the number `seen` have been seen now. `places`: where these, and all that were recorded before,
+        were obeyed; none is named as a shard."""
         with self._lock:
             changes: dict[_Name, _Record | None] = {}
             for erasure in erasures:
@@ -131,9 +134,9 @@ class Erasures:
                     ]
                 before_s = max((self._records[name].at_s for name in replaced), default=-math.inf)
                 changes[namespace, key] = _Record(_asked_s(erasure, before_s, peer), self._last, bool(peer))
-            self._change(changes, {_PEER + peer.encode(): seen} if peer else {})
-            if peer:
-                self._peers[peer] = seen
+            numbers = dict.fromkeys(places, self._last) | ({peer: seen} if peer else {})
+            self._change(changes, {_PEER + name.encode(): number for name, number in numbers.items()})
+            self._peers |= numbers
             if len(self._records) > ERASURES_MAX:
                 self._forget_some()
 
@@ -189,6 +192,11 @@ class Erasures:
         """The number up to which another shard's erasures were obeyed here; 0: none were asked for."""
         with self._lock:
             return self._peers.get(peer, 0)
+
+    def obeyed_in(self, place: str) -> int | None:
+        """The number up to which erasures were obeyed in a place; None where none was recorded with it."""
+        with self._lock:
+            return self._peers.get(place)
 
     def after(self, number: int, limit: int, learned: bool) -> ErasureRange:
         """At most `limit` records with higher numbers; without `learned` none that another shard told of."""

@@ -54,7 +54,7 @@ class DiskTier(LowerTier):
         self.catalog = Catalog(home.path / "catalog")
         sync_folder(home.path)  # or a power loss takes slab and catalog, whatever was synced in them
         self.allocator = ExtentAllocator(self.slab.capacity_bytes)
-        super().__init__(name, lambda: policy(self.slab.capacity_bytes))
+        super().__init__(name, home.path, lambda: policy(self.slab.capacity_bytes))
         self.read_bytes_per_s = self._measure_read_speed()
         self._recorded: dict[Address, Residence] = {}
         """What the catalog names. A chunk may be deleted and stored again before `bury`: its new record

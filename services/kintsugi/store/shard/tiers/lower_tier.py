@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kintsugi.store.shard.entry import ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
@@ -27,8 +28,12 @@ class Recovered:
 class LowerTier(CopyTier):
     """An SSD tier or a bucket."""
 
-    def __init__(self, name: str, make_policy: Callable[[], EvictionPolicy[ChunkEntry]]) -> None:
+    def __init__(
+        self, name: str, folder: Path, make_policy: Callable[[], EvictionPolicy[ChunkEntry]]
+    ) -> None:
+        """`folder`: of the catalog."""
         super().__init__(name, make_policy)
+        self.folder = folder
         self.read_bytes_per_s = 0.0
         """Moving average over recent reads, from a measurement on."""
         self.failure = ""

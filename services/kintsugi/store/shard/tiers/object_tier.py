@@ -87,9 +87,8 @@ class ObjectTier(LowerTier):
         and `InvalidField` for a bucket that keeps versions. A bucket that does not answer raises nothing."""
         make_folder(folder)
         check_format(folder / "catalog")
-        super().__init__(TIER_NAME, lambda: policy(capacity_bytes))
+        super().__init__(TIER_NAME, folder, lambda: policy(capacity_bytes))
         self.bucket = bucket
-        self.folder = folder
         self.staged_bytes = 0
         """Memory that uploads take."""
         self.faults: Counter[str] = Counter()
