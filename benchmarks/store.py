@@ -462,25 +462,45 @@ def churn(scale: Scale, folder: Path) -> list[Figure]:
         _put_rate(
             store, sizes, chance, counter, _after_s(scale.churn_s / 4)
         )  # gRPC's buffers find their size
-        began = server.memory_bytes(), server.open_files()
-        full = _put_rate(store, sizes, chance, counter, _after_s(scale.churn_s))
-        ended = server.memory_bytes(), server.open_files()
+        files, memory = server.open_files(), list[int]()
+        sample = _every_s(1.0, lambda: memory.append(server.memory_bytes()))
+        full = _put_rate(store, sizes, chance, counter, _after_s(scale.churn_s, sample))
+        more_files = server.open_files() - files
         store.close()
     empty = statistics.median(rates[1:])
     detail = f"{full:.3f} GB/s ÷ {spread(rates[1:], 'GB/s')}"
     return [
         Figure.at_most("churn_drop", max(0.0, 1 - full / empty), 0.2, "ratio", detail),
-        Figure.at_most("churn_memory_growth_mib", (ended[0] - began[0]) / MIB, 32.0, "MiB"),
-        Figure.at_most("churn_open_files_growth", ended[1] - began[1], 0, "files"),
+        Figure.at_most("churn_memory_growth_mib", _growth(memory) / MIB, 32.0, "MiB"),
+        Figure.at_most("churn_open_files_growth", more_files, 0, "files"),
         Figure("churn_put_gb_per_s", full, "GB/s"),
     ]
 
 
-def _after_s(limit_s: float) -> Callable[[float], bool]:
+def _growth(samples: Sequence[int]) -> float:
+    """From the first tenth's median to the last's: bursts of messages come and go with tens of MiB."""
+    tenth = max(1, len(samples) // 10)
+    return statistics.median(samples[-tenth:]) - statistics.median(samples[:tenth])
+
+
+def _every_s(period_s: float, act: Callable[[], None]) -> Callable[[float], None]:
+    """Takes the time that has passed, and acts once in each period."""
+    due_s = [0.0]
+
+    def look(elapsed_s: float) -> None:
+        if elapsed_s >= due_s[0]:
+            act()
+            due_s[0] = elapsed_s + period_s
+
+    return look
+
+
+def _after_s(limit_s: float, watch: Callable[[float], None] = lambda _: None) -> Callable[[float], bool]:
     """Done after so long; says every minute that it goes on."""
     said = [60.0]
 
     def done(elapsed_s: float) -> bool:
+        watch(elapsed_s)
         if elapsed_s > said[0]:
             print(f"churn: {elapsed_s:.0f} of {limit_s:.0f} s", file=sys.stderr, flush=True)
             said[0] += 60.0
