@@ -1,5 +1,7 @@
 """The same load on the reference model in its chat form, with a calibration of its own and the gate on.
 
+Passages are cut to the length of those of the load on random weights.
+
 Calibration gets prompts like those that are served: passages that the load does not send, cut into segments
 as discovery cuts them. They are saved behind a context of two more passages. Both servers compute in float32:
 in bfloat16 full prefill of this model, in batches of another size, picks another token than itself at three
@@ -9,7 +11,6 @@ report.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -18,17 +19,23 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.support.discovered.insertion import classes_of
-from benchmarks.support.discovered.service import DISCOVER, REQUESTS, measure_load, ttft_figure
+from benchmarks.support.discovered.service import (
+    DISCOVER,
+    FULL_WORKLOAD,
+    REQUESTS,
+    measure_load,
+    ttft_figure,
+)
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.real.corpus import read_corpus
 from benchmarks.support.real.engine import MODEL_TOKENS_MAX
 from benchmarks.support.servers import Setting, our_server, plain_server
-from kintsugi.bench.profile import RagWorkload
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.prompt import FormName
 from kintsugi.core.tokens import TokenIds
@@ -40,7 +47,7 @@ REPORT = "KINTSUGI_DISCOVERY_REPORT"
 CALIBRATION_PROMPTS = 400
 CALIBRATION_MINUTES, QUICK_MINUTES = 45.0, 0.5
 DTYPE = "float32"
-PASSAGES, QUICK_PASSAGES, PER_PROMPT = 200, 8, 6
+PASSAGES, QUICK_PASSAGES = 200, 8
 QUICK_REQUESTS = 6
 TTFT_BAR = 1.4
 QUESTION = "What do these passages have in common?"
@@ -49,14 +56,15 @@ QUESTION = "What do these passages have in common?"
 def measure(quick: bool) -> list[Figure]:
     """With `quick`, the calibration is too short to pass, and the gate is left open."""
     corpus = read_corpus(MUSIQUE)
-    texts = corpus.judged[: QUICK_PASSAGES if quick else PASSAGES]
-    workload = RagWorkload(documents=len(texts), zipf=0.9, chunks=PER_PROMPT, answer_tokens=8)
+    form = load_form(REFERENCE.name, FormName.CHAT)
+    texts = _cut(form, corpus.judged[: QUICK_PASSAGES if quick else PASSAGES])
+    workload = replace(FULL_WORKLOAD, documents=len(texts))
     model = Path(resolve_model(REFERENCE.name))
     with tempfile.TemporaryDirectory(prefix="kintsugi-discovery-") as folder:
         minutes = QUICK_MINUTES if quick else CALIBRATION_MINUTES
         context = Path(folder) / "context.txt"
         context.write_text(corpus.sample)
-        report = os.environ.get(REPORT) or _calibrate(corpus.choosing, context, Path(folder), minutes)
+        report = os.environ.get(REPORT) or _calibrate(form, corpus.choosing, context, Path(folder), minutes)
         setting = Setting(
             "real",
             max_model_len=MODEL_TOKENS_MAX,
@@ -69,23 +77,30 @@ def measure(quick: bool) -> list[Figure]:
         )
         with plain_server(model, setting) as plain, our_server(model, setting) as ours:
             for server in (plain, ours):
-                server.endpoint = dataclasses.replace(server.endpoint, chat=True)
+                server.endpoint = replace(server.endpoint, chat=True)
             samples = measure_load((plain, ours), texts, workload, QUICK_REQUESTS if quick else REQUESTS)
     figure = ttft_figure("discovered_real_ttft_ratio", samples, None if quick else TTFT_BAR)
     told = [one.accounting or {} for one in samples["kintsugi"]]
     ends = Counter(str(one.get("reason") or one.get("outcome")).split(":")[0] for one in told)
-    return [dataclasses.replace(figure, detail=f"{figure.detail}; {corpus.name}; {dict(ends)}")]
+    return [replace(figure, detail=f"{figure.detail}; {corpus.name}; {dict(ends)}")]
 
 
-def _calibrate(passages: Sequence[str], context: Path, folder: Path, minutes: float) -> Path:
+def _cut(form: PromptForm, passages: Sequence[str]) -> list[str]:
+    tokens = FULL_WORKLOAD.chunk_tokens
+    return [form.tokenizer.decode(form.tokenize(text)[:tokens]) for text in passages]
+
+
+def _calibrate(
+    form: PromptForm, passages: Sequence[str], context: Path, folder: Path, minutes: float
+) -> Path:
     """A report about prompts whose chunks are segments, whether it lets the model blend or not. Raises
     `CalledProcessError`."""
-    form = load_form(REFERENCE.name, FormName.CHAT)
+    passages = _cut(form, passages)
     questions, report = folder / "questions.jsonl", folder / "report.json"
     generator = random.Random("discovery calibration")
     with questions.open("w") as file:
         for _ in range(CALIBRATION_PROMPTS):
-            chosen = generator.sample(list(passages), PER_PROMPT)
+            chosen = generator.sample(passages, FULL_WORKLOAD.chunks)
             chunks = [segment for text in chosen for segment in _segments(form, f"{text}\n\n")]
             file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
     command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate"]
