@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report, spread
+from benchmarks.support.memory_samples import MemorySamples
 from kintsugi.cli.commands.store import SWITCH_INTERVAL_S
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -462,37 +463,18 @@ def churn(scale: Scale, folder: Path) -> list[Figure]:
         _put_rate(
             store, sizes, chance, counter, _after_s(scale.churn_s / 4)
         )  # gRPC's buffers find their size
-        files, memory = server.open_files(), list[int]()
-        sample = _every_s(1.0, lambda: memory.append(server.memory_bytes()))
-        full = _put_rate(store, sizes, chance, counter, _after_s(scale.churn_s, sample))
+        files, memory = server.open_files(), MemorySamples(server.memory_bytes)
+        full = _put_rate(store, sizes, chance, counter, _after_s(scale.churn_s, memory.watch))
         more_files = server.open_files() - files
         store.close()
     empty = statistics.median(rates[1:])
     detail = f"{full:.3f} GB/s ÷ {spread(rates[1:], 'GB/s')}"
     return [
         Figure.at_most("churn_drop", max(0.0, 1 - full / empty), 0.2, "ratio", detail),
-        Figure.at_most("churn_memory_growth_mib", _growth(memory) / MIB, 32.0, "MiB"),
+        Figure.at_most("churn_memory_growth_mib", memory.growth_bytes / MIB, 32.0, "MiB"),
         Figure.at_most("churn_open_files_growth", more_files, 0, "files"),
         Figure("churn_put_gb_per_s", full, "GB/s"),
     ]
-
-
-def _growth(samples: Sequence[int]) -> float:
-    """From the first tenth's median to the last's: bursts of messages come and go with tens of MiB."""
-    tenth = max(1, len(samples) // 10)
-    return statistics.median(samples[-tenth:]) - statistics.median(samples[:tenth])
-
-
-def _every_s(period_s: float, act: Callable[[], None]) -> Callable[[float], None]:
-    """Takes the time that has passed, and acts once in each period."""
-    due_s = [0.0]
-
-    def look(elapsed_s: float) -> None:
-        if elapsed_s >= due_s[0]:
-            act()
-            due_s[0] = elapsed_s + period_s
-
-    return look
 
 
 def _after_s(limit_s: float, watch: Callable[[float], None] = lambda _: None) -> Callable[[float], bool]:
