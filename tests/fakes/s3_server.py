@@ -38,7 +38,7 @@ sys.stdin.read()
 
 @cache
 def _moto_port() -> int:
-    """Of the server that all tests of this process share. It ends with the process."""
+    """Start the server that all tests of this process share. It ends with the process. Returns its port."""
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ PATIENCE_S = 20.0
 DEADLINE_S = 2.0
 """Of calls to the bucket in tests in which it hangs."""
 HANGS = pytest.mark.parametrize("deadline_s", [DEADLINE_S])
+ELSEWHERE = BucketSpec(BucketUrl(BUCKET, "elsewhere"), 64 * MIB)
 Chunk = tuple[ChunkManifest, list[bytes]]
 
 
@@ -313,10 +315,7 @@ def test_what_is_computed_sooner_than_loaded_is_not_uploaded(shard: Shard, s3: S
 def test_a_quota_counts_what_is_in_the_bucket(s3: S3Server, tmp_path: Path) -> None:
     size = A[0].chunk_bytes
     limited = ShardConfig(quota_bytes={"acme": int(1.5 * size)})
-    opened = spec(tmp_path)
-    with closing(
-        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, "lru", limited, opened.bucket))
-    ) as shard:
+    with closing(open_shard(replace(spec(tmp_path), policy="lru", config=limited))) as shard:
         put(shard, A)
         demote(shard)
         put(shard, B)
@@ -350,11 +349,7 @@ def test_another_bucket_has_another_catalog(s3: S3Server, tmp_path: Path) -> Non
     with closing(open_shard(spec(tmp_path))) as shard:
         put(shard, A)
         demote(shard)
-    opened = spec(tmp_path)
-    elsewhere = BucketSpec(BucketUrl(BUCKET, "elsewhere"), 64 * MIB)
-    with closing(
-        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, bucket=elsewhere))
-    ) as shard:
+    with closing(open_shard(replace(spec(tmp_path), bucket=ELSEWHERE))) as shard:
         assert len(shard) == 0
         assert len(s3.names()) == 1
     with closing(open_shard(spec(tmp_path))) as shard:
@@ -572,19 +567,15 @@ def test_a_bucket_that_keeps_versions_is_refused(s3: S3Server, tmp_path: Path) -
     name = "versioned"
     s3.client.create_bucket(Bucket=name)
     s3.client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
-    opened = spec(tmp_path)
-    versioned = BucketSpec(BucketUrl(name), MIB)
+    versioned = replace(spec(tmp_path), bucket=BucketSpec(BucketUrl(name), MIB))
     with pytest.raises(InvalidField, match="keeps versions of what is deleted"):
-        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, bucket=versioned))
+        open_shard(versioned)
     open_shard(spec(tmp_path)).close()
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3: S3Server, tmp_path: Path) -> None:
-    opened = spec(tmp_path)
     absent = BucketSpec(BucketUrl("no-such-bucket"), MIB)
-    with closing(
-        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, bucket=absent))
-    ) as shard:
+    with closing(open_shard(replace(spec(tmp_path), bucket=absent))) as shard:
         failure = shard.tier_failures()["bucket"]
         assert "s3://no-such-bucket" in failure
         assert "NoSuchBucket" in failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,16 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.erasure.scope import Scope
-from kintsugi.store.shard.opening import BucketSpec, ShardSpec, open_shard
+from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import object_tier
-from kintsugi.store.shard.tiers.bucket import BucketUrl
 from kintsugi.store.shard.tiers.object_tier import ChunkUpload
 from tests.contracts.store_contract import make_chunk
 from tests.fakes.s3_server import BUCKET, S3Server
 from tests.integration.store import test_bucket
 from tests.integration.store.test_bucket import (
+    ELSEWHERE,
     HANGS,
-    MIB,
     A,
     B,
     demote,
@@ -200,11 +200,7 @@ def test_what_was_erased_meanwhile_does_not_come_back_with_the_bucket(s3: S3Serv
     with closing(open_shard(spec(tmp_path))) as shard:
         put(shard, A)
         demote(shard)
-    opened = spec(tmp_path)
-    elsewhere = BucketSpec(BucketUrl(BUCKET, "elsewhere"), 64 * MIB)
-    with closing(
-        open_shard(ShardSpec(opened.ram_bytes, opened.data_dir, opened.ssds, bucket=elsewhere))
-    ) as shard:
+    with closing(open_shard(replace(spec(tmp_path), bucket=ELSEWHERE))) as shard:
         shard.erase(Scope("acme"), 0.0)
     with closing(open_shard(spec(tmp_path))) as shard:
         assert tier_of(shard, A) == ""

@@ -173,14 +173,12 @@ class WorkerSide:
 
     @property
     def _has_work(self) -> bool:
-        return bool(
-            self._blends
-            or self._blends_waiting
-            or self._save is not None
-            or self._saves_waiting
-            or self._puts
-            or self._probe is not None
-        )
+        return bool(self._has_passes or self._puts or self._probe is not None)
+
+    @property
+    def _has_passes(self) -> bool:
+        """Whether requests wait for passes that run or are to begin."""
+        return bool(self._blends or self._blends_waiting or self._save is not None or self._saves_waiting)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Ids whose blocks the scheduler may use again, and those among them without KV."""
@@ -266,11 +264,10 @@ class WorkerSide:
         In every step that has work, so that no pass runs on over other weights than it began with. Ranks
         have the same work and decide together: one alone in a layer would wait for the others forever.
         """
-        in_flight = self._blends or self._blends_waiting or self._save or self._saves_waiting
         if self._weights is None or self._unable is not None:
             return
         is_new = metadata.blends or metadata.saves or metadata.discovered
-        if not (in_flight or is_new or self._idle_saves.is_computing):
+        if not (self._has_passes or is_new or self._idle_saves.is_computing):
             return
         change = self._weights.check()
         assert self._model is not None

@@ -90,13 +90,13 @@ NOWHERE = SourceRoots(())
 def _local_path(url: str) -> str | None:
     """The path of a local source; None for one of another scheme."""
     match = _SCHEME.fullmatch(url)
-    if match is None and "://" in url:
+    if match is not None:
+        return match[2] if match[1].lower() in _LOCAL else None
+    if "://" in url:
         return None  # fsspec takes what stands before it for a scheme, whatever it is
-    if match is None:
-        # fsspec also reads `file:/path`.
-        scheme, colon, rest = url.partition(":")
-        return rest if colon and scheme in _LOCAL else url
-    return match[2] if match[1].lower() in _LOCAL else None
+    # fsspec also reads `file:/path`.
+    scheme, colon, rest = url.partition(":")
+    return rest if colon and scheme in _LOCAL else url
 
 
 def _is_within(url: str, root: str) -> bool:

@@ -47,6 +47,18 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+def _parse_place(option: str, text: str, noun: str, example: str, prefix: str = "") -> tuple[str, int]:
+    """The parts of `PLACE:SIZE`. Raises `InvalidField` unless the place begins with `prefix`, and for less
+    than one block."""
+    place, separator, size = text.rpartition(":")
+    if not separator or not place or not place.startswith(prefix):
+        raise InvalidField(option, f"{text!r} must name a {noun} and a size, such as {example}")
+    capacity_bytes = parse_size(size)
+    if capacity_bytes < BLOCK_BYTES:
+        raise InvalidField(option, f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+    return place, capacity_bytes
+
+
 @dataclass(frozen=True)
 class SsdSpec:
     """One SSD tier."""
@@ -57,12 +69,7 @@ class SsdSpec:
     @staticmethod
     def from_text(text: str) -> SsdSpec:
         """`FOLDER:SIZE`, such as `/mnt/nvme0:64GiB`. Raises `InvalidField`."""
-        folder, separator, size = text.rpartition(":")
-        if not separator or not folder:
-            raise InvalidField("ssd", f"{text!r} must name a folder and a size, such as /mnt/nvme0:64GiB")
-        capacity_bytes = parse_size(size)
-        if capacity_bytes < BLOCK_BYTES:
-            raise InvalidField("ssd", f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+        folder, capacity_bytes = _parse_place("ssd", text, "folder", "/mnt/nvme0:64GiB")
         return SsdSpec(Path(folder), capacity_bytes)
 
 
@@ -76,14 +83,8 @@ class BucketSpec:
     @staticmethod
     def from_text(text: str) -> BucketSpec:
         """`s3://BUCKET/PREFIX:SIZE`, such as `s3://chunks/kintsugi:1TiB`. Raises `InvalidField`."""
-        url, separator, size = text.rpartition(":")
-        if not separator or not url.startswith("s3:"):
-            raise InvalidField(
-                "bucket", f"{text!r} must name a bucket and a size, such as s3://chunks/kintsugi:1TiB"
-            )
-        capacity_bytes = parse_size(size)
-        if capacity_bytes < BLOCK_BYTES:
-            raise InvalidField("bucket", f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+        example = "s3://chunks/kintsugi:1TiB"
+        url, capacity_bytes = _parse_place("bucket", text, "bucket", example, prefix="s3:")
         return BucketSpec(BucketUrl.from_text(url), capacity_bytes)
 
 

@@ -6,7 +6,6 @@ chunk to its `EntryTable`.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
+import blake3
 import lmdb
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
@@ -448,4 +448,4 @@ class Shard:
 def _place_of(tier: LowerTier) -> str:
     """A tier's name among places where erasures are obeyed, for as long as its catalog stays where it is.
     Short for any path: LMDB takes keys of 511 bytes."""
-    return f"tier {hashlib.sha256(os.fsencode(tier.folder.resolve())).hexdigest()}"
+    return f"tier {blake3.blake3(os.fsencode(tier.folder.resolve())).hexdigest()}"

@@ -187,11 +187,10 @@ def find_faster_queue(
     """The queue of the tier that a chunk moves to once it has been read; None where it stays.
 
     From a bucket it moves to where a durable put would go. It stays where its SSD tier is fast enough, it is
-    not read often, it moved less than `MOVE_REST_S` ago, or RAM
-    does not hold all of it. While the other tier's queue is full, it stays, too: the next read asks again.
-    While it is among those `demoting`, it stays, because one tier must not be given two copies: the catalog
-    names one by the chunk's address. `hides_s`: how long a load of it hides behind its blend. `now_s`: on the
-    clock of `ChunkEntry.moved_s`.
+    not read often, it moved less than `MOVE_REST_S` ago, or RAM does not hold all of it. While the other
+    tier's queue is full, it stays, too: the next read asks again. While it is among those `demoting`, it
+    stays, because one tier must not be given two copies: the catalog names one by the chunk's address.
+    `hides_s`: how long a load of it hides behind its blend. `now_s`: on the clock of `ChunkEntry.moved_s`.
     """
     if entry.disk is None or entry.ram is None or entry.is_loading or now_s < entry.moved_s + MOVE_REST_S:
         return None

@@ -187,7 +187,7 @@ class BucketWriter:
         return True
 
     def _upload(self, upload: ChunkUpload, is_late: bool) -> None:
-        """ChunkUpload a chunk that is still wanted. `is_late`: there is no time left for it."""
+        """Upload a chunk that is still wanted. `is_late`: there is no time left for it."""
         failed = is_late
         try:
             if not is_late and not upload.target.condemned:
