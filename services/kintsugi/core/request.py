@@ -173,7 +173,8 @@ class _Wire:
     discover: StrictBool = False
     """Count this prompt's segments as seen, save those that recur, and use saved ones."""
     no_store: StrictBool = False
-    """Remember nothing of this prompt: none of its segments is counted as seen or saved."""
+    """Remember nothing of this prompt: none of its texts is counted as seen or saved, whether it is declared
+    as a chunk or not. What is stored is used."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
+from kintsugi.core.namespaces.parts import SALT, narrow
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
-from kintsugi.core.spaces import check_namespace
-
-DISCOVERY_NAMESPACE_CHARS_MAX = 80
-"""Leaves room for the sub-namespaces of cache salts."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,7 @@ class DiscoveryConfig:
 
     def __post_init__(self) -> None:
         if self.namespace:
-            check_namespace(self.namespace)
-        if len(self.namespace) > DISCOVERY_NAMESPACE_CHARS_MAX:
-            raise InvalidField(
-                "discovery.namespace", f"must have at most {DISCOVERY_NAMESPACE_CHARS_MAX} characters"
-            )
+            _check_can_be_narrowed(self.namespace)
         if not 1 <= self.sights <= 255:
             raise InvalidField("discovery.sights", f"{self.sights} is outside [1, 255]")
         if not 0.0 < self.share <= 10.0:
@@ -54,6 +47,14 @@ class DiscoveryConfig:
             )
         if not 1.0 <= self.ttl_s < math.inf:
             raise InvalidField("discovery.ttl_s", f"{self.ttl_s} must be at least 1 and finite")
+
+
+def _check_can_be_narrowed(namespace: str) -> None:
+    """Raise `InvalidField` for a namespace that has no part for a `cache_salt`."""
+    try:
+        narrow(namespace, {SALT: "any"})
+    except InvalidField as error:
+        raise InvalidField("discovery.namespace", f"has no part for a cache_salt: {error.problem}") from None
 
 
 SELF_TEST_CHECKS = (

@@ -159,6 +159,18 @@ def test_a_part_reveals_no_more_than_its_base() -> None:
     )
 
 
+def test_where_a_base_forbids_discovery_no_part_discovers() -> None:
+    def discovers(*, base: bool | None, own: bool | None) -> bool:
+        of_part = NamespacePrivacy(shared="docs", discover=own)
+        rules = NamespaceRules(privacy={"docs": NamespacePrivacy(discover=base), "docs/-/*": of_part})
+        return rules.privacy_of("docs/-/acme").discovers
+
+    assert not discovers(base=False, own=None)
+    assert not discovers(base=False, own=True)
+    assert discovers(base=None, own=None)
+    assert not discovers(base=True, own=False)
+
+
 def test_a_base_that_ends_as_parts_begin_is_refused() -> None:
     with pytest.raises(InvalidField, match="ends as parts begin"):
         narrow("a/-", {TENANT: "x"})

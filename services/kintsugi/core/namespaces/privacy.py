@@ -45,6 +45,7 @@ class NamespacePrivacy(Settings):
             ttft_step_ms=max(self.ttft_step_ms, outer.ttft_step_ms),
             ttft_step_us_per_token=max(self.ttft_step_us_per_token, outer.ttft_step_us_per_token),
             chunk_tokens_multiple=max(self.chunk_tokens_multiple, outer.chunk_tokens_multiple),
+            discover=False if outer.discover is False else self.discover,
         )
 
     def step_s(self, prompt_tokens: int) -> float:

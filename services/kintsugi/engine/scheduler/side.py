@@ -116,10 +116,10 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         values = values_of(request)
-        unnamed = self.discovery.name_params(request.cache_salt) if values is None else None
-        if values is None and unnamed is None:
-            return
         try:
+            unnamed = self.discovery.name_params(request.cache_salt) if values is None else None
+            if values is None and unnamed is None:
+                return
             params = unnamed or KintsugiParams.from_mapping(values)
             self.salts.apply(request, params.namespace, params.shared, replaces_own=unnamed is not None)
             if params.op is not Op.OFF:

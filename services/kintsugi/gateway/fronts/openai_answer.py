@@ -136,7 +136,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         return () if self._head is None else (self._head,)
 
     async def find_missed(self) -> Sequence[ToSave]:
-        if not self._caller.may(Verb.PUT):
+        if self._call.params.no_store or not self._caller.may(Verb.PUT):
             return ()
         return await self._prompts.learn_texts(self.namespace, self._call.chunk_texts)
 

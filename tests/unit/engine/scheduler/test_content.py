@@ -93,6 +93,18 @@ def test_a_discovered_request_says_what_was_counted_and_found(side: SchedulerSid
         assert accounting["tokens_discovered"] == accounting["tokens_hit"] == 100
 
 
+def test_a_defect_while_a_request_is_named_costs_its_blend_alone(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cache_salt: str | None) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(side.discovery, "name_params", fail)
+    sampling = SamplingParams(max_tokens=4)
+    request = Request("one", list(range(200)), sampling, None, block_hasher=HASHER)
+    assert plan(side, request) == (0, False)
+
+
 def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(
     side: SchedulerSide, store: StubStore
 ) -> None:

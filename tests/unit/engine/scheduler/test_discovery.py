@@ -261,7 +261,14 @@ def test_a_salt_makes_a_namespace_of_its_own(salts: Salts) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"sights": 0}, {"share": 0.0}, {"ttl_s": 0.0}, {"namespace": "a b"}, {"namespace": "a" * 81}],
+    [
+        {"sights": 0},
+        {"share": 0.0},
+        {"ttl_s": 0.0},
+        {"namespace": "a b"},
+        {"namespace": "a" * 93},
+        {"namespace": "a/-"},
+    ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidField):

@@ -1,4 +1,4 @@
-"""How long what is stored on behalf of an OpenAI request is kept."""
+"""How long what is stored on behalf of an OpenAI request is kept, if it is stored at all."""
 
 from __future__ import annotations
 
@@ -61,6 +61,25 @@ def test_a_requests_lifetime_reaches_the_engine_and_what_is_filled_for_it(
         assert call.params.ttl_s == ttl_s, "of what the engine discovers in the prompt"
         assert "kintsugi" not in call.body
         assert await backend.saves.get() == ([TokenIds.of([ord(letter) for letter in PASSAGE])], ttl_s)
+        await gateway.close()
+
+    run(body)
+
+
+def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> None:
+    async def body() -> None:
+        backend = MissingBackend(lambda call: answered("fine", {"chunks_missed": 1}))
+        gateway = gateway_over(backend, fill=FillConfig(sights=1))
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            for passage, own in (("one of them", {"no_store": True}), ("the other one", {})):
+                part = {"type": "text", "text": passage, "kintsugi": {"chunk": True}}
+                message = {"role": "user", "content": [part]}
+                response = await caller.post(CHAT_PATH, json={"messages": [message], "kintsugi": own})
+                assert response.status_code == 200
+        (saved,), _ = await backend.saves.get()
+        assert saved == TokenIds.of([ord(letter) for letter in "the other one"])
+        assert backend.saves.empty()
         await gateway.close()
 
     run(body)
