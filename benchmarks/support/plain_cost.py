@@ -1,9 +1,10 @@
 """What the plugin costs a request that does not use it: CPU seconds beside plain vLLM.
 
-vLLM keeps its connector in a process-wide variable, so the two engines run in child processes, which
-take turns with the same prompts. The figure is the median of the turns' ratios: a machine that is shared is
-slower in some minutes than in others, and the two of a turn share a minute. One process is some percent
-faster than another of the same kind, for as long as it lives; so there are several pairs.
+vLLM keeps its connector in a process-wide variable, so the engines run in child processes, which take turns
+with the same prompts. A third one has a connector that does nothing: what vLLM itself pays for having one.
+The figures are medians of the turns' ratios: a machine that is shared is slower in some minutes than in
+others, and the engines of a turn share a minute. One process is some percent faster than another of the same
+kind, for as long as it lives; so there are several sets of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.support.engines import engine, say
 from benchmarks.support.figures import Figure
@@ -24,10 +26,15 @@ from kintsugi.engine.local import Prompt
 SHAPE = "llama-210m"
 LAYERS = 4
 REQUESTS = 8
-PAIRS = 5
+SETS = 5
 TURNS = 8
-"""Of each pair."""
+"""Of each set of engines."""
 RESAMPLES = 2000
+IDLE_CONNECTOR = {
+    "kv_connector": "DecliningConnector",
+    "kv_connector_module_path": "kintsugi.engine.declining_connector",
+    "kv_role": "kv_both",
+}
 
 
 class _Child:
@@ -57,32 +64,36 @@ class _Child:
 
 
 def measure(quick: bool) -> list[Figure]:
-    pairs, turns = (1, 6) if quick else (PAIRS, TURNS)
-    ratios: list[float] = []
-    for pair in range(pairs):
-        ratios += _pair_ratios(turns)
-        say(f"plain {pair + 1}/{pairs}")
+    sets, turns = (1, 6) if quick else (SETS, TURNS)
+    cpu_s: list[dict[str, float]] = []
+    for number in range(sets):
+        cpu_s += _take_turns(turns)
+        say(f"plain {number + 1}/{sets}")
+    ratios = [turn["plugin"] / turn["plain"] for turn in cpu_s]
+    idle = statistics.median(turn["idle"] / turn["plain"] for turn in cpu_s)
     ratio, upper = statistics.median(ratios), _upper_bound(ratios)
-    detail = f"upper 95 % bound {upper:.3f} (≤ 1.05), {pairs} × {turns} turns of {REQUESTS} requests each"
-    if quick:
-        return [Figure("plain_cpu_ratio", ratio, "×", detail=detail)]
-    return [Figure("plain_cpu_ratio", ratio, "×", "≤ 1.02", ratio <= 1.02 and upper <= 1.05, detail)]
+    detail = f"upper 95 % bound {upper:.3f} (≤ 1.05), {sets} × {turns} turns of {REQUESTS} requests each"
+    bar, holds = (None, None) if quick else ("≤ 1.02", ratio <= 1.02 and upper <= 1.05)
+    return [
+        Figure("plain_cpu_ratio", ratio, "×", bar, holds, detail),
+        Figure("idle_connector_cpu_ratio", idle, "×", detail="the same with a connector that does nothing"),
+    ]
 
 
-def _pair_ratios(turns: int) -> list[float]:
-    """CPU seconds with the plugin ÷ without, for each turn of two new engines."""
-    children = {"plain": _Child("plain"), "plugin": _Child("plugin")}
-    ratios = []
+def _take_turns(turns: int) -> list[dict[str, float]]:
+    """CPU seconds of each kind, for each turn of new engines."""
+    children = {kind: _Child(kind) for kind in ("plain", "idle", "plugin")}
+    measured = []
     try:
         for turn in range(turns + 1):
             order = list(children) if turn % 2 else list(reversed(children))
             cpu_s = {kind: children[kind].turn(turn) for kind in order}
-            if turn:  # the first turn warms both
-                ratios.append(cpu_s["plugin"] / cpu_s["plain"])
+            if turn:  # the first turn warms all
+                measured.append(cpu_s)
     finally:
         for child in children.values():
             child.close()
-    return ratios
+    return measured
 
 
 def _upper_bound(ratios: Sequence[float]) -> float:
@@ -93,7 +104,8 @@ def _upper_bound(ratios: Sequence[float]) -> float:
 
 
 def _serve(kind: str) -> None:
-    with engine(SHAPE, plugin=kind == "plugin", layers=LAYERS) as running:
+    arguments: dict[str, Any] = {"kv_transfer_config": IDLE_CONNECTOR} if kind == "idle" else {}
+    with engine(SHAPE, plugin=kind == "plugin", layers=LAYERS, **arguments) as running:
         for line in sys.stdin:
             generator = random.Random(int(line))
             prompts = [
