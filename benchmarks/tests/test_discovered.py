@@ -1,7 +1,8 @@
-"""Which tokens count as due to be hit."""
+"""Which tokens count as due to be hit, and as hit."""
 
 from __future__ import annotations
 
+from benchmarks.support.discovered import agent
 from benchmarks.support.discovered.service import hit_figure
 from kintsugi.bench.profile import Request
 from kintsugi.bench.report import Sample
@@ -32,3 +33,33 @@ def test_what_the_prefix_cache_holds_counts_only_of_passages_that_are_due() -> N
     coming = [asked(0), asked(0), asked(0, 1), asked(1, 0)]
     figure = hit_figure(coming, [told(0), told(0), told(20, 96), told(50, 96)], [100, 100], bar=None)
     assert figure.value == (100 + 50) / 200
+
+
+METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{{engine="0",model_name="m"}} {prompt}
+# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
+# TYPE vllm:prompt_tokens_by_source_total counter
+vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="local_compute"}} 70.0
+vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="local_cache_hit"}} {cached}
+vllm:prompt_tokens_by_source_total{{engine="0",model_name="m",source="external_kv_transfer"}} 500.0
+"""
+BLENDED = """# HELP kintsugi_blend_tokens_hit_total Sum over blended requests of tokens_hit
+# TYPE kintsugi_blend_tokens_hit_total counter
+kintsugi_blend_tokens_hit_total{engine="0",model_name="m"} 400.0
+# HELP kintsugi_requests_total Requests
+# TYPE kintsugi_requests_total counter
+kintsugi_requests_total{engine="0",model_name="m",outcome="declined",reason="no_chunk_cached"} 2.0
+kintsugi_requests_total{engine="0",model_name="m",outcome="declined",reason="busy"} 1.0
+kintsugi_requests_total{engine="0",model_name="m",outcome="blended",reason="none"} 3.0
+"""
+
+
+def test_an_agents_hits_are_read_from_its_servers_counters() -> None:
+    """Not from what vLLM says came from outside: of a blended prompt that is all but the last token."""
+    before = agent.Counted.of(METRICS.format(prompt=200.0, cached=50.0))
+    after = agent.Counted.of(METRICS.format(prompt=1200.0, cached=350.0) + BLENDED)
+    figure = agent.hit_figure(after.since(before), bar=0.6)
+    assert figure.value == (300 + 400) / 1000
+    assert figure.holds is True
+    assert "{'blended': 3, 'declined': 3}" in figure.detail

@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.models.reference import REFERENCE, fetch_model
-from tests.integration.engine.conftest import EngineSlot
+from tests.integration.engine.conftest import PATIENT, EngineSlot
 from tests.integration.serving.test_serve_command import START_S, serving
 
 CLIENTS_PYTHON = "KINTSUGI_TEST_CLIENTS_PYTHON"
@@ -32,6 +32,7 @@ class ServiceUnderTest:
     """What a client is told."""
 
     http: str
+    grpc: str
     model: str
     """Name of the model, which is the folder that clients read the tokenizer from."""
     no_blanks: dict[str, int]
@@ -89,8 +90,13 @@ def service(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -
         json.dumps(
             {
                 "model": {"path": model, "name": model, "max_model_len": 2048},
+                # The namespace of clients that name none.
+                "privacy": {"default": {"discover": True}},
                 "engines": {
                     "allow_uncalibrated": True,
+                    # A model this small is prefilled faster than anything is loaded: blend it all the same.
+                    # And save what recurs, however little was sent before.
+                    "connector": {"loading_controller": False, "discovery": {"share": 10.0}, **PATIENT},
                     "kv_cache_gib": 0.25,
                     "openai": {"tool_call_parser": "hermes"},
                     # As `no_blanks`, for answers that are JSON but no tool calls.
@@ -102,7 +108,8 @@ def service(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -
         )
     )
     with serving(folder, "--config", str(config)) as command:
-        yield ServiceUnderTest(command.event("ready", START_S)["http"], model, ban_blanks(model))
+        ready = command.event("ready", START_S)
+        yield ServiceUnderTest(ready["http"], ready["grpc"], model, ban_blanks(model))
         command.stop(signal.SIGTERM)
 
 

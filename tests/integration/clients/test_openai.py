@@ -148,6 +148,20 @@ def test_plain_completions(client: openai.OpenAI, service: ServiceUnderTest) -> 
     assert "".join(pieces) == whole.choices[0].text
 
 
+def test_what_is_asked_of_openais_own_cache_is_accepted(
+    client: openai.OpenAI, service: ServiceUnderTest
+) -> None:
+    answer = client.chat.completions.create(
+        model=service.model,
+        messages=ASKED,
+        max_tokens=2,
+        prompt_cache_key="one",
+        prompt_cache_retention="24h",
+        prompt_cache_options={"mode": "implicit", "ttl": "30m"},
+    )
+    assert answer.choices[0].message.role == "assistant"
+
+
 def test_what_is_not_served_says_what_is(client: openai.OpenAI, service: ServiceUnderTest) -> None:
     with pytest.raises(
         openai.NotFoundError, match=r"POST /v1/embeddings is not served here.*/v1/chat/completions"

@@ -9,23 +9,38 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kintsugi.engine.local import save_prompt, transfer_config
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.store.client.registry import open_store
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from tests.integration.engine.conftest import NAMESPACE, PREFIX, UNCALIBRATED, EngineSlot, chunks_of, rag
+from tests.integration.engine.conftest import (
+    NAMESPACE,
+    PATIENT,
+    PREFIX,
+    UNCALIBRATED,
+    EngineSlot,
+    chunks_of,
+    rag,
+    random_tokens,
+)
 
 pytestmark = pytest.mark.engine
 
 START_TIMEOUT_S = 180
+SAVED_S = 60
+UNNAMED = "found"
+"""The namespace of requests that name none."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +68,8 @@ def server(
         "--kv-cache-memory-bytes",
         "134217728",
     ]
-    command += [
-        "--kv-transfer-config",
-        json.dumps(transfer_config({"store": f"grpc://{shard.address}", **UNCALIBRATED})),
-    ]
+    config = {"store": f"grpc://{shard.address}", "discovery": {"namespace": UNNAMED}}
+    command += ["--kv-transfer-config", json.dumps(transfer_config({**config, **UNCALIBRATED, **PATIENT}))]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -113,3 +126,43 @@ def test_save_blend_and_count_over_http(server: httpx.Client) -> None:
     for line in ('outcome="blended",reason="none"', 'outcome="declined",reason="InvalidField"'):
         assert line in metrics
     assert "kintsugi_blend_tokens_hit_total" in metrics
+
+
+def count(server: httpx.Client, name: str) -> float:
+    """A counter of the server's, over all its labels."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def wait_until(condition: Callable[[], bool], missing: str) -> None:
+    deadline = time.monotonic() + SAVED_S
+    while not condition():
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.2)
+
+
+def test_who_names_nothing_hits_what_the_idle_server_saved(server: httpx.Client, shard: ShardServer) -> None:
+    """Nobody steps the engine here: without requests, vLLM does as long as segments wait to be saved."""
+    body = {"model": "tiny", "prompt": "\n", "add_special_tokens": False}
+    (line_break,) = server.post("/tokenize", json=body).json()["tokens"]
+    passages = [[*passage, line_break, line_break] for passage in chunks_of(300, 290, 280, seed=31)]
+    num_tokens = sum(map(len, passages))
+
+    def ask(*order: int) -> None:
+        passed = [token for index in order for token in passages[index]]
+        answer = complete(server, [*PREFIX, *passed, *random_tokens(20, seed=order[0])], None)
+        assert answer.get("kv_transfer_params") is None, "who names nothing is told nothing"
+
+    ask(0, 1, 2)
+    ask(1, 2, 0)
+    with closing(open_store(f"grpc://{shard.address}")) as store:
+        wait_until(
+            lambda: sum(chunk.num_tokens for chunk in store.list(UNNAMED)) == num_tokens,
+            "the idle engine did not save the passages",
+        )
+    before = count(server, "kintsugi_blend_tokens_discovered_total")
+    ask(2, 0, 1)  # begins as neither did, so vLLM's prefix cache has none of it
+    wait_until(
+        lambda: count(server, "kintsugi_blend_tokens_discovered_total") - before == num_tokens,
+        "the passages were not hit",
+    )

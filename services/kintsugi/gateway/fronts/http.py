@@ -55,6 +55,8 @@ class HttpFront:
                 *router_routes(gateway, completions.receive),
                 Route(SERVICE_PATH, self._service, methods=["GET"]),
                 Route("/healthz", self._health, methods=["GET"]),
+                # Where vLLM's own server answers, and load generators look first.
+                Route("/health", self._health, methods=["GET"]),
                 Route("/readyz", self._ready, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 *Console(gateway).routes,

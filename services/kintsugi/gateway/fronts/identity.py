@@ -9,10 +9,10 @@ what any page tells it to. Two things keep pages out:
   cannot read their answers. But browsers say in `Origin` that a page is behind it.
 
 This concerns everything that tells or does something: completions, models, what routers ask, the service,
-metrics, and the console's endpoints. It leaves out `/healthz` and `/readyz`, whose probes come under any name
-and learn next to nothing, and the console's files, which are the same everywhere. With tokens it is not
-needed, as browsers send none by themselves; and where a gateway is reached by another address, it cannot know
-its own names.
+metrics, and the console's endpoints. It leaves out `/healthz`, `/health` and `/readyz`, whose probes come
+under any name and learn next to nothing, and the console's files, which are the same everywhere. With tokens
+it is not needed, as browsers send none by themselves; and where a gateway is reached by another address, it
+cannot know its own names.
 """
 
 from __future__ import annotations

@@ -139,7 +139,12 @@ def _host_of(address: str) -> str:
 
 
 def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey]]:
-    """The chunks that a residency request means. Raises `InvalidField`."""
+    """The chunks that a residency request means. Raises `InvalidField`.
+
+    Of a prompt, those that are marked or whose texts are known here. Others, as discovered ones are, only an
+    engine finds: it has the prompt's token ids, which here would take its chat template and a search of the
+    store at every offset.
+    """
     named = [name for name in NAMED_BY if asked.body.get(name) is not None]
     if len(named) != 1:
         raise InvalidField(

@@ -486,7 +486,8 @@ def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
             backend.info_error = errors.Unavailable("no engine is up")
             ready = await caller.get("/readyz")
             assert (ready.status_code, ready.json()["reason"]) == (503, "no engine is up")
-            assert (await caller.get("/healthz")).status_code == 200
+            for path in ("/healthz", "/health"):
+                assert (await caller.get(path)).status_code == 200
             assert (await caller.get("/v1/models")).status_code == 503
             for response, status in (
                 (await caller.get("/v1/nothing"), 404),

@@ -15,7 +15,7 @@ from tests.fakes.openai_backend import ScriptedBackend, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, error_of, run
 from tests.unit.gateway.fronts.test_http_roles import Roles, bearing
 
-OPEN = ("GET /healthz", "GET /readyz", "GET /console", "GET /console/app.js")
+OPEN = ("GET /healthz", "GET /health", "GET /readyz", "GET /console", "GET /console/app.js")
 CLOSED = (
     f"POST {CHAT_PATH}",
     f"POST {COMPLETIONS_PATH}",

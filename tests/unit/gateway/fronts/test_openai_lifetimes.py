@@ -86,6 +86,22 @@ def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> No
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
+@pytest.mark.parametrize("retention", ["in_memory", "24h", None])
+def test_what_is_asked_of_openais_own_cache_is_ignored(path: str, retention: str | None) -> None:
+    """`in_memory` could not be kept, and `24h` asks to keep for longer, where a lifetime makes chunks go."""
+
+    async def body() -> None:
+        backend = ScriptedBackend()
+        options = {"mode": "explicit", "ttl": "30m"}
+        asked = {"prompt_cache_retention": retention, "prompt_cache_options": options}
+        assert (await post(backend, {"messages": [], "prompt": "x", **asked}, path)).status_code == 200
+        (params,) = [call.params for call in backend.calls]
+        assert (params.namespace, params.ttl_s, params.no_store) == ("default", None, False)
+
+    run(body)
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
 @pytest.mark.parametrize(
     ("ttl_s", "param", "sentence"),
     [

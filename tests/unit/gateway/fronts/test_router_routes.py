@@ -69,6 +69,8 @@ def test_a_prompts_chunks_are_found_where_they_lie() -> None:
             ({"chunks": [TEXTS[0], OTHER]}, [0, None]),
             ({"keys": [keys[1], "ab" * 32]}, [1, None]),
             ({"prompt": "Why?"}, []),
+            # Known by their texts alone: nobody searches token ids here.
+            ({"prompt": [ord(one) for one in prompt]}, []),
         ]
         async with client(gateway) as caller:
             for question, expected in asked:

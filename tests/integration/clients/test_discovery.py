@@ -1,0 +1,55 @@
+"""Passages that come again, sent by OpenAI's own client, which says nothing of them, to `kintsugi serve`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from kintsugi.bench.profile import CHUNK_GAP, RagWorkload, Request, corpus, prompt_of
+from kintsugi.sdk.client import Client
+from tests.integration.clients.conftest import ServiceUnderTest
+
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+
+PASSAGES = corpus(RagWorkload(documents=3, chunks=3, chunk_tokens=256, seed=7))
+QUESTION = "Question: what do these documents have in common?"
+SAVED_S = 120.0
+
+
+def ask(client: openai.OpenAI, service: ServiceUnderTest, *order: int) -> Any:
+    prompt = prompt_of(Request(0.0, order, QUESTION), PASSAGES)
+    return client.chat.completions.create(
+        model=service.model, messages=[{"role": "user", "content": prompt}], max_tokens=2, temperature=0
+    )
+
+
+def lengths_in_prompts(kintsugi: Client) -> set[int]:
+    """Tokens of each passage with the blank line behind it, as a prompt holds them."""
+    word, *longer = kintsugi.tokenize(["Question", *(f"{text}{CHUNK_GAP}Question" for text in PASSAGES)])
+    return {len(text.token_ids) - len(word.token_ids) for text in longer}
+
+
+def wait_until_saved(kintsugi: Client, lengths: set[int]) -> None:
+    """By their lengths: what other clients sent may be saved here, too."""
+    deadline_s = time.monotonic() + SAVED_S
+    while missing := lengths - {chunk.num_tokens for chunk in kintsugi.list_chunks()}:
+        assert time.monotonic() < deadline_s, f"no segments of {sorted(missing)} tokens were saved"
+        time.sleep(0.2)
+
+
+def test_passages_that_nobody_declared_are_hit_at_their_third_sight(service: ServiceUnderTest) -> None:
+    client = openai.OpenAI(base_url=service.url, api_key="none", max_retries=0)
+    with Client(service.grpc, namespace="default") as kintsugi:
+        lengths = lengths_in_prompts(kintsugi)
+        first = ask(client, service, 0, 1, 2).kv_transfer_params["kintsugi"]
+        assert (first["segments_counted"], first["tokens_discovered"]) == (3, 0)
+        assert ask(client, service, 1, 2, 0).kv_transfer_params["kintsugi"]["segments_queued"] == 3
+        wait_until_saved(kintsugi, lengths)
+    # Begins as neither did, so vLLM's prefix cache has none of its passages.
+    answer = ask(client, service, 2, 0, 1)
+    told = answer.kv_transfer_params["kintsugi"]
+    assert (told["outcome"], told["tokens_discovered"]) == ("blended", sum(lengths))
+    assert answer.usage.prompt_tokens_details.cached_tokens >= sum(lengths)
