@@ -6,7 +6,6 @@ segments count as stored, which they are from the second sight on.
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import statistics
@@ -30,7 +29,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 def measure(quick: bool) -> list[Figure]:
     form = load_form(REFERENCE.name, FormName.CHAT)
-    classes = classes_of(form)
+    classes = TokenClasses.of_tokenizer(form.tokenizer)
     sentences = [
         sentence for passage in read_bundled_passages() for sentence in _SENTENCE_END.split(passage.text)
     ]
@@ -48,13 +47,6 @@ def measure(quick: bool) -> list[Figure]:
         detail = f"{len(rates)} documents of {tokens} tokens; a tenth below {tenths[0]:.2f}"
         figures.append(Figure.at_least(name, statistics.mean(rates), None if quick else bar, "", detail))
     return figures
-
-
-@functools.cache
-def classes_of(form: PromptForm) -> TokenClasses:
-    """The classes of the tokens of the form's model."""
-    vocabulary = [[token_id] for token_id in range(len(form.tokenizer))]
-    return TokenClasses.of_texts(form.tokenizer.batch_decode(vocabulary), form.tokenizer.added_tokens_decoder)
 
 
 def _hit_rate(

@@ -3,7 +3,7 @@
 Passages are cut to the length of those of the load on random weights.
 
 Calibration gets prompts like those that are served: passages that the load does not send, cut into segments
-as discovery cuts them. They are saved behind a context of two more passages. Both servers compute in float32:
+by `--segments`. They are saved behind a context of two more passages. Both servers compute in float32:
 in bfloat16 full prefill of this model, in batches of another size, picks another token than itself at three
 positions of a hundred, and calibration allows five. `$KINTSUGI_DISCOVERY_REPORT` names an earlier run's
 report.
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.support.discovered.insertion import classes_of
 from benchmarks.support.discovered.service import (
     DISCOVER,
     FULL_WORKLOAD,
@@ -38,8 +37,6 @@ from benchmarks.support.real.engine import MODEL_TOKENS_MAX
 from benchmarks.support.servers import Setting, our_server, plain_server
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.prompt import FormName
-from kintsugi.core.tokens import TokenIds
-from kintsugi.discovery.segments import find_segments
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import REFERENCE, resolve_model
 
@@ -101,10 +98,10 @@ def _calibrate(
     with questions.open("w") as file:
         for _ in range(CALIBRATION_PROMPTS):
             chosen = generator.sample(passages, FULL_WORKLOAD.chunks)
-            chunks = [segment for text in chosen for segment in _segments(form, f"{text}\n\n")]
+            chunks = [f"{text}\n\n" for text in chosen]
             file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
     command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate"]
-    command += ["--model", REFERENCE.name, "--questions", str(questions), "--form", "chat"]
+    command += ["--model", REFERENCE.name, "--questions", str(questions), "--segments", "--form", "chat"]
     command += ["--minutes", str(minutes), "--dtype", DTYPE, "--out", str(report)]
     command += ["--context", str(context)]
     command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX})]
@@ -113,10 +110,3 @@ def _calibrate(
     if done.returncode not in (ExitCode.OK, ExitCode.NOT_BLENDABLE):
         done.check_returncode()
     return report
-
-
-def _segments(form: PromptForm, text: str) -> list[str]:
-    """The text in the pieces that discovery makes of it."""
-    ids = TokenIds.of(form.tokenize(text))
-    spans = find_segments(ids, classes_of(form))
-    return [form.tokenizer.decode(ids[span.start : span.end].to_list()) for span in spans]

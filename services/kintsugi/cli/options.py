@@ -121,6 +121,13 @@ class CalibrateTask:
         Path | None,
         typer.Option(help="JSON lines of {chunks, question, answers}. Default: the bundled passages."),
     ] = None
+    segments: Annotated[
+        bool,
+        typer.Option(
+            "--segments",
+            help="Cut the questions' chunks as discovery does, so that what it finds is blended.",
+        ),
+    ] = False
     store: Annotated[
         str | None, typer.Option(help="Publish the report in this store, where engines look.")
     ] = None

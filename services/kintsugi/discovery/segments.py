@@ -23,6 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.spaces import Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.discovery.token_classes import TokenClasses
@@ -52,6 +53,23 @@ def find_segments(token_ids: TokenIds, classes: TokenClasses, offset: int = 0) -
         return []
     edges: list[int] = [0, *find_boundaries(ids, classes).tolist(), len(ids)]
     return [Span(offset + start, offset + end) for start, end in pairwise(edges) if end - start >= TOKENS_MIN]
+
+
+def cut_chunks(prompt: RagPrompt, classes: TokenClasses) -> RagPrompt:
+    """The same token ids, with the segments of each chunk as chunks. Each chunk is cut on its own, as if
+    blank lines stood around it. What belongs to no segment is computed: before the next one, or with the
+    question."""
+    chunks: list[PromptChunk] = []
+    computed: tuple[int, ...] = ()
+    for chunk in prompt.chunks:
+        computed += chunk.separator
+        end = 0
+        for span in find_segments(TokenIds.of(chunk.token_ids), classes):
+            before = computed + chunk.token_ids[end : span.start]
+            chunks.append(PromptChunk(chunk.title, chunk.token_ids[span.start : span.end], before))
+            computed, end = (), span.end
+        computed += chunk.token_ids[end:]
+    return RagPrompt(prompt.prefix, tuple(chunks), computed + prompt.question)
 
 
 def find_boundaries(ids: npt.NDArray[np.uint32], classes: TokenClasses) -> _Positions:

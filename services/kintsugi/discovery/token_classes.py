@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,12 @@ class TokenClasses:
         special = [one for one in special_ids if 0 <= one < len(texts)]
         table[special] = IS_SPECIAL
         return TokenClasses(table)
+
+    @staticmethod
+    def of_tokenizer(tokenizer: Any) -> TokenClasses:
+        """Those of a tokenizer of transformers. Takes up to a second."""
+        texts = tokenizer.batch_decode([[token_id] for token_id in range(len(tokenizer))])
+        return TokenClasses.of_texts(texts, tokenizer.added_tokens_decoder)
 
     @staticmethod
     def none() -> TokenClasses:

@@ -15,6 +15,7 @@ import json
 import math
 import random
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from kintsugi.core.report import (
     describe_selection,
 )
 from kintsugi.core.request import SelectorName
+from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.models.prompt_form import PromptForm
@@ -75,6 +77,14 @@ PASSAGE_CHUNKS = 4
 PASSAGE_TOKENS = 192
 """Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
 often."""
+SEGMENT_LENGTHS = (80, 160, 360, 720)
+"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64, which a
+report about 80 still admits. Passages of up to 384 stay whole, and those of 720 become two or more."""
+INSTRUCTION = "Read these passages before you answer.\n\n"
+"""Stands before them, too short for a segment. A segment right behind the prefix would be exact, and say
+nothing about those that clients send behind texts of their own."""
+QUESTION_TOKENS = 128
+"""Room in a prompt for instruction, question, the form's foot and the answer."""
 _WIDEST = 0.123456
 """A measurement with as many digits as a report keeps."""
 _POSITION_BYTES = 16
@@ -130,17 +140,30 @@ def prepare_bench(
     form: PromptForm,
     given: Sequence[Question] | None,
     budget: Budget,
+    segments: bool = False,
 ) -> tuple[Bench, list[str]]:
     """Write the given questions, or prompts of the bundled passages, in the engine's form. Returns the bench
-    for `calibrate`, and warnings. Raises `InvalidField` if no question fits the model."""
-    questions = given or make_passage_questions(
-        lambda text: len(form.tokenize(text)),
-        min(PASSAGE_TOKENS, engine.max_model_len // 6),
-        min(budget.prompts, PASSAGE_PROMPTS),
-        budget.seed,
-    )
+    for `calibrate`, and warnings.
+
+    With ``segments``, the chunks are cut as discovery cuts them, and the bundled passages come in varying
+    number and length. Raises `InvalidField` if no question fits the model.
+    """
+
+    def count_tokens(text: str) -> int:
+        return len(form.tokenize(text))
+
+    prompts = min(budget.prompts, PASSAGE_PROMPTS)
+    if given:
+        questions = list(given)
+    elif segments:
+        room = engine.max_model_len - len(form.head) - QUESTION_TOKENS
+        questions = make_segment_questions(count_tokens, room, prompts, budget.seed)
+    else:
+        tokens = min(PASSAGE_TOKENS, engine.max_model_len // 6)
+        questions = make_passage_questions(count_tokens, tokens, prompts, budget.seed)
+    classes = TokenClasses.of_tokenizer(form.tokenizer) if segments else None
     max_tokens = max(ANSWER_TOKENS_MIN, answer_tokens(questions, form.tokenizer))
-    cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
+    cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens, classes)
     return Bench(engine, cases, max_tokens), warnings
 
 
@@ -490,3 +513,46 @@ def make_passage_questions(
         )
         for _ in range(count)
     ]
+
+
+def make_segment_questions(
+    count_tokens: Callable[[str], int], room: int, count: int, seed: int
+) -> list[Question]:
+    """Make questions about the bundled passages whose prompts hold one to many segments.
+
+    Each has between one passage and as many as fit into ``room`` tokens, all cut to one of `SEGMENT_LENGTHS`:
+    so the mean length of a prompt's chunks varies as well. They stand behind `INSTRUCTION`. Raises
+    `InvalidField` where none fits.
+    """
+    texts = [passage.text.split() for passage in read_bundled_passages()]
+    passages = {
+        tokens: [_cut_words(words, tokens, count_tokens) for words in texts]
+        for tokens in SEGMENT_LENGTHS
+        if tokens <= room
+    }
+    if not passages:
+        raise InvalidField(
+            "segments",
+            f"the model has room for {max(0, room)} tokens of passages in a prompt, and a segment takes "
+            f"{SEGMENT_LENGTHS[0]}; raise --engine max_model_len, or calibrate without segments",
+        )
+    picks = random.Random(seed)
+    questions = []
+    for _ in range(count):
+        tokens = picks.choice(list(passages))
+        number = picks.randint(1, min(len(texts), room // tokens))
+        chunks = (INSTRUCTION, *picks.sample(passages[tokens], number))
+        questions.append(Question(chunks, picks.choice(BUNDLED_QUESTIONS), (), "passages", bare=True))
+    return questions
+
+
+def _cut_words(words: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> str:
+    """The first words as one paragraph of at most so many tokens, with a blank line behind it."""
+    number = bisect_right(
+        range(len(words) + 1), tokens, key=lambda taken: count_tokens(_paragraph(words[:taken]))
+    )
+    return _paragraph(words[: number - 1])
+
+
+def _paragraph(words: Sequence[str]) -> str:
+    return " ".join(words) + "\n\n"

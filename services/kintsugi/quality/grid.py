@@ -91,7 +91,8 @@ def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
     to rank candidates."""
     hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
     other = sum(len(case.prompt.token_ids) for case in cases) - hit
-    exact = sum(len(case.prompt.chunks[0].token_ids) for case in cases)
+    leading = [case.prompt.chunks[0] for case in cases]
+    exact = sum(len(chunk.token_ids) for chunk in leading if not chunk.separator)
     count = len(cases)
     return PassWorkload(max(1, hit // count), max(1, other // count), num_layers, 0.05, exact // count)
 

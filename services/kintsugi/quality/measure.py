@@ -22,6 +22,8 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.report import Noise, Quantity, ReportEntry
 from kintsugi.core.request import KintsugiParams
+from kintsugi.discovery.segments import TOKENS_MIN, cut_chunks
+from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
@@ -95,18 +97,28 @@ def answer_tokens(questions: Sequence[Question], tokenizer: Any) -> int:
 
 
 def tokenize_questions(
-    questions: Sequence[Question], form: PromptForm, positions_max: int, max_tokens: int
+    questions: Sequence[Question],
+    form: PromptForm,
+    positions_max: int,
+    max_tokens: int,
+    classes: TokenClasses | None = None,
 ) -> tuple[list[Case], list[str]]:
     """Write the questions in the form. Returns the cases that fit the model, and a warning about each that
     does not.
 
-    Raises `InvalidField` if none fits. Chunks are tokenised one by one, as they are stored.
+    Raises `InvalidField` if none fits. Chunks are tokenised one by one, as they are stored. With ``classes``,
+    those of the model's tokens, they are then cut into segments as discovery cuts them. The prompts stay as
+    they are.
     """
     tokenize = lru_cache(maxsize=None)(form.tokenize)  # many questions share chunks
     cases, warnings = [], []
     for number, question in enumerate(questions, 1):
         chunks = [PromptChunk("", tokenize(chunk)) for chunk in question.chunks]
         prompt = form.build([c for c in chunks if c.token_ids], question.tail, question.bare)
+        nothing = "its chunks have no tokens"
+        if classes is not None and prompt.chunks:
+            prompt = cut_chunks(prompt, classes)
+            nothing = f"none of its chunks holds a segment, which takes {TOKENS_MIN} tokens"
         length = len(prompt.token_ids) + max_tokens
         if length > positions_max:
             warnings.append(
@@ -114,7 +126,7 @@ def tokenize_questions(
                 f"reads only {positions_max}; use fewer or shorter chunks"
             )
         elif not prompt.chunks:
-            warnings.append(f"question {number} is left out: its chunks have no tokens")
+            warnings.append(f"question {number} is left out: {nothing}")
         else:
             if any(len(chunk.token_ids) == 1 for chunk in prompt.chunks):
                 warnings.append(f"question {number} has a chunk of one token, which is always recomputed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,32 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> RunningEngine:
     monkeypatch.setattr(calibrate, "load_form_behind", lambda model, name, system, vllm_args: form)
     monkeypatch.setattr(evaluate, "load_form", lambda model, name: form)
     return engine
+
+
+def write_questions(path: Path, chunks: list[str], count: int = 400) -> None:
+    row = {"chunks": chunks, "question": "why?", "answers": ["w5"]}
+    path.write_text("\n".join([json.dumps(row)] * count))
+
+
+def test_questions_are_cut_into_segments(
+    engine: RunningEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunningEngine, "max_model_len", 4096)
+    path, out = tmp_path / "mine.jsonl", tmp_path / "report.json"
+    arguments = ["calibrate", "--model", "o/m", "--questions", str(path), "--out", str(out)]
+    generator = random.Random(0)
+    long = " ".join("x" * generator.randrange(1, 16) for _ in range(700))
+    write_questions(path, ["word " * 300, long])
+    for options, in_segments in (([], False), (["--segments"], True)):
+        result = RUNNER.invoke(app, [*arguments, *options])
+        assert result.exit_code == ExitCode.OK, result.stderr
+        report = reports.read(out)
+        assert report.questions.endswith(", in segments") is in_segments
+        assert (report.domain.chunks.low > 2) is in_segments
+    write_questions(path, ["too few words"])
+    result = RUNNER.invoke(app, [*arguments, "--segments"])
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "none of its chunks holds a segment, which takes 64 tokens" in " ".join(result.stderr.split())
 
 
 def questions(folder: Path, count: int = 400, answer: str = "w5") -> Path:

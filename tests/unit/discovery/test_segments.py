@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.tokens import TokenIds
 from kintsugi.discovery.segments import (
     BLOCK_TOKENS_MIN,
@@ -17,6 +18,7 @@ from kintsugi.discovery.segments import (
     TOKENS_MAX,
     TOKENS_MIN,
     WHOLE_TOKENS_MAX,
+    cut_chunks,
     find_boundaries,
     find_segments,
 )
@@ -159,3 +161,34 @@ def test_ids_outside_the_vocabulary_have_no_class() -> None:
 def test_a_prefix_is_left_out() -> None:
     ids = TokenIds.of([BOS, *words(300, 1)])
     assert find_segments(ids, CLASSES, offset=1)[0].start == 1
+
+
+def test_chunks_are_cut_into_segments_and_no_token_is_lost() -> None:
+    title, passage, end = words(5, 1), words(200, 2), words(30, 3)
+    chunk = (*title, BLANK, *passage, BLANK, *end)
+    separator = tuple(words(3, 4))
+    prompt = RagPrompt((BOS,), (PromptChunk("one", chunk), PromptChunk("two", chunk, separator)), (END, 9))
+    cut = cut_chunks(prompt, CLASSES)
+    segment = (*passage, BLANK)
+    assert cut.chunks == (
+        PromptChunk("one", segment, (*title, BLANK)),
+        PromptChunk("two", segment, (*end, *separator, *title, BLANK)),
+    )
+    assert cut.question == (*end, END, 9)
+    assert cut.token_ids == prompt.token_ids
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.integers(0, 9)), min_size=1, max_size=5))
+def test_cutting_chunks_changes_no_prompt(sizes: list[tuple[int, bool, int]]) -> None:
+    chunks = tuple(
+        PromptChunk("", (*words(size, seed), *([BLANK] if ends else [])), (LINE,) * (seed % 3))
+        for size, ends, seed in sizes
+    )
+    prompt = RagPrompt((BOS,), chunks, (END,))
+    cut = cut_chunks(prompt, CLASSES)
+    assert cut.token_ids == prompt.token_ids
+    assert all(TOKENS_MIN <= len(chunk.token_ids) <= TOKENS_MAX for chunk in cut.chunks)
+    assert [cut.token_ids[span.start : span.end] for span in cut.spans] == [
+        list(chunk.token_ids) for chunk in cut.chunks
+    ]

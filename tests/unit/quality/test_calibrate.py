@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,16 +13,23 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport, Quantity, Thresholds
 from kintsugi.core.request import SelectorName
-from kintsugi.quality import grid
+from kintsugi.discovery.segments import TOKENS_MAX, TOKENS_MIN
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.prompt_form import PromptForm
+from kintsugi.quality import grid, reports
 from kintsugi.quality.calibrate import (
+    INSTRUCTION,
     Budget,
     Calibration,
     calibrate,
     count_affordable_finalists,
     make_passage_questions,
+    make_segment_questions,
+    prepare_bench,
     race_prompts,
 )
 from kintsugi.quality.measure import Bench
+from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
 
@@ -237,6 +246,46 @@ def test_bundled_passages_make_questions_without_answers() -> None:
     )
     assert warned.report.choice.selection is None
     assert "questions with answers are left for the confirmation" in warned.warnings[-1]
+
+
+def test_questions_for_segments_vary_in_number_and_length() -> None:
+    questions = make_segment_questions(lambda text: len(text.split()), 3000, 400, seed=3)
+    assert {question.chunks[0] for question in questions} == {INSTRUCTION}
+    words = [{len(chunk.split()) for chunk in question.chunks[1:]} for question in questions]
+    assert {max(sizes) for sizes in words} >= {80, 160, 360}
+    assert all(len(sizes) == 1 for sizes in words if max(sizes) <= 360), "a prompt's passages are alike"
+    assert {len(question.chunks) - 1 for question in questions} == set(range(1, 10))
+    assert all(sum(map(len, map(str.split, question.chunks[1:]))) <= 3000 for question in questions)
+    assert all(chunk.endswith("\n\n") for question in questions for chunk in question.chunks)
+    assert questions == make_segment_questions(lambda text: len(text.split()), 3000, 400, seed=3)
+
+
+def test_a_model_without_room_for_a_segment_is_refused() -> None:
+    with pytest.raises(InvalidField, match=r"segments: the model has room for 79 tokens .* max_model_len"):
+        make_segment_questions(lambda text: len(text.split()), 79, 400, seed=0)
+
+
+def test_a_calibration_on_segments_holds_for_one_to_many_of_most_lengths() -> None:
+    form = PromptForm.of(tokenizer_with(CHATML))
+    engine: Any = SimpleNamespace(max_model_len=4096)
+    whole, _ = prepare_bench(engine, form, None, Budget())
+    cut, warnings = prepare_bench(engine, form, None, Budget(), segments=True)
+    assert not warnings
+    cases = [len(one.prompt.chunks) for one in cut.cases]
+    assert min(cases) == 1
+    assert max(cases) > 10
+    means = [sum(len(c.token_ids) for c in one.prompt.chunks) / len(one.prompt.chunks) for one in cut.cases]
+    assert min(means) <= 80
+    assert max(means) >= 350
+    assert {len(one.prompt.chunks) for one in whole.cases} == {4}
+    assert all(len(c.token_ids) >= 64 for one in cut.cases for c in one.prompt.chunks)
+    assert all(one.prompt.chunks[0].separator for one in cut.cases), "none is exact as loaded"
+
+
+def test_the_report_of_the_tiny_model_admits_no_segment() -> None:
+    """As docs/howto/vllm.md says."""
+    domain = reports.read(BUNDLED_CHECKPOINT / "calibration.json").domain
+    assert not any(map(domain.holds_chunk, range(TOKENS_MIN, TOKENS_MAX + 1)))
 
 
 def test_a_report_too_large_for_a_store_is_refused_before_the_search() -> None:

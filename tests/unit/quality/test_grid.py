@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kintsugi.core.plan import Selection
+from kintsugi.core.prompt import PromptChunk, RagPrompt
 from kintsugi.core.request import SelectorName
 from kintsugi.quality import grid
+from tests.unit.quality.fakes import case
 
 
 def test_a_slow_model_is_tried_with_the_selectors_own_choices_first() -> None:
@@ -33,3 +37,9 @@ def test_variations_fill_what_room_is_left() -> None:
     assert len(kept) == 10
     assert kept[-2:] == plain
     assert kept[0] == varied[0]
+
+
+def test_a_first_chunk_counts_as_exact_only_right_behind_the_prefix() -> None:
+    direct = case(0)
+    behind = replace(direct, prompt=RagPrompt((0,), (PromptChunk("", (1, 2, 3), (9,)),), (7,)))
+    assert [grid.workload_of([one], 8).exact_tokens for one in (direct, behind)] == [3, 0]

@@ -10,6 +10,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Quantity
+from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, answer_tokens, measure_selection, tokenize_questions
@@ -110,6 +111,21 @@ def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:
     assert "question 2 is left out: it has 54 tokens" in warnings[1]
     with pytest.raises(InvalidField, match=r"none fits the model; .* fewer or shorter chunks"):
         tokenize_questions([long], PromptForm.of(WordTokenizer()), 20, 2)
+
+
+def test_chunks_are_cut_into_segments_and_prompts_stay_as_they_are() -> None:
+    form = PromptForm.of(tokenizer_with(CHATML))
+    classes = TokenClasses.of_tokenizer(form.tokenizer)
+    passage = "The tide is the slow rise and fall of the sea. " * 20 + "\n\n"
+    long, short = Question((f"Tides\n\n{passage}",) * 2, "Why?", bare=True), Question((passage[:40],), "Why?")
+    (whole,), _ = tokenize_questions([long], form, 4096, 1)
+    (cut,), warnings = tokenize_questions([long, short], form, 4096, 1, classes)
+    assert cut.prompt.token_ids == whole.prompt.token_ids
+    assert {form.tokenizer.decode(chunk.token_ids) for chunk in cut.prompt.chunks} == {passage}
+    assert [form.tokenizer.decode(chunk.separator) for chunk in cut.prompt.chunks] == ["Tides\n\n"] * 2
+    assert warnings == ["question 2 is left out: none of its chunks holds a segment, which takes 64 tokens"]
+    with pytest.raises(InvalidField, match=r"none fits the model; .* holds a segment"):
+        tokenize_questions([short], form, 4096, 1, classes)
 
 
 def test_questions_are_written_in_the_form_and_whole_endings_are_left_alone() -> None:

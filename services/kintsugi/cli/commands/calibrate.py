@@ -78,7 +78,8 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         )
         for context, ids in zip(contexts, token_ids, strict=True)
     }
-    measured = _measure(screen, specs, form, given, budget, str(task.questions or "bundled passages"))
+    source = str(task.questions or "bundled passages") + (", in segments" if task.segments else "")
+    measured = _measure(screen, specs, form, given, budget, source, task.segments)
     for warning in measured.warnings:
         screen.note(f"kintsugi: warning: {warning}")
     _keep_report(screen, task, measured.report)
@@ -120,6 +121,7 @@ def _measure(
     given: Sequence[Question] | None,
     budget: Budget,
     source: str,
+    segments: bool,
 ) -> _Measured:
     """Choose a context if there are several, then calibrate on an engine with it."""
     prober = ContextProber(len(specs), budget, Thresholds(), form.name.value)
@@ -131,7 +133,7 @@ def _measure(
             for context, spec in specs.items():
                 with _start_engine(screen, spec, f" with the context {context}") as engine:
                     if bench is None:
-                        bench, warnings = _prepare(screen, engine, form, given, budget)
+                        bench, warnings = _prepare(screen, engine, form, given, budget, segments)
                     with screen.step(f"Trying the context {context}") as say:
                         prober.probe(context, bench.on_engine(engine), engine.num_layers, say)
             choice = prober.choose()
@@ -139,7 +141,7 @@ def _measure(
         spec = specs[choice.context] if choice is not None else next(iter(specs.values()))
         with _start_engine(screen, spec) as engine:
             if bench is None:
-                bench, warnings = _prepare(screen, engine, form, given, budget)
+                bench, warnings = _prepare(screen, engine, form, given, budget, segments)
             if choice is not None:
                 budget = _leave_minutes(budget, prober, choice)
             with screen.step(f"Calibrating on {format_count(len(bench.cases), 'question')}") as say:
@@ -171,9 +173,10 @@ def _prepare(
     form: PromptForm,
     given: Sequence[Question] | None,
     budget: Budget,
+    segments: bool,
 ) -> tuple[Bench, list[str]]:
     with screen.step("Reading the questions"):
-        return prepare_bench(engine, form, given, budget)
+        return prepare_bench(engine, form, given, budget, segments)
 
 
 def _leave_minutes(budget: Budget, prober: ContextProber, choice: ContextChoice) -> Budget:

@@ -52,6 +52,8 @@ class Discovery:
         self.backlog = Backlog(config.share)
         self._salts = salts
         self._sightings = Sightings(config.ttl_s, clock)
+        self._told_of: Domain | None = None
+        """The domain that the log has last named for leaving segments out."""
         self._under_way: dict[str, int] = {}
         """Hashes of discovered prompts, by request id."""
         self._classes: Future[TokenClasses] | None = None
@@ -120,8 +122,8 @@ class Discovery:
         match: Match,
         domain: Domain | None,
     ) -> Match:
-        """Count the match's segments, and queue those that recur; the match with their numbers. ``domain``:
-        the calibrated one.
+        """Count the match's segments, and queue those that recur; the match with their numbers. Those whose
+        length lies outside ``domain``, the calibrated one, are left out, and logged once per domain.
 
         Of equal prompts that are under way at the same time (a client wants `n` answers), one counts.
         """
@@ -132,9 +134,13 @@ class Discovery:
         if is_repeated:
             return match
         self.backlog.earn(len(prompt))
-        fitting = [span for span in match.segments if domain is None or domain.holds_chunk(span.num_tokens)]
         # A prompt may hold a segment many times.
-        distinct = {span.key: span for span in fitting if span.key is not None}
+        distinct = {span.key: span for span in match.segments if span.key is not None}
+        if domain is not None:
+            outside = {key for key, span in distinct.items() if not domain.holds_chunk(span.num_tokens)}
+            if outside:
+                self._report_outside(domain, [distinct.pop(key).num_tokens for key in outside])
+            match = replace(match, segments_outside=len(outside))
         counts = self._sightings.count(salt, [key.digest for key in distinct])
         ttl_s = min(self.config.ttl_s, params.ttl_s or self.config.ttl_s)
         recurring = [
@@ -144,6 +150,23 @@ class Discovery:
         ]
         queued = sum(map(self.backlog.add, recurring))
         return replace(match, segments_counted=len(distinct), segments_queued=queued)
+
+    def _report_outside(self, domain: Domain, sizes: Sequence[int]) -> None:
+        """Log once per report that segments of these sizes are left out."""
+        if domain == self._told_of:
+            return
+        self._told_of = domain
+        lengths = domain.chunk_tokens
+        logger.warning(
+            "Segments of prompts are not saved because the calibration report does not hold for their length "
+            "(here %d to %d tokens; it was measured with chunks of %d to %d in the mean). Calibrate with "
+            "kintsugi calibrate --segments, on prompts like these; "
+            'kintsugi_discovery_segments_total{event="outside_calibration"} counts further segments',
+            min(sizes),
+            max(sizes),
+            lengths.low,
+            lengths.high,
+        )
 
     @property
     def erasures_seen(self) -> str | None:
@@ -192,5 +215,4 @@ def load_token_classes(vllm_config: VllmConfig) -> TokenClasses:
     except KintsugiError as error:
         logger.warning("Segments are cut without separators, which takes a tokenizer: %s", error)
         return TokenClasses.none()
-    texts = tokenizer.batch_decode([[token_id] for token_id in range(len(tokenizer))])
-    return TokenClasses.of_texts(texts, tokenizer.added_tokens_decoder)
+    return TokenClasses.of_tokenizer(tokenizer)

@@ -40,6 +40,8 @@ class Match:
     segments_counted: int = 0
     segments_queued: int = 0
     """What was done about the segments, as `Accounting` says it."""
+    segments_outside: int = 0
+    """Segments left out because the calibration does not hold for chunks of their length."""
 
     @cached_property
     def stored(self) -> dict[ChunkKey, ChunkManifest]:

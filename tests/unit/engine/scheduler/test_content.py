@@ -17,7 +17,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kintsugi.core.errors import NotBlendable
+from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
+from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import DiscoveryConfig
 from kintsugi.engine.scheduler.discovery import Discovery
@@ -103,6 +105,20 @@ def test_a_defect_while_a_request_is_named_costs_its_blend_alone(
     sampling = SamplingParams(max_tokens=4)
     request = Request("one", list(range(200)), sampling, None, block_hasher=HASHER)
     assert plan(side, request) == (0, False)
+
+
+def test_segments_that_the_calibration_leaves_out_are_in_the_metrics(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    some, short = LengthRange(1, 10_000), LengthRange(26, 40)
+    side.gate.state = GateState(None, "", Selection(0.15), None, Domain("plain", some, some, short, some))
+    request = content_request("one", list(range(2000)), discover=True)
+    plan(side, request)
+    assert said(side, request)["segments_counted"] == 0
+    stats = side.end_step()
+    assert stats is not None
+    assert stats.data["segments/outside_calibration"] > 0
+    assert "segments/counted" not in stats.data
 
 
 def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(

@@ -181,6 +181,27 @@ def test_lengths_that_were_not_calibrated_are_not_counted(salts: Salts) -> None:
     assert sight(discovery, prompt, domain=domain).segments_counted == 1
 
 
+def test_what_a_calibration_leaves_out_is_counted_and_logged_once_per_report(
+    salts: Salts, caplog: pytest.LogCaptureFixture
+) -> None:
+    discovery = discovery_of(salts)
+    some = LengthRange(1, 10_000)
+    tiny = Domain("chat", some, some, LengthRange(26, 40), some)
+    prompts = [[0, *passage(1), *passage(1), *passage(seed, 150)] for seed in (2, 3)]
+    found = [sight(discovery, prompt, domain=tiny) for prompt in prompts]
+    assert [(one.segments_counted, one.segments_queued, one.segments_outside) for one in found] == [
+        (0, 0, 2)
+    ] * 2
+    (line,) = caplog.messages
+    assert "here 150 to 200 tokens; it was measured with chunks of 26 to 40" in line
+    assert "kintsugi calibrate --segments" in line
+    other = Domain("chat", some, some, LengthRange(160, 200), some)
+    assert sight(discovery, prompts[0], domain=other).segments_outside == 0
+    assert sight(discovery, [0, *passage(5, 300)], domain=other).segments_outside == 1
+    assert len(caplog.messages) == 2
+    assert sight(discovery, prompts[0], domain=None).segments_outside == 0
+
+
 def test_an_erasure_forgets_sightings_and_what_waits(salts: Salts, store: RamStore) -> None:
     discovery = discovery_of(salts)
     salts.refresh()
