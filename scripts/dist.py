@@ -4,7 +4,8 @@ Usage: python scripts/dist.py [--build-only]
 
 The wheel is built from a copy of the tree, because setuptools writes beside its sources, and without dates:
 the same sources give the same wheel. pip installs it with its requirements from its configured sources; then
-what every installation can do is done once: the commands' help, the SDK's imports without torch. Before that,
+what every installation can do is done once: the commands' help, the SDK's imports without torch, asking a
+service that is not there. Then extras: a command that named one works once it is installed. Before all that,
 the wheel is compared with the tree: package data are easily forgotten.
 """
 
@@ -27,6 +28,10 @@ EPOCH_S = 1_767_225_600
 """2026-01-01, for every file in the wheel."""
 SOURCES = ("services", "operators")
 BESIDE = ("pyproject.toml", "README.md", "LICENSE")
+EXTRAS = (("store", "store --help"), ("serving", "serve --print-config"))
+"""Each with a command that needs it, and no engine."""
+UNAVAILABLE = 4
+"""The exit code of a command that lacks a service or an extra."""
 SMOKE = """
 import sys
 import kintsugi
@@ -79,23 +84,35 @@ def smoke(wheel: Path) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         venv.create(folder / "env", with_pip=True)
-        python, kintsugi = folder / "env/bin/python", folder / "env/bin/kintsugi"
+        python, kintsugi = folder / "env/bin/python", str(folder / "env/bin/kintsugi")
         run([str(python), "-m", "pip", "install", "--quiet", str(wheel)])
         for command in ("--help", "size --help"):
-            run([str(kintsugi), *command.split()], cwd=folder)
+            run([kintsugi, *command.split()], cwd=folder)
+        expect("kintsugi serve", [kintsugi, "status", "--url", "http://127.0.0.1:1"], folder)
         said = run([str(python), "-c", SMOKE], cwd=folder)
+        for extra, command in EXTRAS:
+            expect(f"kintsugi-kv[{extra}", [kintsugi, command.split()[0]], folder)
+            run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"])
+            run([kintsugi, *command.split()], cwd=folder)
     if str(folder) not in said:
         raise DistError(f"another installation was imported: {said}")
     return said
 
 
-def run(command: Sequence[str], cwd: Path | None = None, **more: str) -> str:
-    """The output of a command, which sees none of this tree. Raises `DistError`."""
+def expect(text: str, command: Sequence[str], cwd: Path) -> None:
+    """Run a command that cannot do what is asked and says so with `text`. Raises `DistError`."""
+    said = run(command, cwd, UNAVAILABLE)
+    if text not in said:
+        raise DistError(f"{' '.join(command)} does not say {text!r}:\n{said}")
+
+
+def run(command: Sequence[str], cwd: Path | None = None, code: int = 0, **more: str) -> str:
+    """The output of a command that ends with this code, and sees none of this tree. Raises `DistError`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | more
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode != code:
         raise DistError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()}")
-    return done.stdout.strip()
+    return "\n".join(filter(None, (done.stdout.strip(), done.stderr.strip() if code else "")))
 
 
 def main() -> None:

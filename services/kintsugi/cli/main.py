@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from kintsugi import __version__
 from kintsugi.cli.commands.keys import app as keys_app
 from kintsugi.cli.commands.size import size
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.extras import ENGINE, PRECOMPUTE, SERVING, SERVING_HERE, STORE, add_missing_command
 from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
@@ -45,6 +45,7 @@ def _root(
 @command(app)
 def demo(screen: Screen, task: DemoTask) -> None:
     """Answer one question from several chunks in four ways; compare the answers and times to first token."""
+    ENGINE.check("demo")
     from kintsugi.cli.commands.demo import run
 
     run(screen, task)
@@ -53,6 +54,7 @@ def demo(screen: Screen, task: DemoTask) -> None:
 @command(app)
 def generate(screen: Screen, task: GenerateTask) -> ExitCode:
     """Answer a question from chunks by blending, and print what it cost."""
+    ENGINE.check("generate")
     from kintsugi.cli.commands.generate import run
 
     return run(screen, task)
@@ -80,6 +82,8 @@ def doctor(
         from kintsugi.cli.commands.status import diagnose
 
         return diagnose(screen, ServiceLink(url=url, api_key=api_key, tls_ca=tls_ca))
+    if model is not None:
+        ENGINE.check("doctor --model")
     from kintsugi.cli.commands.doctor import run
 
     return run(screen, model)
@@ -96,6 +100,7 @@ def status(screen: Screen, link: ServiceLink) -> ExitCode:
 @command(app)
 def calibrate(screen: Screen, task: CalibrateTask) -> ExitCode:
     """Measure how well a model blends, and write the report that permits it."""
+    ENGINE.check("calibrate")
     from kintsugi.cli.commands.calibrate import run
 
     return run(screen, task)
@@ -104,6 +109,7 @@ def calibrate(screen: Screen, task: CalibrateTask) -> ExitCode:
 @command(app, "eval")
 def evaluate(screen: Screen, task: EvaluateTask) -> int | None:
     """Compare blended answers with those of full prefill by quality, cost and time."""
+    ENGINE.check("eval")
     from kintsugi.cli.commands.evaluate import run
 
     error = run(screen, task).error
@@ -154,35 +160,41 @@ def token(
     screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
 
 
+@command(app, serves=True)
+def serve(screen: Screen, task: ServeTask) -> ExitCode:
+    """Serve a model with its chunk store and gateway on this machine until interrupted."""
+    (SERVING if task.print_config else SERVING_HERE).check("serve")
+    from kintsugi.cli.commands.serve import run
+
+    return run(screen, task)
+
+
 command(app)(size)
 app.add_typer(keys_app, name="keys")
 
-if find_spec("lmdb") is not None:  # the extra `store` is installed
+# The options of these commands stand in their modules, which import what an extra brings.
+if STORE.missing:
+    for each in ("store", "backup", "restore"):
+        add_missing_command(app, each, STORE)
+else:
+    from kintsugi.cli.commands.backup import backup, restore
     from kintsugi.cli.commands.store import app as store_app
 
     app.add_typer(store_app, name="store")
-
-    from kintsugi.cli.commands.backup import backup, restore
-
     command(app)(backup)
     command(app)(restore)
 
-if find_spec("httpx") is not None:  # of the extra `serving`
+if SERVING.missing:
+    add_missing_command(app, "bench", SERVING)
+else:
     from kintsugi.cli.commands.bench import app as bench_app
 
     app.add_typer(bench_app, name="bench")
 
-if all(find_spec(name) for name in ("lmdb", "ray", "starlette", "uvicorn", "yaml")):
-
-    @command(app, serves=True)
-    def serve(screen: Screen, task: ServeTask) -> ExitCode:
-        """Serve a model with its chunk store and gateway on this machine until interrupted."""
-        from kintsugi.cli.commands.serve import run
-
-        return run(screen, task)
-
-
-if all(find_spec(name) for name in ("lmdb", "ray", "semantic_text_splitter", "inscriptis")):
+if PRECOMPUTE.missing:
+    for each in ("precompute", "coverage"):
+        add_missing_command(app, each, PRECOMPUTE)
+else:
     from kintsugi.cli.commands.precompute import app as precompute_app
     from kintsugi.cli.commands.precompute import coverage
 

@@ -227,6 +227,13 @@ class ServeTask:
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Refuse to store or delete chunks through the gateway.")
     ] = False
+    discover: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Namespace, or a prefix and *, in whose prompts passages that recur are found and stored, "
+            "such as default; repeat. Its callers can then tell that a text was sent."
+        ),
+    ] = None
     allow_uncalibrated: AllowUncalibrated = False
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration for `serve deploy` and exit.")

@@ -8,7 +8,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.precompute.ledger import Ledger
 from kintsugi.store.client.grpc_store import GrpcStore, options_of
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.interface import Erasure
@@ -37,6 +36,9 @@ def replay(erasures: Sequence[Erasure], ledger_folder: Path | None, texts_folder
     if not erasures:
         return
     if ledger_folder is not None:
+        # Only the extra `precompute` brings what its modules import.
+        from kintsugi.precompute.ledger import Ledger
+
         with closing(Ledger(ledger_folder)) as ledger:
             for scope in scopes_of(erasures):
                 if scope.keys is None:

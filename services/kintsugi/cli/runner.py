@@ -28,14 +28,14 @@ _AS_JSON = inspect.Parameter(
 
 
 def command(
-    app: typer.Typer, name: str | None = None, *, serves: bool = False
+    app: typer.Typer, name: str | None = None, *, serves: bool = False, **settings: Any
 ) -> Callable[[Function], Function]:
     """Add a function to `app` and leave it as it is.
 
     Its first parameter is the `Screen`, which the option `--json` configures. Any other parameter is an
     option or argument; one whose type is a dataclass stands for its fields. A code that the function returns
     is the command's. A `KintsugiError` ends it with one line on stderr and the error's exit code, and with
-    `--json` also with ``{"error": {…}}`` on stdout.
+    `--json` also with ``{"error": {…}}`` on stdout. ``settings`` are Typer's own, of a command.
     """
 
     def add(function: Function) -> Function:
@@ -67,7 +67,7 @@ def command(
         shown = [*(option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options), _AS_JSON]
         run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         run.__annotations__ = {option.name: option.annotation for option in shown}
-        app.command(name)(run)
+        app.command(name, **settings)(run)
         return function
 
     return add

@@ -147,7 +147,8 @@ class AnswerTally:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self.tokens_discovered = 0
-        """Tokens whose KV was loaded although no request declared their chunks."""
+        """Tokens that were hit although their request did not declare their chunks, which may have been
+        discovered or put."""
 
     def count(self, accounting: Mapping[str, Any]) -> None:
         """``accounting`` is empty if the engine reported nothing."""

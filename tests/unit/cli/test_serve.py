@@ -37,6 +37,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
 from kintsugi.serving import service as service_module
@@ -96,6 +97,34 @@ def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
         read_only=True,
     )
     assert second == GatewaySpec(read_only=True)
+
+
+def test_discovery_is_turned_on_by_namespace_on_top_of_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text(
+        "model: {path: other}\n"
+        "privacy: {'*': {accounting: false}, acme: {ttft_step_ms: 100, discover: false}}\n"
+    )
+    shown = CliRunner().invoke(
+        app, ["serve", "--config", str(file), "--discover", "default", "--discover", "acme", "--print-config"]
+    )
+    assert shown.exit_code == 0, shown.output
+    spec = build_service_spec(ServeTask(config=file, discover=["default", "acme", "team/*"]))
+    assert spec.rules.privacy_of("default") == NamespacePrivacy(accounting=False, discover=True)
+    assert spec.rules.privacy_of("acme") == NamespacePrivacy(ttft_step_ms=100.0, discover=True)
+    assert spec.rules.privacy_of("team/a") == NamespacePrivacy(accounting=False, discover=True)
+    assert spec.rules.privacy_of("another") == NamespacePrivacy(accounting=False)
+    assert build_service_spec(ServeTask()).privacy == {}
+
+
+def test_discovery_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="discover: 'no spaces'"):
+        build_service_spec(ServeTask(discover=["no spaces"]))
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: other}\nengines: {connector: {discovery: {enabled: false}}}\n")
+    assert build_service_spec(ServeTask(config=file)).privacy == {}
+    with pytest.raises(InvalidField, match="enabled is false"):
+        build_service_spec(ServeTask(config=file, discover=["default"]))
 
 
 def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:

@@ -111,6 +111,34 @@ def test_only_frequent_reasons_are_named_and_advised_on() -> None:
     assert [word in line for word, line in zip(("precompute", "calibrate"), status.helps, strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("discovering", "tokens", "said", "advice"),
+    [
+        (None, None, None, None),
+        ((), 0, "off", "kintsugi serve --discover default, or privacy: {default: {discover: true}}"),
+        (("default",), 0, "on in default; 0 tokens hit that", "kintsugi calibrate --segments"),
+        (("a", "b", "c", "d"), 1234, "on in a, b, c and 1 more; 1,234 tokens hit that", None),
+        ((), 7, "off; 7 tokens hit that their prompts did not declare", None),
+    ],
+)
+def test_whether_chunks_are_discovered_is_said_and_advised_where_none_are_stored(
+    discovering: tuple[str, ...] | None, tokens: int | None, said: str | None, advice: str | None
+) -> None:
+    known = dataclasses.replace(HEALTHY, discovering=discovering, tokens_discovered=tokens)
+    status = describe_status(known)
+    found = dict(status.runs).get("discovery")
+    assert found is None if said is None else found is not None and found.startswith(said)
+    assert status.helps == []
+    answers = (AnswerCount("declined", "no_chunk_cached", 9),)
+    for missing in (
+        dataclasses.replace(known, answers=answers),
+        dataclasses.replace(known, store=dataclasses.replace(STORE, chunks=0)),
+    ):
+        first, *more = describe_status(missing).helps
+        assert "kintsugi precompute" in first
+        assert [advice in one for one in more if advice is not None] == ([] if advice is None else [True])
+
+
 def test_engines_that_do_not_answer_are_not_running() -> None:
     facts = dataclasses.replace(HEALTHY, engines=EngineFacts("no engine answered within 5 s"))
     status = describe_status(facts)

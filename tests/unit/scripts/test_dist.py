@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from scripts.dist import DistError, build, missing_from, run
+from scripts.dist import DistError, build, expect, missing_from, run
 
 pytestmark = pytest.mark.full
 
@@ -41,3 +41,12 @@ def test_a_file_that_the_wheel_lacks_is_named(wheel: Path, tmp_path: Path) -> No
 def test_a_command_that_fails_is_told_with_what_it_said() -> None:
     with pytest.raises(DistError, match="no such thing"):
         run(["sh", "-c", "echo no such thing >&2; exit 3"])
+
+
+def test_a_command_that_must_fail_is_told_by_its_code_and_its_words(tmp_path: Path) -> None:
+    refuse = ["sh", "-c", "echo install the extra >&2; exit 4"]
+    expect("the extra", refuse, tmp_path)
+    with pytest.raises(DistError, match="does not say 'another'"):
+        expect("another", refuse, tmp_path)
+    with pytest.raises(DistError, match="failed"):
+        expect("", ["true"], tmp_path)

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import check_namespace_pattern
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
@@ -68,6 +70,7 @@ def build_service_spec(task: ServeTask) -> ServiceSpec:
         engines=_engines(spec.engines, task),
         store=_store(spec.store, task),
         gateway=_gateway(spec.gateway, task),
+        privacy=_privacy(spec, task.discover or []),
     )
 
 
@@ -116,6 +119,21 @@ def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
     for name in ("insecure", "read_only"):
         changes[name] = getattr(gateway, name) or getattr(task, name)
     return dataclasses.replace(gateway, **changes)
+
+
+def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, NamespacePrivacy]:
+    """The rules, and for each namespace in which chunks are to be discovered the one that it has, with
+    `discover`: its own rule will be the only one that counts for it."""
+    discovery = spec.engines.connector.get("discovery")
+    if discovering and isinstance(discovery, Mapping) and discovery.get("enabled") is False:
+        raise InvalidField("discover", "engines.connector.discovery.enabled is false; leave out one of both")
+    rules = {
+        check_namespace_pattern(name, "discover"): dataclasses.replace(
+            spec.rules.privacy_of(name), discover=True
+        )
+        for name in discovering
+    }
+    return {**spec.privacy, **rules}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -115,6 +115,10 @@ class ServiceFacts:
     """None: the caller may not know."""
     answers: tuple[AnswerCount, ...] | None = None
     """None: the caller may not know."""
+    tokens_discovered: int | None = None
+    """Tokens hit that their requests did not declare. None: the caller may not know, or an older gateway."""
+    discovering: tuple[str, ...] | None = None
+    """Patterns of namespaces in which chunks are discovered; None as above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ def _message_of(body: bytes) -> str:
 def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float) -> ServiceFacts:
     """Fields that a later gateway adds are ignored."""
     caller, engines, store = document["caller"], document["engines"], document["store"]
-    answers = document["answers"]
+    answers, discovering = document["answers"], document.get("discovering")
     return ServiceFacts(
         url,
         Contact.ANSWERED,
@@ -228,6 +232,8 @@ def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float)
         engines=_pick(EngineFacts, engines),
         store=None if store is None else _pick(StoreFacts, store),
         answers=None if answers is None else tuple(_pick(AnswerCount, one) for one in answers),
+        tokens_discovered=document.get("tokens_discovered"),
+        discovering=None if discovering is None else tuple(discovering),
     )
 
 

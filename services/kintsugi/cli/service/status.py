@@ -10,6 +10,8 @@ from kintsugi.cli.service.facts import AnswerCount, Contact, ServiceFacts, Store
 from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.models.reference import REFERENCE
 
+DISCOVERING_SHOWN_MAX = 3
+"""Namespaces with discovery that are named."""
 MENTIONED_SHARE = 0.1
 """A reason is worth advice from this share of the answers on."""
 
@@ -45,8 +47,18 @@ _BLENDING_OFF = {
 }
 _BLENDING_OFF_ELSE = "see what is missing: kintsugi doctor --model MODEL"
 
+_NO_CHUNK = "no_chunk_cached"
+_DISCOVER = (
+    "have passages that recur found, where all callers of a namespace may know of each other's texts "
+    "(docs/TENANTS.md): kintsugi serve --discover default, or privacy: {default: {discover: true}}; default "
+    "is the namespace of requests that name none"
+)
+_CALIBRATE_SEGMENTS = (
+    "nothing discovered was hit yet: what recurs is saved while the engine is idle, where calibration holds "
+    "for it: kintsugi calibrate --segments"
+)
 _NOT_BLENDED = {
-    "no_chunk_cached": "store what prompts repeat: kintsugi precompute SOURCE, or put_chunks of the client",
+    _NO_CHUNK: "store what prompts repeat: kintsugi precompute SOURCE, or put_chunks of the client",
     "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE",
     "loading_is_slower": "nothing to do, or a faster store: loading these chunks takes longer than prefill",
     "blending_is_slower": "nothing to do: prompts are so short that a prefill is faster",
@@ -104,12 +116,15 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
     runs += _describe_store(facts.store)
     if facts.answers is not None:
         runs.append(("answers", describe_answers(facts.answers)))
+    runs += _describe_discovery(facts)
     helps = []
     if engines.blending != "on":
         helps.append(advise_on_gate(engines.blending))
     helps += [] if facts.store is None else _advise_on_store(facts.store)
     frequent = find_frequent_reasons(facts.answers or ())
     helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
+    if _NOT_BLENDED[_NO_CHUNK] in helps:
+        helps += _advise_on_discovery(facts)
     return ServiceStatus(
         True,
         facts.url,
@@ -172,5 +187,24 @@ def _advise_on_store(store: StoreFacts) -> list[str]:
             f"see what ails {store.shards_away[0]}: kintsugi store status --address {store.shards_away[0]}"
         ]
     if not store.chunks:
-        return [_NOT_BLENDED["no_chunk_cached"]]
+        return [_NOT_BLENDED[_NO_CHUNK]]
     return []
+
+
+def _advise_on_discovery(facts: ServiceFacts) -> list[str]:
+    if facts.discovering is None or facts.tokens_discovered:
+        return []
+    return [_CALIBRATE_SEGMENTS if facts.discovering else _DISCOVER]
+
+
+def _describe_discovery(facts: ServiceFacts) -> list[tuple[str, str]]:
+    """`on in default; 1,234 tokens hit that their prompts did not declare`."""
+    if facts.discovering is None:
+        return []
+    if not facts.discovering and not facts.tokens_discovered:
+        return [("discovery", "off")]
+    shown = facts.discovering[:DISCOVERING_SHOWN_MAX]
+    more = len(facts.discovering) - len(shown)
+    names = ", ".join(shown) + (f" and {more} more" if more else "")
+    hit = f"{facts.tokens_discovered or 0:,} tokens hit that their prompts did not declare"
+    return [("discovery", f"on in {names}; {hit}" if shown else f"off; {hit}")]

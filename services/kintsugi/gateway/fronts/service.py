@@ -12,6 +12,7 @@ from typing import Any
 
 from kintsugi import __version__
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.protocol.callers import Caller
 
@@ -19,7 +20,8 @@ SERVICE_PATH = "/v1/kintsugi/service"
 
 
 async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """JSON form. ``store`` and ``answers`` are None for a caller who may not see what concerns everybody."""
+    """JSON form. What concerns everybody is None for a caller who may not see it: ``store``, ``answers``,
+    and of discovery ``tokens_discovered`` and ``discovering``, the namespaces in which it is on."""
     sees_all = gateway.access.sees_all(caller)
     engines, store = await asyncio.gather(
         _describe_engines(gateway), _describe_store(gateway) if sees_all else _withhold()
@@ -33,7 +35,14 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
         "engines": engines,
         "store": store,
         "answers": gateway.answers.tally.to_list() if sees_all else None,
+        "tokens_discovered": gateway.answers.tally.tokens_discovered if sees_all else None,
+        "discovering": find_discovering(gateway.rules()) if sees_all else None,
     }
+
+
+def find_discovering(rules: NamespaceRules) -> list[str]:
+    """Patterns of namespaces in which chunks are discovered."""
+    return sorted(pattern for pattern, privacy in rules.privacy.items() if privacy.discovers)
 
 
 def describe_caller(caller: Caller) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from kintsugi import __version__
 from kintsugi.cli.service.facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service
@@ -28,7 +30,7 @@ from tests.unit.gateway.fronts.test_http_roles import Roles, bearing
 
 def test_the_commands_read_what_a_gateway_tells() -> None:
     accountings: list[dict[str, object]] = [
-        {"outcome": "blended", "reason": "confirmed"},
+        {"outcome": "blended", "reason": "confirmed", "tokens_discovered": 70},
         {"outcome": "declined", "reason": "no_chunk_cached: the store holds none"},
         {"outcome": "declined", "reason": "no_chunk_cached: the store holds none"},
     ]
@@ -55,6 +57,7 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
             AnswerCount("declined", "no_chunk_cached", 2),
             AnswerCount("blended", "none", 1),
         )
+        assert (facts.tokens_discovered, facts.discovering) == (70, ())
         assert abs(facts.clock_ahead_s) < 2.0
         assert 88.0 < behind.clock_ahead_s < 92.0
 
@@ -67,7 +70,8 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
         async with client(ScriptedBackend(), Roles()) as caller:
             assert (await caller.get(SERVICE_PATH)).status_code == 401
             told = (await caller.get(SERVICE_PATH, headers=bearing(token))).json()
-        assert (told["store"] is not None, told["answers"] is not None) == (sees_all, sees_all)
+        for name in ("store", "answers", "tokens_discovered", "discovering"):
+            assert (told[name] is not None) == sees_all, name
         assert told["engines"]["model"] == "scripted"
         assert told["caller"]["name"] == "someone"
         async with client(ScriptedBackend(), Tokens()) as caller:  # a file of before there were verbs
@@ -75,6 +79,18 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
         assert told["store"] is not None
 
     run(body)
+
+
+def test_namespaces_with_discovery_are_those_whose_rule_says_or_implies_it() -> None:
+    rules = NamespaceRules(
+        privacy={
+            "default": NamespacePrivacy(discover=True),
+            "users/*": NamespacePrivacy(shared="team"),
+            "quiet/*": NamespacePrivacy(shared="team", discover=False),
+            "acme": NamespacePrivacy(accounting=False),
+        }
+    )
+    assert service.find_discovering(rules) == ["default", "users/*"]
 
 
 class FailingStore(RamStore):

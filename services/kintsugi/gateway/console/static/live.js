@@ -115,7 +115,7 @@ export class Live {
     this.figure("chunk tokens loaded", looked ? `${(100 * gateway.tokens_hit / looked).toFixed(0)} %` : "none yet");
     this.figure("chunks waiting to be stored", number(gateway.fill_queue_chunks));
     this.figure("known texts", number(gateway.known_chunks));
-    if (gateway.tokens_discovered) this.figure("tokens of discovered chunks", number(gateway.tokens_discovered));
+    if (gateway.tokens_discovered) this.figure("tokens hit undeclared", number(gateway.tokens_discovered));
     if (store.problem) {
       this.figure("store", "no answer");
       this.problem.textContent = `The store does not answer: ${store.problem}. Answers go on as full prefills.`;
