@@ -44,10 +44,14 @@ class Calibrated:
 class Calibrator:
     """A Ray actor that answers `progress` while it is in `run`."""
 
-    def __init__(self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str) -> None:
+    def __init__(
+        self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, segments: bool
+    ) -> None:
+        """``segments``: prompts made of the bundled passages are cut as discovery cuts them."""
         self._model = load(ModelSpec, model, "model")
         self._engines = load(EngineSpec, engines, "engines")
         self._store_url = store_url
+        self._segments = segments
         self._says = "starting vLLM"
 
     def progress(self) -> str:
@@ -95,14 +99,15 @@ class Calibrator:
         budget, thresholds = Budget(selectors=names), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
-        bench, _ = prepare_bench(engine, form, given, budget)
+        segments = self._segments and given is None
+        bench, _ = prepare_bench(engine, form, given, budget, segments)
         calibration = calibrate(
             bench,
             engine.num_layers,
             engine.binding,
             budget,
             thresholds,
-            "bundled passages" if file is None else file.name,
+            f"bundled passages{', in segments' if segments else ''}" if file is None else file.name,
             utc_now(),
             form.name.value,
             self._say,
@@ -147,8 +152,9 @@ def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> Any:
-    """Start the actor, which waits until the cluster has room for one more engine."""
+def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str, segments: bool) -> Any:
+    """Start the actor, which waits until the cluster has room for one more engine. ``segments``: see
+    `Calibrator`."""
     import ray
 
     from kintsugi.core.settings import non_default_fields
@@ -160,4 +166,5 @@ def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str) -> A
         max_restarts=0,
         runtime_env={"env_vars": dict(engines.env)},
     )
-    return actor.remote(non_default_fields(model), non_default_fields(replace(engines, env={})), store_url)
+    engine_fields = non_default_fields(replace(engines, env={}))
+    return actor.remote(non_default_fields(model), engine_fields, store_url, segments)

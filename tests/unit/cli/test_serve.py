@@ -7,6 +7,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -337,6 +338,25 @@ def test_a_missing_or_outdated_report_starts_a_calibration(
     monkeypatch.setattr(watch, "_start_calibration", lambda: started.append(True))
     watch._check_blending(service.info())
     assert started == [True] * starts
+
+
+@pytest.mark.parametrize("discover", [True, False])
+def test_where_chunks_are_discovered_the_calibration_is_about_segments(
+    monkeypatch: pytest.MonkeyPatch, discover: bool
+) -> None:
+    service, segments = StubService(), []
+    service.spec = ServiceSpec(
+        ModelSpec("m"), EngineSpec(), privacy={"default": NamespacePrivacy(discover=discover)}
+    )
+
+    def start(model: ModelSpec, engines: EngineSpec, store_url: str, about_segments: bool) -> MagicMock:
+        segments.append(about_segments)
+        return MagicMock()
+
+    monkeypatch.setattr(command, "start_calibrator", start)
+    watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
+    watch._check_blending(service.info())
+    assert segments == [discover]
 
 
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,3 +53,15 @@ def test_the_other_rules_count_first() -> None:
 def test_a_step_grows_with_the_prompt() -> None:
     privacy = NamespacePrivacy(ttft_step_ms=100, ttft_step_us_per_token=50)
     assert privacy.step_s(2000) == pytest.approx(0.2)
+
+
+def test_namespaces_with_discovery_are_those_whose_rule_says_or_implies_it() -> None:
+    rules = NamespaceRules(
+        privacy={
+            "default": NamespacePrivacy(discover=True),
+            "users/*": NamespacePrivacy(shared="team"),
+            "quiet/*": NamespacePrivacy(shared="team", discover=False),
+            "acme": NamespacePrivacy(accounting=False),
+        }
+    )
+    assert rules.discovering == ["default", "users/*"]

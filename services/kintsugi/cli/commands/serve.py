@@ -360,7 +360,8 @@ class ServiceMonitor:
 
     def _start_calibration(self) -> None:
         spec = self._service.spec
-        self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store))
+        store_url, segments = directory_url(spec.store), bool(spec.rules.discovering)
+        self._calibrator = start_calibrator(spec.model, spec.engines, store_url, segments)
         self._running = self._calibrator.run.remote()
         self._screen.show_event(
             "calibration",

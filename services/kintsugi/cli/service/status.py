@@ -59,7 +59,8 @@ _CALIBRATE_SEGMENTS = (
 )
 _NOT_BLENDED = {
     _NO_CHUNK: "store what prompts repeat: kintsugi precompute SOURCE, or put_chunks of the client",
-    "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE",
+    "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE, "
+    "with --segments where chunks are discovered",
     "loading_is_slower": "nothing to do, or a faster store: loading these chunks takes longer than prefill",
     "blending_is_slower": "nothing to do: prompts are so short that a prefill is faster",
     "store_unavailable": "see which shards answer: kintsugi doctor --url URL",

@@ -60,6 +60,11 @@ class NamespaceRules(Settings):
             own = own.at_least(outer)
         return own
 
+    @property
+    def discovering(self) -> list[str]:
+        """Patterns of namespaces in which chunks are discovered."""
+        return sorted(pattern for pattern, privacy in self.privacy.items() if privacy.discovers)
+
     def known_chunks_max(self, namespace: str) -> int | None:
         limits = self.limits_of(namespace)
         return None if limits is None else limits.known_chunks

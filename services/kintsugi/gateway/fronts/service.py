@@ -12,7 +12,6 @@ from typing import Any
 
 from kintsugi import __version__
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.protocol.callers import Caller
 
@@ -36,13 +35,8 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
         "store": store,
         "answers": gateway.answers.tally.to_list() if sees_all else None,
         "tokens_discovered": gateway.answers.tally.tokens_discovered if sees_all else None,
-        "discovering": find_discovering(gateway.rules()) if sees_all else None,
+        "discovering": gateway.rules().discovering if sees_all else None,
     }
-
-
-def find_discovering(rules: NamespaceRules) -> list[str]:
-    """Patterns of namespaces in which chunks are discovered."""
-    return sorted(pattern for pattern, privacy in rules.privacy.items() if privacy.discovers)
 
 
 def describe_caller(caller: Caller) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from kintsugi import __version__
 from kintsugi.cli.service.facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service
@@ -79,18 +77,6 @@ def test_what_concerns_every_tenant_is_for_admins_once_verbs_are_named(token: st
         assert told["store"] is not None
 
     run(body)
-
-
-def test_namespaces_with_discovery_are_those_whose_rule_says_or_implies_it() -> None:
-    rules = NamespaceRules(
-        privacy={
-            "default": NamespacePrivacy(discover=True),
-            "users/*": NamespacePrivacy(shared="team"),
-            "quiet/*": NamespacePrivacy(shared="team", discover=False),
-            "acme": NamespacePrivacy(accounting=False),
-        }
-    )
-    assert service.find_discovering(rules) == ["default", "users/*"]
 
 
 class FailingStore(RamStore):
