@@ -73,8 +73,22 @@ class OnDevice(Tensor):
         raise AssertionError(f"{func} reached the pretended device; PretendCuda.call should have caught it")
 
 
+FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+"""What makes a tensor of numbers that lie in pageable memory."""
+
+
 def _is_on_device(value: object) -> bool:
     return isinstance(value, OnDevice)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number on the host."""
+    return not isinstance(value, Tensor) or not (value.ndim or _is_on_device(value))
+
+
+def _names_rows(index: object) -> bool:
+    """Whether it is a tensor of indices, and no mask."""
+    return isinstance(index, Tensor) and bool(index.ndim) and index.dtype not in (torch.bool, torch.uint8)
 
 
 def _host_of(value: Any) -> Any:
@@ -226,6 +240,9 @@ class PretendCuda:
         if not on_device:
             return self._make(func, args, kwargs)
         self._check_devices(func, name, leaves)
+        self._check_indices(func, name, args)
+        if func in FROM_VALUES:
+            self.count("pageable", name)
         if func in (Tensor.tolist, Tensor.numpy):
             self.count("sync", name)
             return func(args[0].on_host)
@@ -267,6 +284,23 @@ class PretendCuda:
         if func not in (Tensor.__getitem__, Tensor.__setitem__):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         self.count("pageable", name)
+
+    def _check_indices(self, func: Any, name: str, args: Any) -> None:
+        """A list as an index is copied to the device. So is a number that is written by an index, or a tensor
+        of one number that lies on the host, and for that the host waits. A number goes into a slice, or
+        where a mask says, as an argument of a kernel."""
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        elif func in (Tensor.index_put, Tensor.index_put_):
+            indices = args[1]
+        else:
+            return
+        lists = [index for index in indices if isinstance(index, list)]
+        if lists:
+            self.count("pageable", f"{name} by a list")
+        if len(args) > 2 and _is_number(args[2]) and (lists or any(map(_names_rows, indices))):
+            self.count("pageable", f"{name} of a number")
+            self.count("sync", f"{name} of a number")
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Copies between host and device, and to pinned memory; None for any other call."""
@@ -340,8 +374,8 @@ class PretendCuda:
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         if on_device:
-            if func is torch.tensor and result.numel():
-                self.count("pageable", "torch.tensor")
+            if func in FROM_VALUES and result.numel():
+                self.count("pageable", func.__name__)
             return OnDevice(result)
         return self._pin(result) if pin else result
 

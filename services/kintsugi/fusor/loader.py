@@ -7,6 +7,7 @@ layers.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from kintsugi.fusor.priors import has_prior, read_scores
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import ChunkPlacement, LayerStaging, Staging
 
+log = logging.getLogger(__name__)
+
 CLOSE_TIMEOUT_S = 0.1
 """How long `close` waits for the threads. The engine's thread calls it while every request waits; a loader
 thread that the store blocks for longer ends by itself, and owns everything that it still touches."""
@@ -35,6 +38,12 @@ class LoadFailed(Exception):
         super().__init__(reason)
         self.keys = keys
         self.reason = reason
+
+
+def describe_shortage(error: torch.OutOfMemoryError) -> str:
+    """`device_memory: detail` with what to do, without torch's account of its allocator."""
+    what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+    return f"device_memory: {what}; lower gpu_memory_utilization, so that vLLM leaves more to passes"
 
 
 @dataclass(frozen=True)
@@ -183,15 +192,21 @@ class LayerLoader:
             self._fail(failure)
         except KintsugiError as error:
             self._fail(LoadFailed(self._every_key(), f"{type(error).__name__}: {error}"))
+        except torch.OutOfMemoryError as error:
+            reason = describe_shortage(error)
+            if self._fail(LoadFailed(self._every_key(), reason)):
+                log.warning("Failed to load chunks, which are computed instead: %s", reason)
         except BaseException as defect:
             # The waiting pass must learn that no layer will come; raising also logs the traceback.
             self._fail(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 
-    def _fail(self, failure: LoadFailed) -> None:
+    def _fail(self, failure: LoadFailed) -> bool:
+        """Returns whether it is the first failure of these threads."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
+            return self._failure is failure
 
     def _pull(self, share: slice) -> None:
         frames = self._open_frames(share)

@@ -250,9 +250,8 @@ class HybridSelector(QuerySelector):
             -candidates.offsets,
             min(count, round(HYBRID_HEAD_SHARE * quota(self.ratio, candidates.num_hit_tokens))),
         )
-        scores = scores.clone()
-        scores[heads] = float("inf")
-        return top(scores, count)
+        # On a GPU, writing a number by an index (`scores[heads] = ...`) would make the host wait.
+        return top(scores.index_fill(0, heads, float("inf")), count)
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:

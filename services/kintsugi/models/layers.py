@@ -44,6 +44,7 @@ class DeclineReason(StrEnum):
     RECURRENT = "recurrent"
     INDEXED = "indexed_attention"
     ATTENTION = "attention"
+    BACKEND = "attention_backend"
     ROPE = "rope"
     ROPE_LENGTH = "rope_length"
     LEARNED_POSITIONS = "learned_positions"
@@ -61,6 +62,7 @@ ADVICE: Mapping[DeclineReason, str] = {
     DeclineReason.RECURRENT: f"{PLAIN}; to blend, serve a model whose layers are all attention",
     DeclineReason.INDEXED: f"{PLAIN}; to blend, serve a model that attends to every token",
     DeclineReason.ATTENTION: f"{PLAIN}; to blend, serve a model with plain causal attention",
+    DeclineReason.BACKEND: f"{PLAIN}; to blend, start vLLM with attention_backend FLASH_ATTN or TRITON_ATTN",
     DeclineReason.ROPE: f"{PLAIN}; to blend, serve a model whose keys rotate by their position alone",
     DeclineReason.ROPE_LENGTH: (
         f"{PLAIN}; to blend, set max_model_len to at most the length that the model was trained for, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -449,6 +450,29 @@ def test_a_stream_that_ends_early_loses_every_chunk() -> None:
         loader.take(0, TIMEOUT_S)
     assert caught.value.keys == {manifest.key for manifest in chunks.manifests}
     loader.close()
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_device_without_memory_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """No thread dies of it, which would print a traceback."""
+    chunks = Chunks([3, 4, 5])
+
+    def frames(chunk: int, layer: int) -> LayerFrame:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB."
+        )
+
+    loader = shared_loader(chunks, frames)
+    with pytest.raises(LoadFailed, match=r"^device_memory: ") as caught:
+        loader.take(0, TIMEOUT_S)
+    assert caught.value.keys == {manifest.key for manifest in chunks.manifests}
+    loader.close()
+    (record,) = (record for record in caplog.records if record.name == "kintsugi.fusor.loader")
+    assert (record.levelno, record.exc_info) == (logging.WARNING, None)
+    assert record.getMessage() == (
+        "Failed to load chunks, which are computed instead: device_memory: CUDA out of memory. Tried to "
+        "allocate 2.00 GiB; lower gpu_memory_utilization, so that vLLM leaves more to passes"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

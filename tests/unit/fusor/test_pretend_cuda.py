@@ -22,6 +22,12 @@ WAITING: dict[str, Callable[[Tensor], object]] = {
     "where": lambda x: torch.where(x > 1),
     "mask": lambda x: x[x > 1],
     "write by a mask": lambda x: x.__setitem__(x > 1, torch.zeros(2, device="cuda")),
+    "write a number by an index": lambda x: x.__setitem__(torch.arange(2, device="cuda"), 1.0),
+    "write a number by indices": lambda x: x.view(2, 2).__setitem__(
+        (slice(None), torch.arange(1, device="cuda")), 1.0
+    ),
+    "write a number by a list": lambda x: x.__setitem__([0, 2], 1.0),
+    "put a number of the host": lambda x: x.index_put_((torch.arange(2, device="cuda"),), torch.tensor(1.0)),
     "masked_select": lambda x: x.masked_select(x > 1),
     "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
@@ -35,12 +41,20 @@ COPYING: dict[str, Callable[[Tensor], object]] = {
     "cuda": lambda x: torch.zeros(4).cuda(),
     "tensor": lambda x: torch.tensor([1.0], device="cuda"),
     "index": lambda x: x[torch.tensor([0, 2])],
-    "write by an index": lambda x: x.__setitem__(torch.tensor([0, 2]), 1.0),
+    "as_tensor": lambda x: torch.as_tensor([1.0], device="cuda"),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "index by a list": lambda x: x[[0, 2]],
+    "write by an index": lambda x: x.__setitem__(torch.tensor([0, 2]), torch.ones(2, device="cuda")),
     "copy": lambda x: x.copy_(torch.zeros(4)),
 }
 FREE: dict[str, Callable[[Tensor], object]] = {
     "arithmetic": lambda x: (x + 1).square().sum(),
     "index": lambda x: x[torch.arange(2, device="cuda")],
+    "write by an index": lambda x: x.__setitem__(
+        torch.arange(2, device="cuda"), torch.ones(2, device="cuda")
+    ),
+    "fill by an index": lambda x: x.index_fill(0, torch.arange(2, device="cuda"), float("inf")),
+    "write a number into a slice": lambda x: x.__setitem__(slice(1, 3), 2.0),
     "slice": lambda x: x[1:3].mul_(2),
     "sort": lambda x: x.sort(stable=True).values[:2],
     "pinned": lambda x: torch.zeros(4).pin_memory().to("cuda", non_blocking=True),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.fusor.attention import _check_device, attend_scattered
-from kintsugi.fusor.kernels.scattered import choose_splits
+from kintsugi.fusor.kernels.scattered import Tile, choose_splits, variant_sizes
 from kintsugi.fusor.reference import reference_attention
 from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
 
@@ -160,6 +160,25 @@ def test_kernel_matches_reference_anywhere(interpreted: Verdict, case: Case) -> 
 )
 def test_the_walk_is_split_until_the_device_is_full(programs: int, context: int, splits: int) -> None:
     assert choose_splits(programs, context, columns=64, multiprocessors=132) == splits
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 48, 132])
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 3), (8, 4), (1, 8), (32, 1), (4, 32)])
+@pytest.mark.parametrize("row_bytes", [128, 512])
+def test_the_sizes_that_are_run_at_start_need_every_variant(
+    kv_heads: int, group: int, row_bytes: int, multiprocessors: int
+) -> None:
+    context_max = 2048
+
+    def variant(num_tokens: int, context: int) -> tuple[Tile, int]:
+        """As `triton_attention` chooses it."""
+        tile = Tile.choose_tile(num_tokens, group, row_bytes)
+        programs = -(-num_tokens // tile.tokens) * kv_heads
+        return tile, choose_splits(programs, context, tile.columns, multiprocessors)
+
+    at_start = {variant(*size) for size in variant_sizes(group, row_bytes, context_max)}
+    tokens, contexts = [*range(1, 140), 300, 2000], range(64, context_max + 1, 64)
+    assert {variant(count, context) for count in tokens for context in contexts} <= at_start
 
 
 def _by_hand(problem: Any, index: int) -> torch.Tensor:

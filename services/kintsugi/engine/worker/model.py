@@ -39,6 +39,11 @@ PLAIN_ATTENTIONS = frozenset({"Attention", "ChunkedLocalAttention"})
 LATENT_ATTENTION = "MLAAttention"
 """vLLM's attention over latents."""
 
+ONE_BATCH_BACKENDS = frozenset({"FLASHINFER", "TRITON_FLASHINFER", "FLEX_ATTENTION", "B12X", "HPC_ATTN"})
+"""Backends whose metadata is for at most `max_num_seqs` requests, in buffers of the builder that the next
+batch overwrites (read in vLLM 0.32). A pass prepares its batches first and uses them in every layer, beside
+those of other passes, and a batch of scattered tokens is hundreds of pseudo-requests."""
+
 MROPE_AXES = 3
 """Axes of a position where vLLM counts several; text has the same on each."""
 
@@ -280,6 +285,7 @@ def _cache_groups(
                 feature = f"a cache group ({tables}) that mixes attention backends or has no cache"
                 raise Decline(DeclineReason.ATTENTION, None, feature).error()
             backend = backends.pop()
+            _require_lasting_metadata(backend.get_name())
             made = CacheGroup(
                 index=len(groups),
                 tables=tables,
@@ -293,6 +299,14 @@ def _cache_groups(
             )
             groups.append(made)
     return {name: group for group in groups for name in group.layer_names}
+
+
+def _require_lasting_metadata(backend: str) -> None:
+    """Raise `NotBlendable` for a backend whose metadata does not outlive the next batch."""
+    if backend in ONE_BATCH_BACKENDS:
+        limits = "whose metadata serves one batch of at most max_num_seqs requests"
+        feature = f"the attention backend {backend}, {limits}"
+        raise Decline(DeclineReason.BACKEND, None, feature).error()
 
 
 def _layers_by_spec(spec: KVCacheSpec, names: list[str]) -> dict[KVCacheSpec, list[str]]:

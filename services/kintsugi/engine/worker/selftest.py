@@ -9,6 +9,9 @@ Checks on made-up tokens, in cache blocks that nobody uses yet:
    exact there. On a GPU these tokens attend through our own kernel.
 4. **Shifted keys**: layer 0 sees no context, so its loaded K and V at another offset equal fresh ones.
 
+On a GPU, every variant of that kernel runs before, so that no request waits for one to be compiled, or is the
+first to find one that does not fit the GPU.
+
 A wrong offset, swapped K and V or a wrong RoPE base fails at least one of them.
 """
 
@@ -27,10 +30,11 @@ from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.worker.anatomy import free_blocks, run_forward
+from kintsugi.engine.worker.attention.scattered import run_variants
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.engine.worker.stack import VllmStack, rank_and_size
 from kintsugi.fusor.blend import BlendPass, PassRegion
-from kintsugi.fusor.loader import LayerLoader, placements_of
+from kintsugi.fusor.loader import LayerLoader, describe_shortage, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus, SlicedWork
 from kintsugi.store.client.ram import RamStore
@@ -55,14 +59,35 @@ class _Fixture:
 
 
 def self_test(model: LoadedModel) -> None:
-    """Raises `SelfTestFailed` naming the check that failed and by how much."""
+    """Raises `SelfTestFailed` naming the check that failed and by how much, or what the device lacks."""
+    try:
+        with torch.inference_mode(), model.custom_ops_on():
+            if model.device.type == "cuda":
+                _run_kernels(model)
+            _run_checks(model)
+    except torch.OutOfMemoryError as error:
+        raise SelfTestFailed(describe_shortage(error)) from None
+
+
+def _run_kernels(model: LoadedModel) -> None:
+    """Run every variant of the kernel for scattered tokens in each layer that it serves."""
+    started, served = time.perf_counter(), [layer for layer in model.layers if layer.group.kernel_serves]
+    length_max: int = model.vllm_config.model_config.max_model_len
+    for layer in served:
+        block_size = layer.group.block_size
+        run_variants(layer.attention, model.dtype, -(-length_max // block_size) * block_size)
+    if served:
+        torch.cuda.synchronize(model.device)  # so that what fails on the device fails here
+        logger.info("The kernel for scattered tokens was ready in %.2f s", time.perf_counter() - started)
+
+
+def _run_checks(model: LoadedModel) -> None:
     started = time.perf_counter()
-    with torch.inference_mode(), model.custom_ops_on():
-        fixture = _prepare(model)
-        reference = _own_prefill(fixture)
-        for name, ratio in (("full ratio", 1.0), ("own prefix", 0.0), ("scattered tokens", 0.5)):
-            _check(model, name, _run_blend(fixture, ratio), reference)
-        _check_shifted_keys(fixture)
+    fixture = _prepare(model)
+    reference = _own_prefill(fixture)
+    for name, ratio in (("full ratio", 1.0), ("own prefix", 0.0), ("scattered tokens", 0.5)):
+        _check(model, name, _run_blend(fixture, ratio), reference)
+    _check_shifted_keys(fixture)
     logger.info("Blending self-test passed in %.2f s", time.perf_counter() - started)
 
 

@@ -82,6 +82,27 @@ def choose_splits(programs: int, context: int, columns: int, multiprocessors: in
     return splits
 
 
+def variant_sizes(group: int, row_bytes: int, context_max: int) -> list[tuple[int, int]]:
+    """Numbers of queries and of kv positions. One call with each pair compiles every variant that calls over
+    at most `context_max` positions can need: each tile with each number of splits that a device may choose.
+    """
+    smallest: dict[Tile, int] = {}
+    num_tokens = 1
+    while True:
+        tile = Tile.choose_tile(num_tokens, group, row_bytes)
+        smallest.setdefault(tile, num_tokens)
+        if num_tokens > tile.tokens:  # with more queries there are more tiles of this size
+            break
+        num_tokens *= 2
+    sizes = [(num_tokens, num_tokens) for num_tokens in smallest.values()]
+    splits = 2
+    while splits <= SPLITS_MAX:
+        contexts = ((count, splits * STEPS_PER_SPLIT * tile.columns) for tile, count in smallest.items())
+        sizes += [(count, context) for count, context in contexts if context <= context_max]
+        splits *= 2
+    return sizes
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     """1 on the CPU, where Triton's interpreter runs one program after the other."""

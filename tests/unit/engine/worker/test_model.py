@@ -11,7 +11,7 @@ from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
@@ -21,6 +21,7 @@ from kintsugi.engine.worker import memory
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
     LoadedModel,
+    _cache_groups,
     _disabled_ops,
     _layers_by_spec,
     _owners_of,
@@ -90,6 +91,19 @@ def test_builders_are_told_of_no_graphs() -> None:
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     assert _without_graphs(config).compilation_config.cudagraph_mode is CUDAGraphMode.NONE
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER", "TRITON_FLASHINFER", "FLEX_ATTENTION"])
+def test_a_backend_that_keeps_one_batch_is_declined_before_its_builder_is_made(name: str) -> None:
+    """A pass prepares several batches, of more pseudo-requests than `max_num_seqs`, and runs them later."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    groups: Any = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
+    backend = type("Backend", (), {"get_name": staticmethod(lambda: name)})
+    attentions = {"layer.0": SimpleNamespace(attn_backend=backend)}
+    with pytest.raises(NotBlendable, match=f"the attention backend {name}, whose metadata") as raised:
+        _cache_groups(VllmConfig(), groups, attentions, CUDA)
+    assert raised.value.reason == "attention_backend"
+    assert str(raised.value).endswith("start vLLM with attention_backend FLASH_ATTN or TRITON_ATTN")
 
 
 def job_of(tokens: int, selection: Selection) -> Any:

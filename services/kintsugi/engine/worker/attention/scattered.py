@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.worker.attention.kv import kv_of
 from kintsugi.engine.worker.attention.packed import packed_kernel
 from kintsugi.fusor.attention import attend_scattered, kernel_reads
@@ -84,6 +85,40 @@ def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None
         yield
     finally:
         attention.impl = impl
+
+
+def run_variants(attention: Any, dtype: torch.dtype, context_max: int) -> None:
+    """Run every variant of the GPU's kernel that this layer can need over at most `context_max` positions, so
+    that none is compiled, or found not to fit the device, while requests wait. Queries of `dtype` are zeros,
+    and K and V whatever lies in block 0.
+
+    Raises `SelfTestFailed` naming the first variant that does not run.
+    """
+    from kintsugi.fusor.kernels.scattered import variant_sizes
+
+    heads, width, cache = attention.num_heads, attention.head_size, attention.kv_cache
+    block_size, device = cache.shape[2], cache.device
+    for num_tokens, context in variant_sizes(
+        heads // attention.num_kv_heads, width * dtype.itemsize, context_max
+    ):
+        query = torch.zeros(num_tokens, heads, width, dtype=dtype, device=device)
+        rows = ScatteredRows(
+            torch.arange(context - num_tokens, context, dtype=torch.int32, device=device),
+            torch.zeros(-(-context // block_size), dtype=torch.int32, device=device),
+        )
+        try:
+            with replace_attention_impl(attention, rows):
+                attention.impl.forward(
+                    attention, query, query, query, cache, None, output=torch.empty_like(query)
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as defect:
+            problem = " ".join(f"{type(defect).__name__}: {defect}".split())
+            raise SelfTestFailed(
+                f"the kernel for scattered tokens does not run on this GPU ({num_tokens} queries of {heads} "
+                f"heads of {width} over {context} positions): {problem}; update Triton, or report this"
+            ) from defect
 
 
 class _KernelImpl:
