@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import select_common_block_size
 
@@ -72,6 +73,14 @@ class CacheGroup:
     """Whether scattered tokens attend through `engine.worker.attention.scattered`."""
     needs_latent_rows: bool = False
     """Whether tokens behind cached ones attend through `engine.worker.attention.latent`."""
+
+    def build_metadata(self, common: CommonAttentionMetadata) -> Any:
+        """The backend's metadata of one batch. It outlives the batches that are built after it."""
+        prefill_backend = getattr(self.builder, "_prefill_backend", None)
+        if prefill_backend is not None:
+            # Of latent attention. It keeps what was built last, and passes run side by side.
+            self.builder._prefill_backend = prefill_backend.clone()
+        return self.builder.build(0, common)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class VllmStack:
                 prepared.metadata.update(dict.fromkeys(names))
                 continue
             common = _common_metadata(on_host, owners, tables, prepared.positions, slots)
-            prepared.metadata.update(dict.fromkeys(names, tables.group.builder.build(0, common)))
+            prepared.metadata.update(dict.fromkeys(names, tables.group.build_metadata(common)))
         return LayerBatch(len(positions), prepared)
 
     def _kernel_serves(self, tables: _GroupTables, on_host: Tensor | None) -> bool:

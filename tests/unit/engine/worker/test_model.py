@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.worker import memory
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
+    CacheGroup,
     LoadedModel,
     _cache_groups,
     _disabled_ops,
@@ -104,6 +106,36 @@ def test_a_backend_that_keeps_one_batch_is_declined_before_its_builder_is_made(n
         _cache_groups(VllmConfig(), groups, attentions, CUDA)
     assert raised.value.reason == "attention_backend"
     assert str(raised.value).endswith("start vLLM with attention_backend FLASH_ATTN or TRITON_ATTN")
+
+
+@dataclass
+class PrefillBackend:
+    """Of latent attention, in vLLM: computes with the batch that was prepared last."""
+
+    prepared: Any = None
+
+    def clone(self) -> PrefillBackend:
+        return PrefillBackend()
+
+
+class LatentBuilder:
+    """Of latent attention, in vLLM: all of its metadata is about one prefill backend."""
+
+    def __init__(self) -> None:
+        self._prefill_backend = PrefillBackend()
+
+    def build(self, common_prefix_len: int, common: Any) -> PrefillBackend:
+        self._prefill_backend.prepared = common
+        return self._prefill_backend
+
+
+def test_metadata_of_latents_outlives_the_next_batch() -> None:
+    """Two passes prepare a batch each before either computes."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    group = CacheGroup(0, 0, spec, ("layer.0",), 16, 16, LatentBuilder(), kernel_serves=False)
+    batches: list[Any] = ["one", "two"]
+    metadata = [group.build_metadata(batch) for batch in batches]
+    assert [one.prepared for one in metadata] == batches
 
 
 def job_of(tokens: int, selection: Selection) -> Any:
