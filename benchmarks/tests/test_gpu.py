@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu import bare, blending
 from benchmarks.gpu import device as benchmark
 from benchmarks.gpu.counting import count_per_layer
+from benchmarks.support import device_waits
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.selectors import HkvdSelector
@@ -274,6 +275,13 @@ def test_a_wait_in_every_layer_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(HkvdSelector, "scores", waiting)
     assert count_per_layer(blending.SELECTIONS["gradual@1 r=.15"]) == (1.0, 0.0)
     assert count_per_layer(blending.SELECTIONS["query r=.15"]) == (0.0, 0.0)
+
+
+def test_the_figures_of_waits_are_those_of_the_worst_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_waits, "count_per_layer", lambda selection: (float(selection.ratio > 0), 0.0))
+    waits, copies = device_waits.measure(quick=False)
+    assert (waits.name, waits.value, waits.bar, waits.holds) == ("device_syncs_per_layer", 1.0, "≤ 0", False)
+    assert (copies.name, copies.value, copies.holds) == ("pageable_copies_per_layer", 0.0, True)
 
 
 def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
