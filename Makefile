@@ -14,7 +14,8 @@
 #   make bench-stale         which committed results are older than the code they depend on
 #   make gpu [GPU_PYTHON=python3] [GPU_ARGUMENTS=--dry]
 #                            everything that a GPU can show, in one run of less than ten minutes, without an
-#                            installation: torch and Triton are enough (benchmarks/results/gpu.json)
+#                            installation: torch and Triton are enough, vLLM's parts run where it is installed
+#                            (benchmarks/results/gpu.json, which is there from the first row on)
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from benchmarks.support import attention, exactness, plain_cost, speed, stalls
+from benchmarks.support import attention, device_waits, exactness, plain_cost, speed, stalls
 from benchmarks.support.sections import run
 
 SECTIONS = {
@@ -32,6 +32,7 @@ SECTIONS = {
     "hits": exactness.measure_hits,
     "stress": exactness.measure_stress,
     "plain": plain_cost.measure,
+    "device": device_waits.measure,
 }
 
 

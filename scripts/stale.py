@@ -2,20 +2,23 @@
 
     python scripts/stale.py [--json] [--results FOLDER]
 
-A result says which benchmark made it and on which commit. It is *stale* if a file of the packages in
-`DEPENDS_ON` has changed since. A commit that ends in `+` had further changes that nobody can see any more;
-the result is judged by the commit, and says so. A result whose commit or benchmark is not known is `unknown`.
-Exits with 0 whatever it finds: figures may be old, as long as that can be seen.
+A result says which benchmark made it and on which commit. It is *stale* if something that it depends on has
+changed since: a file of the packages in `DEPENDS_ON`, its script, or what the script imports of benchmarks
+and tests, where most of what measures lies. A commit that ends in `+` had further changes that nobody can see
+any more; the result is judged by the commit, and says so. A result whose commit or benchmark is not known is
+`unknown`. Exits with 0 whatever it finds: figures may be old, as long as that can be seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -23,11 +26,14 @@ RESULTS = Path("benchmarks/results")
 
 _BLEND = ("core", "fusor", "engine", "models")
 _STORE = ("store",)
+_RAM_STORE = ("store/client", "store/protocol")
+"""Of engines whose chunks lie in their own process."""
 _SERVICE = ("core", "engine", "fusor", "store", "models", "gateway", "serving", "sdk", "bench")
 
 DEPENDS_ON: Mapping[str, Sequence[str]] = {
-    "ttft": _BLEND,
-    "queueing": _BLEND,
+    "ttft": (*_BLEND, *_RAM_STORE),
+    "queueing": (*_BLEND, *_RAM_STORE),
+    "gpu": (*_BLEND, *_RAM_STORE),
     "loading": (*_BLEND, *_STORE),
     "architectures": (*_BLEND, *_STORE),
     "serving": _SERVICE,
@@ -46,7 +52,17 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "kubernetes_operator": ("kintsugi_operator",),
     "scattered_attention": ("fusor",),
 }
-"""The packages that a benchmark's figures depend on, by its name in results. Its own script counts, too."""
+"""The packages that a benchmark's figures depend on, by its name in results."""
+SCRIPTS = {
+    # A folder: parts of it run as processes of their own, which no import shows.
+    "gpu": "benchmarks/gpu",
+    "scattered_attention": "benchmarks/gpu/scattered_attention.py",
+}
+"""What makes a result; by default the script of that name in `benchmarks`."""
+MEASURING = ("benchmarks", "tests")
+"""Packages beside the product, of which a script's imports count."""
+REPORTING = frozenset({"benchmarks/support/figures.py", "benchmarks/support/sections.py"})
+"""Every script imports them, and they measure nothing: a new column would make every result stale."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +81,47 @@ class Verdict:
     note: str = ""
 
 
-def paths_of(benchmark: str) -> dict[str, str]:
-    """The folders and files that count, by the name of their package."""
+def paths_of(benchmark: str, repository: Path) -> dict[str, list[str]]:
+    """The folders and files that count, by the name that a verdict gives them."""
     paths = {
-        name: f"operators/{name}" if name == "kintsugi_operator" else f"services/kintsugi/{name}"
+        name: [f"operators/{name}" if name == "kintsugi_operator" else f"services/kintsugi/{name}"]
         for name in DEPENDS_ON[benchmark]
     }
-    folder = "benchmarks/gpu" if benchmark == "scattered_attention" else "benchmarks"
-    return {**paths, "its script": f"{folder}/{benchmark}.py"}
+    script = SCRIPTS.get(benchmark, f"benchmarks/{benchmark}.py")
+    imported = [path for path in imports_of(script, repository) if not _is_within(path, script)]
+    return {**paths, "its script": [script], "what its script imports": imported}
+
+
+def imports_of(script: str, repository: Path) -> list[str]:
+    """The files of `MEASURING` that a script, or the scripts of a folder, import, and what these import in
+    turn, wherever in them the import stands."""
+    place = repository / script
+    waiting = sorted(place.rglob("*.py")) if place.is_dir() else [place] * place.is_file()
+    found = set(waiting)
+    while waiting:
+        for module in _modules_in(waiting.pop()):
+            inside = repository.joinpath(*module.split("."))
+            for file in (inside.with_suffix(".py"), inside / "__init__.py"):
+                if file.is_file() and file not in found:
+                    found.add(file)
+                    waiting.append(file)
+    return sorted({str(file.relative_to(repository)) for file in found} - REPORTING)
+
+
+def _modules_in(file: Path) -> set[str]:
+    """What a file imports of `MEASURING`. What follows `from … import` may be a module, too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in names if name.split(".")[0] in MEASURING}
+
+
+def _is_within(file: str, path: str) -> bool:
+    """Whether `path` is the file, or a folder that holds it."""
+    return file == path or file.startswith(f"{path}/")
 
 
 def judge(name: str, result: Mapping[str, object], repository: Path) -> Verdict:
@@ -83,14 +132,13 @@ def judge(name: str, result: Mapping[str, object], repository: Path) -> Verdict:
         return Verdict(name, benchmark, recorded, "unknown", note="no such benchmark in DEPENDS_ON")
     if not commit or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return Verdict(name, benchmark, recorded, "unknown", note="its commit is not in this history")
-    paths = paths_of(benchmark)
-    log = _git(repository, "rev-list", f"{commit}..HEAD", "--", *paths.values()) or ""
-    diff = _git(repository, "diff", "--name-only", commit, "HEAD", "--", *paths.values()) or ""
+    paths = paths_of(benchmark, repository)
+    every = list(chain.from_iterable(paths.values()))
+    log = _git(repository, "rev-list", f"{commit}..HEAD", "--", *every) or ""
+    diff = _git(repository, "diff", "--name-only", commit, "HEAD", "--", *every) or ""
     files = diff.split()
     changed = tuple(
-        package
-        for package, path in paths.items()
-        if any(file == path or file.startswith(f"{path}/") for file in files)
+        name for name, some in paths.items() if any(_is_within(file, path) for file in files for path in some)
     )
     note = "made with changes that were not committed" if recorded.endswith("+") else ""
     state = "stale" if changed else "fresh"

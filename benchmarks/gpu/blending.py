@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerFrame
+from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, KVLayout, LayerFrame
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
+from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.codecs import DTYPES, encode_frame
 from kintsugi.fusor.loader import LayerLoader, placements_of
+from kintsugi.fusor.priors import PRIOR, encode_scores
+from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.fusor.sliced import PassStatus
 from tests.fakes.paged_stack import VOCAB, ModelShape, PagedModel, PagedStack
 
@@ -28,29 +32,55 @@ CHUNKS, QUESTION = 8, 64
 DEPTH, PATIENCE_S = 4, 60.0
 UNIT_TOKENS = 8192
 
+TINY = ModelShape(layers=3, hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=64)
+MAIN_SELECTIONS = {
+    "hkvd@1 r=.15": Selection(0.15, SelectorName.HKVD, 1),
+    "query r=.15": Selection(0.15, SelectorName.QUERY),
+    "chunk_head r=.15": Selection(0.15, SelectorName.CHUNK_HEAD),
+    "r=0": Selection(0.0),
+}
+SELECTIONS = {
+    **MAIN_SELECTIONS,
+    "hybrid r=.15": Selection(0.15, SelectorName.HYBRID, 1),
+    "prior r=.15": Selection(0.15, SelectorName.PRIOR),
+    "gradual@1 r=.15": Selection(0.15, SelectorName.HKVD_GRADUAL, 1),
+}
+"""Every way to select that takes operations of its own. The main ones are timed at every length."""
+
+WAIT = "called a synchronizing CUDA operation"
+"""What torch says of each wait that it sees. It also says, once, that it does not see all."""
+WAITS_A_PASS_MAX = 1
+"""The one at its end."""
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """`CHUNKS` chunks of one size and a question. All layers of a chunk are the same bytes, so that a model
-    of 80 layers fits into the host's memory; every layer is verified, copied and decoded all the same."""
+    """`CHUNKS` chunks of one size, with priors, and a question. All layers of a chunk are the same bytes, so
+    that a model of 80 layers fits into the host's memory; every layer is copied, decoded and, where xxhash is
+    installed, verified all the same."""
 
     token_ids: Tensor
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     frames: dict[ChunkKey, memoryview]
+    """Each layer's."""
+    priors: dict[ChunkKey, memoryview]
+    """The frames before the layers."""
 
     @property
     def frame_bytes(self) -> int:
         """Bytes of one layer."""
         return sum(len(frame) for frame in self.frames.values())
 
-    def stream(self, keys: list[ChunkKey], layers: int, verify: bool = True) -> Iterator[LayerFrame]:
-        """The frames as a store streams them."""
-        for layer in range(layers):
+    def stream(self, keys: list[ChunkKey], layers: range) -> Iterator[LayerFrame]:
+        """The frames of `layers`, which may begin with `PRIOR_LAYER`, as a store streams them. Raises
+        `Corrupted`."""
+        for layer in layers:
             for index, key in enumerate(keys):
-                manifest, frame = self.manifests[key], self.frames[key]
-                every_head = HeadRange(0, manifest.layout.num_kv_heads)
-                assert not verify or manifest.frame_is_intact(layer, every_head, frame)
+                manifest = self.manifests[key]
+                frame = self.priors[key] if layer == PRIOR_LAYER else self.frames[key]
+                if not manifest.frame_is_intact(layer, HeadRange(0, manifest.layout.num_kv_heads), frame):
+                    raise Corrupted(f"layer {layer} of {key} is not what was made")
                 yield LayerFrame(index, layer, frame)
 
 
@@ -59,28 +89,32 @@ def prompt_of(shape: ModelShape, context: int, codec: Codec, dtype: str) -> Prom
     token_ids = torch.randint(0, VOCAB, (context,), generator=generator)
     size = (context - QUESTION) // CHUNKS
     layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-    manifests, frames, hits = {}, {}, []
+    manifests, frames, priors, hits = {}, {}, {}, []
     for index in range(CHUNKS):
         start = index * size
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
         drawn = torch.randn(2, size, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPES[dtype])
         frame = encode_frame(drawn[0], drawn[1], codec)
-        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, [frame] * shape.layers)
-        frames[key] = frame
+        prior = encode_scores(torch.rand(size, generator=generator)).numpy().data
+        every_frame = [prior, *[frame] * shape.layers]
+        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, every_frame, (PRIOR,))
+        frames[key], priors[key] = frame, prior
         hits.append(ChunkHit(start, start + size, key))
-    return Prompt(token_ids, tuple(hits), manifests, frames)
+    return Prompt(token_ids, tuple(hits), manifests, frames, priors)
 
 
 def loader_of(prompt: Prompt, plan: BlendPlan, model: PagedModel) -> LayerLoader:
-    keys = [hit.key for hit in plan.hits]
+    keys, with_priors = [hit.key for hit in plan.hits], depends_on_prior(plan.selection)
+    layers = range(PRIOR_LAYER if with_priors else 0, model.shape.layers)
     return LayerLoader(
-        lambda share: prompt.stream(keys[share], model.shape.layers),
+        lambda share: prompt.stream(keys[share], layers),
         placements_of(plan, prompt.manifests, 0, len(prompt.token_ids)),
         [model.rotary] * model.shape.layers,
         model.device,
         model.shape.kv_heads,
         depth=DEPTH,
         patience_s=PATIENCE_S,
+        with_priors=with_priors,
     )
 
 
@@ -130,7 +164,7 @@ def count_waits(run: Callable[[], T], device: torch.device) -> tuple[T, int | No
             result = run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return result, sum("synchroniz" in str(warning.message) for warning in caught)
+    return result, sum(WAIT in str(warning.message) for warning in caught)
 
 
 def dtype_on(device: torch.device) -> str:
@@ -167,6 +201,7 @@ def measure_pass(
             "load_wait_ms": tally.load_wait_s * 1e3,
             "loaded_gb_s": tally.bytes_loaded / blend_s / 1e9,
             "waits_a_pass": waits,
+            "holds": waits is None or waits <= WAITS_A_PASS_MAX,
             "peak_mib": (torch.cuda.max_memory_allocated(device) - before) / 2**20 if before else None,
         }
 

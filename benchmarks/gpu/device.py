@@ -1,19 +1,21 @@
 """Everything that a GPU can show, in one run of less than ten minutes: `make gpu`.
 
-Needs torch and Triton alone; with vLLM installed, the engine's matrix of `tests/gpu` runs as well.
+Needs torch and Triton alone; with vLLM installed, its engine is measured and tested as well.
 
-- **kernel**: scattered attention against its reference, and its time against dense attention's; also for one
-  rank of several, where the walk over the context is split.
+- **kernel**: scattered attention against its reference, with strict masks, and its time against dense
+  attention's; also for one rank of several, where the walk over the context is split.
 - **codecs**: every codec decoded on the device equals what the host decodes; bytes per second.
 - **loading**: a layer loader with one thread and with several; whether loading hides behind computation.
+- **ttft**: time to first token through vLLM's engine (`engine_ttft.py`), where it is installed.
+- **engine**: `tests/gpu/test_engine.py` on one architecture, where vLLM is installed.
 - **pass**: whole blends on a reference stack with the layers of Mistral-7B and Llama-70B, at 4k to 32k
-  tokens, against a dense prefill on the same stack; how often the host waits; peak memory.
-- **engine**: `tests/gpu/test_engine.py`, where vLLM is installed.
+  tokens, against a dense prefill on the same stack; how often the host waits; peak memory. It comes last,
+  because it takes what time is left.
 
-Prints a table per section and writes one JSON file. A section that fails is recorded with its error, and
-what no time is left for is recorded as skipped. `--dry` runs all of it at tiny shapes on the CPU: it shows
-that the script works, and measures nothing. There it also counts, over a pretended device, waits and pageable
-copies.
+Prints a table per section, and writes the JSON file again after every row: whatever ends the run leaves what
+was measured. A section that fails is recorded with its error, and what no time is left for is recorded as
+skipped. `--dry` runs all of it but vLLM at tiny shapes on the CPU: it shows that the script works, and
+measures nothing. There it also counts, over a pretended device, waits and pageable copies.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +45,48 @@ STAND_INS = prepare_imports()
 import torch  # noqa: E402
 
 from benchmarks.gpu import blending, scattered_attention  # noqa: E402
+from benchmarks.gpu.blending import MAIN_SELECTIONS, SELECTIONS, TINY  # noqa: E402
+from benchmarks.support.figures import Figure  # noqa: E402
 from kintsugi.core.layout import Codec, KVLayout  # noqa: E402
-from kintsugi.core.plan import Selection  # noqa: E402
-from kintsugi.core.request import SelectorName  # noqa: E402
 from kintsugi.fusor import staging  # noqa: E402
-from kintsugi.fusor.attention import attend_scattered  # noqa: E402
 from kintsugi.fusor.codecs import Encoding, as_bytes, decode_frame, decode_into, encode_frame  # noqa: E402
-from tests.contracts.scattered_attention import TOLERANCE, Case, matches_reference  # noqa: E402
+from tests.contracts.scattered_attention import (  # noqa: E402
+    TOLERANCE,
+    Case,
+    forgets_behind_the_window,
+    matches_reference,
+)
+from tests.contracts.scattered_on_device import (  # noqa: E402
+    MASKS,
+    MISTRAL_7B_CASE,
+    implementation_of,
+    is_readable,
+    variant_of,
+)
 from tests.fakes.paged_stack import ModelShape  # noqa: E402
 
 MISTRAL_7B = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336)
 LLAMA_70B = ModelShape(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, mlp=28672)
-TINY = ModelShape(layers=3, hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=64)
-SELECTIONS = {
-    "hkvd@1 r=.15": Selection(0.15, SelectorName.HKVD, 1),
-    "query r=.15": Selection(0.15, SelectorName.QUERY),
-    "chunk_head r=.15": Selection(0.15, SelectorName.CHUNK_HEAD),
-    "r=0": Selection(0.0),
-}
+KERNEL_VARIANTS = (
+    *("kv_first", "block_first", "mixed", "block-32", "everything", "fp8-e4m3", "fp8-e5m2", "fp16"),
+    *("head-dim-80", "head-dim-256", "group-3", "splits-4", "splits-16"),
+)
+"""Those of `tests.contracts.scattered_on_device` that run here: each is compiled first, for a second or
+two."""
+DRY_CONTEXT = 90
+ENGINE_TESTS = ["-q", "-m", "not full", "-k", "tiny-llama and not llama3", "tests/gpu/test_engine.py"]
+TTFT_S, ENGINE_S = 150.0, 90.0
+"""How long the parts with vLLM may take, starting it included."""
+LEAST_S = 20.0
+"""vLLM is not started with less time left."""
+GROWTH = 3.0
+"""What the next prompt may take, as a multiple of the longest so far: lengths double."""
 Row = dict[str, Any]
+Section = dict[str, Any]
+
+
+class NoTimeLeft(Exception):
+    """The rest of a section would not end in time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,25 +103,49 @@ class Plan:
     def is_dry(self) -> bool:
         return self.device.type == "cpu"
 
+    def check_time(self, needed_s: float = 0.0) -> float:
+        """Seconds left. Raises `NoTimeLeft` where they are fewer than needed."""
+        left_s = self.deadline_s - time.perf_counter()
+        if left_s <= needed_s:
+            raise NoTimeLeft(f"the rest: {max(0.0, left_s):.0f} s were left")
+        return left_s
+
 
 def kernel_rows(plan: Plan) -> Iterator[Row]:
-    device = plan.device.type
+    for name, check, case in _kernel_cases(plan):
+        row = {"case": name, "context": case.context}
+        try:
+            implementation = implementation_of(case, plan.device.type)
+            error = check(implementation, case, plan.device.type)
+            # A mask is strict, whatever is rounded.
+            allowed = TOLERANCE[case.dtype] if check is matches_reference else 0.0
+            yield {**row, "max_abs_error": error, "holds": error <= allowed}
+        except Exception as failure:
+            # A variant that this GPU cannot run says nothing of the others.
+            logging.exception("The kernel's case %s broke", name)
+            yield {**row, "error": f"{type(failure).__name__}: {failure}", "holds": False}
+    for shape in () if plan.is_dry else scattered_attention.SHAPES:
+        yield scattered_attention.measured(shape, 16384)
+
+
+def _kernel_cases(plan: Plan) -> Iterator[tuple[str, Callable[..., float], Case]]:
     dtype = "float32" if plan.is_dry else "bfloat16"
-    head_dim, contexts = (16, (90,)) if plan.is_dry else (128, (700, 8192))
+    head_dim, contexts = (16, (DRY_CONTEXT,)) if plan.is_dry else (128, (700, 8192))
     for context in contexts:
         for kv_heads, group in ((8, 4), (8, 8), (1, 4), (1, 8)):
             for variant in ({}, {"window": 100}, {"sinks": True, "softcap": 30.0}, {"layout": "hnd"}):
                 case = Case(kv_heads=kv_heads, group=group, head_dim=head_dim, context=context, dtype=dtype)
                 case = dataclasses.replace(case, **variant)
-                error = matches_reference(attend_scattered, case, device)
-                yield {
-                    "case": f"{kv_heads}x{group} {variant or 'plain'}",
-                    "context": context,
-                    "max_abs_error": error,
-                    "holds": error <= TOLERANCE[dtype],
-                }
-    for shape in () if plan.is_dry else scattered_attention.SHAPES:
-        yield scattered_attention.measured(shape, 16384)
+                yield f"{kv_heads}x{group} {variant or 'plain'}", matches_reference, case
+    more = [(name, matches_reference, variant_of(MISTRAL_7B_CASE, name)) for name in KERNEL_VARIANTS]
+    masks = [(name, *mask) for name, mask in MASKS.items()]
+    for name, check, case in (*more, *masks):
+        if plan.is_dry:
+            case = dataclasses.replace(case, context=DRY_CONTEXT)
+        # The reference, which takes the kernel's place on a CPU, reads what is behind every window.
+        if (plan.is_dry and check is forgets_behind_the_window) or not is_readable(case, plan.device.type):
+            continue
+        yield name, check, case
 
 
 def codec_rows(plan: Plan) -> Iterator[Row]:
@@ -135,51 +185,75 @@ def pass_rows(plan: Plan) -> Iterator[Row]:
         few = dataclasses.replace(shape, layers=2)
         exactness = blending.measure_exactness(few, plan.contexts[0], plan.device)
         yield {"shape": name, "context": plan.contexts[0], **exactness}
+    longest_s = 0.0
     for context in plan.contexts:
+        # A wait would show at any length; times are wanted of the main ones alone.
+        selections = SELECTIONS if context == plan.contexts[0] else MAIN_SELECTIONS
         for name, shape in plan.models.items():
-            for row in blending.measure_pass(shape, context, SELECTIONS, plan.device, plan.repeats):
+            plan.check_time(GROWTH * longest_s)
+            began_s = time.perf_counter()
+            for row in blending.measure_pass(shape, context, selections, plan.device, plan.repeats):
                 yield {"shape": name, **row}
+            longest_s = max(longest_s, time.perf_counter() - began_s)
 
 
 def counted_rows(plan: Plan) -> Iterator[Row]:
     """Waits and pageable copies per layer over a pretended device. A real one counts its own (`pass`)."""
     if not plan.is_dry:
         return
-    from tests.fakes.pretend_cuda import CUDA, PretendCuda
+    from benchmarks.gpu.counting import count_per_layer
 
     for name, selection in SELECTIONS.items():
-        counts = []
-        for layers in (3, 5):
-            with PretendCuda() as device:
-                shape = dataclasses.replace(TINY, layers=layers)
-                prompt, stack = blending.scene_of(shape, plan.contexts[0], CUDA)
-                device.clear()
-                blending.blend(prompt, stack, selection)
-                counts.append((device.syncs.total(), device.pageable.total()))
-        (few_waits, few_copies), (waits, copies) = counts
-        yield {
-            "selection": name,
-            "device_syncs_per_layer": (waits - few_waits) / 2,
-            "pageable_copies_per_layer": (copies - few_copies) / 2,
-        }
+        waits, copies = count_per_layer(selection)
+        yield {"selection": name, "device_syncs_per_layer": waits, "pageable_copies_per_layer": copies}
+
+
+def ttft_rows(plan: Plan) -> Iterator[Row]:
+    if plan.is_dry or _version_of("vllm") is None:
+        return
+    status, output = _run_python(plan, ["benchmarks/gpu/engine_ttft.py"], TTFT_S)
+    yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    if status is None:
+        raise NoTimeLeft(f"the rest: stopped after {TTFT_S:.0f} s at the latest")
+    if status:
+        raise RuntimeError(output[-2000:])
 
 
 def engine_rows(plan: Plan) -> Iterator[Row]:
     if plan.is_dry or _version_of("vllm") is None:
         return
-    left_s = max(30.0, plan.deadline_s - time.perf_counter())
-    paths = os.pathsep.join([str(REPOSITORY / "services"), str(REPOSITORY / "operators")])
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "tests/gpu/test_engine.py"],
+    status, output = _run_python(plan, ["-m", "pytest", *ENGINE_TESTS], ENGINE_S)
+    row = {"tests": " ".join(ENGINE_TESTS), "summary": " ".join(output.strip().splitlines()[-1:])}
+    if status is None:
+        yield row
+        raise NoTimeLeft(f"the rest: stopped after {ENGINE_S:.0f} s at the latest")
+    yield {**row, "holds": status == 0}
+
+
+def _run_python(plan: Plan, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """Run a process that has the device to itself. Returns its exit status, None where it had to be stopped,
+    and what it said."""
+    # Its rows are recorded while some time is left.
+    limit_s = min(limit_s, plan.check_time(LEAST_S) - LEAST_S / 2)
+    torch.cuda.empty_cache()
+    paths = os.pathsep.join(str(REPOSITORY / folder) for folder in ("services", "operators"))
+    with subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=left_s,
-        check=False,
-    )
-    tail = ran.stdout.strip().splitlines()[-1:] or ran.stderr.strip().splitlines()[-1:]
-    yield {"tests": "tests/gpu/test_engine.py", "holds": ran.returncode == 0, "summary": " ".join(tail)}
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            # With what it has started, which would keep the pipe open.
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return None, output
+    return process.returncode, output
 
 
 SECTIONS: dict[str, Callable[[Plan], Iterator[Row]]] = {
@@ -187,42 +261,56 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "codecs": codec_rows,
     "loading": loading_rows,
     "counted": counted_rows,
-    "pass": pass_rows,
+    "ttft": ttft_rows,
     "engine": engine_rows,
+    "pass": pass_rows,
 }
 
 
-def run_section(name: str, plan: Plan) -> dict[str, Any]:
-    """The rows of a section, and what kept it from having more."""
+def run_section(
+    name: str, plan: Plan, sections: dict[str, Section], keep: Callable[[], None] = lambda: None
+) -> None:
+    """Add a section to `sections`: its rows, and what kept it from having more. `keep` is called after each
+    row."""
     rows: list[Row] = []
-    print(f"\n== {name}")
-    found: dict[str, Any] = {"rows": rows}
+    found: Section = {"rows": rows}
+    sections[name] = found
+    print(f"\n== {name}", flush=True)
+    making = SECTIONS[name](plan)
     try:
-        for row in SECTIONS[name](plan):
+        plan.check_time()
+        while (row := next(making, None)) is not None:
             rows.append(row)
             print("  " + "  ".join(f"{key} {_text(value)}" for key, value in row.items()), flush=True)
-            if time.perf_counter() > plan.deadline_s:
-                found["skipped"] = "the rest: no time was left"
-                break
+            keep()
+            plan.check_time()
+    except NoTimeLeft as reason:
+        found["skipped"] = str(reason)
     except Exception as error:
         # One section that breaks must not cost the results of the others.
         logging.exception("The section %s broke", name)
         found["error"] = f"{type(error).__name__}: {error}"
-    return found
 
 
 def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def machine_of(device: torch.device) -> dict[str, Any]:
+def config_of(plan: Plan, sections: Sequence[str]) -> dict[str, Any]:
+    """Where and how it was measured, as other benchmarks say it."""
+    device = plan.device
     return {
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version_of("triton"),
         "vllm": _version_of("vllm"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "weights": "random",
+        "dry": plan.is_dry,
+        "sections": list(sections),
         "stand_ins": STAND_INS,
+        "verifies_frames": "xxhash" not in STAND_INS,
     }
 
 
@@ -233,11 +321,41 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def holds(sections: dict[str, dict[str, Any]]) -> bool:
-    return all(
-        "error" not in section and all(row.get("holds", True) for row in section["rows"])
-        for section in sections.values()
-    )
+def figures_of(sections: dict[str, Section]) -> list[Figure]:
+    """What to look at first."""
+    rows = [row for section in sections.values() for row in section["rows"]]
+    wrong = sum("error" in one for one in sections.values()) + sum(not row.get("holds", True) for row in rows)
+    figures = [Figure.at_most("gpu_failures", wrong, 0, "", f"of {len(rows)} rows, and sections that broke")]
+    waits = [row["waits_a_pass"] for row in rows if row.get("waits_a_pass") is not None]
+    if waits:
+        detail = f"the most of {len(waits)} blends"
+        bar = blending.WAITS_A_PASS_MAX
+        figures.append(Figure.at_most("gpu_waits_a_pass", max(waits), bar, "", detail))
+    for name in ("ttft", "pass"):
+        figures += _speedups(name, sections.get(name, {"rows": []})["rows"])
+    return figures
+
+
+def _speedups(section: str, rows: Sequence[Row]) -> Iterator[Figure]:
+    """A figure for each model and length: the first selection's, with the others in its detail."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if "speedup" in row:
+            found.setdefault((row["shape"], row["context"]), []).append(row)
+    for (shape, context), ways in found.items():
+        detail = ", ".join(f"{way['selection']}: {way['speedup']:.3g}×" for way in ways)
+        yield Figure(f"gpu_{section}_speedup_{shape}_{context}", ways[0]["speedup"], "×", detail=detail)
+
+
+def write_result(output: Path, head: dict[str, Any], sections: dict[str, Section], finished: bool) -> bool:
+    """Write what is known so far. Returns whether all of it holds."""
+    figures = figures_of(sections)
+    holds = all(figure.holds is not False for figure in figures)
+    body = {"figures": [dataclasses.asdict(figure) for figure in figures], "sections": sections}
+    draft = output.with_suffix(".draft")
+    draft.write_text(json.dumps({**head, "finished": finished, "holds": holds, **body}, indent=1) + "\n")
+    draft.replace(output)
+    return holds
 
 
 def main() -> None:
@@ -255,20 +373,22 @@ def main() -> None:
     else:
         models = {"mistral-7b": MISTRAL_7B, "llama-70b": LLAMA_70B}
         plan = Plan(torch.device("cuda", 0), models, (4096, 8192, 16384, 32768), 2, deadline_s)
-    with torch.inference_mode():
-        sections = {name: run_section(name, plan) for name in arguments.sections}
-    summary = {
+    head = {
         "benchmark": "gpu",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": scattered_attention.commit(),
-        "dry": arguments.dry,
-        "machine": machine_of(plan.device),
-        "holds": holds(sections),
-        "sections": sections,
+        "config": config_of(plan, arguments.sections),
     }
-    arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"\n{'all of it holds' if summary['holds'] else 'something does NOT hold'}: {arguments.output}")
-    if not summary["holds"]:
+    sections: dict[str, Section] = {}
+
+    def keep() -> None:
+        write_result(arguments.output, head, sections, finished=False)
+
+    with torch.inference_mode():
+        for name in arguments.sections:
+            run_section(name, plan, sections, keep)
+    holds = write_result(arguments.output, head, sections, finished=True)
+    print(f"\n{'all of it holds' if holds else 'something does NOT hold'}: {arguments.output}")
+    if not holds:
         raise SystemExit(1)
 
 

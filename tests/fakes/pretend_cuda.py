@@ -103,6 +103,12 @@ class _Waits(TorchDispatchMode):
         self._pretended = pretended
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():
+            # There, composite functions arrive whole.
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         if func in SIZED_BY_VALUES:
             self._pretended.count("sync", str(func))
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) and any(

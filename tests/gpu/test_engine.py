@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
     pytest.skip("the engine on a GPU: no CUDA device here", allow_module_level=True)
 
+from kintsugi.engine import plugin  # noqa: E402
 from kintsugi.engine.local import LocalEngine  # noqa: E402
 from kintsugi.engine.worker import selftest  # noqa: E402
 from kintsugi.engine.worker.attention import scattered  # noqa: E402
@@ -41,6 +42,9 @@ __all__ = [
     "test_one_chunk_behind_its_own_prefix_needs_no_recomputing",
     "test_torch_compile",
 ]
+
+# vLLM calls it where Kintsugi is installed; `make gpu` needs its sources alone.
+plugin.register()
 
 
 def test_the_self_test_reaches_our_kernel(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:

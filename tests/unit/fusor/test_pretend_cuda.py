@@ -67,15 +67,16 @@ def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretend_cuda, "SERVICES", __file__)
 
 
-def counts(action: Callable[[Tensor], object]) -> tuple[bool, bool]:
-    with PretendCuda() as device:
+def counts(action: Callable[[Tensor], object], inference: bool = False) -> tuple[bool, bool]:
+    with PretendCuda() as device, torch.inference_mode(inference):
         action(torch.arange(4.0, device="cuda"))
         return bool(device.syncs), bool(device.pageable)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", WAITING)
-def test_waiting_is_counted(name: str) -> None:
-    waited, _ = counts(WAITING[name])
+def test_waiting_is_counted(name: str, inference: bool) -> None:
+    waited, _ = counts(WAITING[name], inference)
     assert waited
 
 
@@ -84,9 +85,10 @@ def test_copying_from_pageable_memory_is_counted(name: str) -> None:
     assert counts(COPYING[name]) == (False, True)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", FREE)
-def test_nothing_else_is(name: str) -> None:
-    assert counts(FREE[name]) == (False, False)
+def test_nothing_else_is(name: str, inference: bool) -> None:
+    assert counts(FREE[name], inference) == (False, False)
 
 
 def test_tensors_of_two_devices_do_not_mix() -> None:

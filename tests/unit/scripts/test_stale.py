@@ -77,6 +77,45 @@ def test_a_result_is_stale_once_a_package_that_it_depends_on_has_changed(
     assert "stale" in stale.table_of([old])
 
 
+def test_what_a_script_imports_counts_wherever_it_stands(stale: ModuleType, repository: Path) -> None:
+    files = {
+        "benchmarks/store.py": "from benchmarks.support import figures, rounds\nfrom pathlib import Path\n",
+        "benchmarks/support/__init__.py": "",
+        "benchmarks/support/rounds.py": "def run():\n    from tests.fakes.disk import Disk\n",
+        "benchmarks/support/other.py": "",
+        "benchmarks/support/figures.py": "",
+        "tests/fakes/disk.py": "import benchmarks.support.bytes as sizes\nimport missing.module\n",
+        "benchmarks/support/bytes.py": "",
+    }
+    for path, text in files.items():
+        change(repository, path)
+        (repository / path).write_text(text)
+    made_on = commit(repository)
+    put_result(repository, "store.json", benchmark="store", commit=made_on, figures=[])
+    others = {"benchmarks/support/other.py", "benchmarks/support/figures.py"}
+    for path in others:
+        change(repository, path)
+    commit(repository)
+    (fresh,) = stale.judge_all(repository, Path("benchmarks/results"))
+    assert fresh.state == "fresh"
+    assert set(stale.imports_of("benchmarks/store.py", repository)) == set(files) - others
+    change(repository, "benchmarks/support/bytes.py")
+    commit(repository)
+    (old,) = stale.judge_all(repository, Path("benchmarks/results"))
+    assert (old.state, old.commits_since, old.changed) == ("stale", 1, ("what its script imports",))
+
+
+def test_a_result_of_the_gpu_depends_on_its_folder(stale: ModuleType, repository: Path) -> None:
+    change(repository, "benchmarks/gpu/device.py")
+    made_on = commit(repository)
+    put_result(repository, "gpu.json", benchmark="gpu", commit=made_on, figures=[])
+    change(repository, "benchmarks/gpu/engine_ttft.py")
+    change(repository, "services/kintsugi/fusor/one.py")
+    commit(repository)
+    (old,) = stale.judge_all(repository, Path("benchmarks/results"))
+    assert (old.state, old.changed) == ("stale", ("fusor", "its script"))
+
+
 def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(
     stale: ModuleType, repository: Path
 ) -> None:
@@ -96,10 +135,13 @@ def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(
 
 def test_every_benchmark_and_package_in_the_table_exists(stale: ModuleType) -> None:
     for benchmark in stale.DEPENDS_ON:
-        for path in stale.paths_of(benchmark).values():
-            assert (SOURCES / path).exists(), path
+        for paths in stale.paths_of(benchmark, SOURCES).values():
+            for path in paths:
+                assert (SOURCES / path).exists(), path
     scripts = {path.stem for path in (SOURCES / "benchmarks").glob("*.py")}
     assert scripts <= set(stale.DEPENDS_ON), "a benchmark without a line in DEPENDS_ON"
+    measuring = stale.paths_of("gpu", SOURCES)["what its script imports"]
+    assert {"tests/fakes/paged_stack.py", "tests/contracts/scattered_attention.py"} <= set(measuring)
 
 
 def test_it_prints_json(stale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
