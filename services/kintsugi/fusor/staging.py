@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,11 +189,14 @@ class _GatheredBytes(LayerStaging):
         starts = [0, *ends]
         self._frames = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        self._pinned_bytes = self._pinned.numpy()
 
     def put(self, index: int, data: memoryview) -> None:
-        frame = as_bytes(data)
-        self._staging.check(self._layer, index, frame.view(self._heads, -1))
-        self._pinned[self._frames[index]].copy_(frame)
+        rows = self._frames[index]
+        # By numpy, which takes bytes that may not be written to as they are, and copies without the
+        # interpreter's lock: the threads that fill a layer would hold up each other and the engine's.
+        np.copyto(self._pinned_bytes[rows], np.frombuffer(data, np.uint8))
+        self._staging.check(self._layer, index, self._pinned[rows].view(self._heads, -1))
 
     def finish(self, rotary: Rotary | None) -> StagedLayer:
         staging = self._staging
