@@ -14,9 +14,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
-from kintsugi.core.request import SelectorName
-from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.worker import memory
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
@@ -90,22 +87,6 @@ def test_builders_are_told_of_no_graphs() -> None:
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     assert _without_graphs(config).compilation_config.cudagraph_mode is CUDAGraphMode.NONE
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
-
-
-def job_of(tokens: int, selection: Selection) -> Any:
-    hits = (ChunkHit(0, tokens - 10, ChunkKey(bytes(32))),)
-    return SimpleNamespace(plan=BlendPlan(hits, selection), tokens=SimpleNamespace(token_ids=range(tokens)))
-
-
-def test_the_memory_of_a_pass_is_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 100))
-    model = model_of(config)
-    layer_bytes, hidden = 2 * 990 * 2 * 16 * 2, 4 * 1000 * 100 * 2
-    hkvd = memory.pass_bytes(model, job_of(1000, Selection(0.15)), prefetch_layers=4)
-    assert hkvd == (4 + 3) * layer_bytes + hidden
-    # The question's pass keeps every layer up to the last one it asks.
-    asking = Selection(0.15, SelectorName.QUERY, query_layers=(2, 5))
-    assert memory.pass_bytes(model, job_of(1000, asking), prefetch_layers=4) == hkvd + 6 * layer_bytes
 
 
 def test_a_cpu_reserves_nothing() -> None:
