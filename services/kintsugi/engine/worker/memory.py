@@ -1,7 +1,8 @@
-"""Device memory for passes, of which vLLM's own profile knows nothing: reserved at start, and bounded.
+"""Device memory for passes, of which vLLM's own profile knows nothing: reserved once, and bounded.
 
-vLLM leaves a share of a GPU's memory alone (`gpu_memory_utilization`). A part of that is taken once, when the
-KV caches lie in place, so that torch's allocator keeps it; passes are admitted while it has room for them.
+vLLM leaves a share of a GPU's memory alone (`gpu_memory_utilization`). A part of that is taken when the
+first blend comes, so that torch's allocator keeps it for what passes load; blends are admitted while there is
+room for them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from kintsugi.engine.worker.model import Layer, LoadedModel
 from kintsugi.engine.worker.stack import NULL_BLOCK, min_over_ranks
 from kintsugi.fusor.blend import needs_loaded
 from kintsugi.fusor.selectors import Selector, depends_on_question, make_selector
+from kintsugi.fusor.staging import keep_for_loading
 
 SHARE_OF_FREE = 0.25
-"""Share of the free memory that passes get. vLLM captures its CUDA graphs afterwards, in what is left."""
+"""Share of the free memory that passes get. vLLM has given back what it computes with, and takes that again
+from the rest."""
 
 LAYERS_IN_USE = 3
 """Layers of loaded KV that a pass holds beside those that wait: the one it computes with, the one that is
@@ -32,13 +35,18 @@ HIDDEN_COPIES = 5
 
 
 def reserve_memory(device: torch.device) -> float:
-    """Reserve memory for passes. Returns the bytes that they may use on every rank, inf on a CPU."""
+    """Reserve memory for passes. Returns the bytes that they may use on every rank: inf on a CPU, 0 where it
+    cannot be had. Ranks have to ask together, and not before vLLM has captured its CUDA graphs: that empties
+    torch's caches."""
     if device.type == "cpu":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
-    budget = min_over_ranks(int(SHARE_OF_FREE * free))
-    torch.empty(budget, dtype=torch.uint8, device=device)  # freed at once; torch's allocator keeps it
-    return budget
+    budget = int(SHARE_OF_FREE * free)
+    try:
+        keep_for_loading(budget, device)
+    except torch.OutOfMemoryError:
+        budget = 0
+    return min_over_ranks(budget)
 
 
 def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:

@@ -13,11 +13,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.worker import memory
+from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.worker import memory, side
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import CacheGroup, LoadedModel
+from kintsugi.engine.worker.side import WorkerSide
 from kintsugi.engine.worker.stack import VllmStack
 from kintsugi.models.layers import ModelLayers
+from kintsugi.store.client.ram import RamStore
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK, HEADS, HEAD_DIM, HIDDEN, LAYERS, PREFETCH = 32, 2, 16, 100, 8, 4
@@ -124,3 +127,56 @@ def test_it_judges_a_layer_as_the_stack_does(blocks: list[int], end: int) -> Non
     for layer in range(2):
         found = memory._scratch_bytes(model.layers[layer], job, end)
         assert (found == 0) == stack.keeps_layer(layer)
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    assert memory.reserve_memory(CPU) == float("inf")
+
+
+def test_a_gpu_reserves_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
+    monkeypatch.setattr(memory, "min_over_ranks", lambda number: number - 1)
+    monkeypatch.setattr(memory, "keep_for_loading", lambda size, _device: taken.append(size))
+    assert memory.reserve_memory(CUDA) == (2 << 30) - 1
+    assert taken == [2 << 30]
+
+
+def test_where_nothing_can_be_had_no_rank_blends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_size: int, _device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
+    monkeypatch.setattr(memory, "min_over_ranks", lambda number: number)
+    monkeypatch.setattr(memory, "keep_for_loading", refuse)
+    assert memory.reserve_memory(CUDA) == 0
+
+
+def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not `register`: capturing CUDA graphs, which comes after it, empties torch's caches."""
+    reserved: list[torch.device] = []
+    begun: list[int] = []
+
+    def reserve(device: torch.device) -> float:
+        reserved.append(device)
+        return 1e7
+
+    monkeypatch.setattr(side, "reserve_memory", reserve)
+    monkeypatch.setattr(side, "find_unsupported", lambda _config: None)
+    monkeypatch.setattr(side, "find_layers", lambda *_arguments: None)
+    monkeypatch.setattr(side, "learn_model", lambda _found: model_of())
+    monkeypatch.setattr(WorkerSide, "_stored_codec", lambda worker, _model: worker._codec)
+    monkeypatch.setattr(side, "LoadedWeights", lambda _root: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(WorkerSide, "_begin_blend", lambda _worker, _job, size: begun.append(size))
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+    groups: Any = None
+    worker = WorkerSide(config, groups, EngineConfig(store="memory:", self_test=False), RamStore(), 64)
+    try:
+        worker.register({})
+        assert reserved == []
+        for _ in range(2):
+            assert worker._admit(job_of(Selection(0.15)))
+        assert reserved == [CUDA]
+        assert begun == [bytes_of(Selection(0.15))] * 2
+    finally:
+        worker.close()

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.engine.worker import memory
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
     LoadedModel,
@@ -87,19 +86,6 @@ def test_builders_are_told_of_no_graphs() -> None:
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     assert _without_graphs(config).compilation_config.cudagraph_mode is CUDAGraphMode.NONE
     assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
-
-
-def test_a_cpu_reserves_nothing() -> None:
-    assert memory.reserve_memory(torch.device("cpu")) == float("inf")
-
-
-def test_a_gpu_reserves_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
-    monkeypatch.setattr(memory, "min_over_ranks", lambda number: number - 1)
-    monkeypatch.setattr(torch, "empty", lambda size, **_options: allocated.append(size))
-    assert memory.reserve_memory(CUDA) == (2 << 30) - 1
-    assert allocated == [(2 << 30) - 1]
 
 
 class Attention:
