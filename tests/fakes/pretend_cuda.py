@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kintsugi.fusor.reference import reference_attention
+from kintsugi.fusor.staging import loading_stream
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -59,6 +60,7 @@ class OnDevice(Tensor):
             cls, on_host.size(), strides=on_host.stride(), dtype=on_host.dtype, device=CUDA
         )
         tensor.on_host = on_host
+        PretendCuda.current().note_stream()
         return tensor
 
     def record_stream(self, _stream: object) -> None:
@@ -172,6 +174,10 @@ class PretendCuda:
         """How often each place made the host wait: `file:line function operation`."""
         self.pageable: Counter[str] = Counter()
         """How often each place copied between the device and memory that is not pinned."""
+        self.streams: dict[_Stream, None] = {}
+        """On which tensors were made, in the order of their first; a GPU keeps freed memory for each."""
+        self._default = _Stream(self)
+        self._entered = threading.local()
         self._pinned: dict[int, Tensor] = {}
         """Tensors in pinned memory by their address, kept so that no other gets the same one."""
         self._engine_thread = threading.get_ident()
@@ -185,19 +191,31 @@ class PretendCuda:
     def clear(self) -> None:
         self.syncs.clear()
         self.pageable.clear()
+        self.streams.clear()
+
+    @property
+    def stream(self) -> _Stream:
+        """The one on which this thread works."""
+        entered: _Stream = getattr(self._entered, "stream", self._default)
+        return entered
+
+    def note_stream(self) -> None:
+        """A tensor is made on this thread's stream."""
+        with self._lock:
+            self.streams.setdefault(self.stream)
 
     def __enter__(self) -> PretendCuda:
         assert PretendCuda._current is None
         PretendCuda._current = self
         self._patch = pytest.MonkeyPatch()
-        stream = _Stream(self)
+        loading_stream.cache_clear()
         patched: dict[str, Any] = {
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
             "Stream": lambda *_arguments, **_options: _Stream(self),
             "Event": lambda *_arguments, **_options: _Event(self),
             "stream": self._in_thread,
-            "current_stream": lambda *_arguments: stream,
+            "current_stream": lambda *_arguments: self.stream,
             "get_device_capability": lambda *_arguments: (9, 0),
             "synchronize": lambda *_arguments: self.count("sync", "cuda.synchronize"),
         }
@@ -213,16 +231,19 @@ class PretendCuda:
     def __exit__(self, *_exception: object) -> None:
         self._modes.close()
         self._patch.undo()
+        loading_stream.cache_clear()
         PretendCuda._current = None
 
     @contextlib.contextmanager
-    def _in_thread(self, _stream: object) -> Iterator[None]:
+    def _in_thread(self, stream: _Stream) -> Iterator[None]:
         """`torch.cuda.stream`: watches a thread of its own, too."""
-        if threading.get_ident() == self._engine_thread:
-            yield
-            return
-        with _Functions(self):
-            yield
+        before, self._entered.stream = self.stream, stream
+        is_watched = threading.get_ident() == self._engine_thread
+        try:
+            with contextlib.nullcontext() if is_watched else _Functions(self):
+                yield
+        finally:
+            self._entered.stream = before
 
     def count(self, what: str, operation: str) -> None:
         """Count it for the innermost line of ours that caused it; the engine's thread alone must not wait."""

@@ -217,7 +217,7 @@ class BlendPass(SlicedWork):
         if filters and selector.uses_prior:
             self._prior = yield from self._fetch_priors()
         if filters and selector.query_layers:
-            self._attention = yield from self._ask(selector.query_layers)
+            self._attention = yield from self._ask(selector)
             written = max(selector.query_layers)  # which itself was only projected
         hidden = self._embed()
         began = self.tally.started_s
@@ -263,7 +263,7 @@ class BlendPass(SlicedWork):
             return Hidden(torch.empty(0), None)
         return self._stack.embed(self.region.token_ids[positions - self.region.start], positions)
 
-    def _ask(self, query_layers: tuple[int, ...]) -> Units[Tensor]:
+    def _ask(self, selector: Selector) -> Units[Tensor]:
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
         every rank."""
         tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
@@ -273,14 +273,15 @@ class BlendPass(SlicedWork):
             self._hit_positions,
             tokens,
             self._stack.embed(every_id[tokens - self.region.start], tokens),
-            query_layers,
+            selector.query_layers,
             self._unit_tokens_max,
             self.plan.exact_end,
         )
         for layer in range(question.num_layers):
             loaded = yield from self.fetch_kv(layer)
             yield from self._time_units(question.pass_layer(layer, loaded))
-            self._fetched[layer] = loaded
+            is_needed = needs_loaded(selector, layer, self._stack.keeps_layer(layer))
+            self._fetched[layer] = loaded if is_needed else loaded.without_kv()
         return self._stack.sum_over_ranks(question.attention)
 
     def _time_units(self, units: Units[T]) -> Units[T]:
@@ -457,6 +458,13 @@ class BlendPass(SlicedWork):
             positions = active.positions if active.on_host is None else active.on_host
             self._prepared = Cut.of(self._stack, positions, self._unit_tokens_max)
         return self._prepared
+
+
+def needs_loaded(selector: Selector, layer: int, is_kept: bool) -> bool:
+    """Whether the blend needs a layer's loaded K and V once the question's pass is through with it: to write
+    them, or to compare them with fresh ones. `is_kept`: whether the cache keeps what that pass wrote."""
+    is_written = is_kept and layer < max(selector.query_layers)  # the last of them is only projected
+    return not is_written or bool(selector.signal_at(layer))
 
 
 def _square_distance(fresh: Tensor, loaded: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class LoadedLayer:
     finished_s: float
     on_device: torch.cuda.Event | None
     """Recorded after the copy and the rotation were queued on the loader's stream; None on a CPU."""
+
+    def without_kv(self) -> LoadedLayer:
+        """The same without its K and V, for a layer that nothing reads again."""
+        nothing = torch.empty(0)
+        return replace(self, key=nothing, value=nothing)
 
 
 @dataclass(frozen=True)

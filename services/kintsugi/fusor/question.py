@@ -4,7 +4,8 @@ The tokens that are always computed (question, gaps, missed chunks) pass through
 loaded KV, as in full KV reuse. At each of the query layers, the attention weights of the tokens after the
 last hit are summed per loaded token. The prompt's last token is one of these queries, although the blend
 leaves it to the engine: it produces the answer, so it attends to where the answer is. The blend pass then
-selects by these sums and starts from layer 0; the layers fetched for this pass stay in memory for it.
+selects by these sums and starts from layer 0. Of the layers fetched for this pass, the K and V that it still
+needs (`fusor.blend.needs_loaded`) stay in memory for it.
 
 The softmax runs only over positions from the first hit that is not exact as loaded (`BlendPlan.exact_end`).
 Earlier positions may be in the engine's prefix cache, which cannot be read back, and whether they are there
@@ -12,7 +13,7 @@ must not change the selection.
 
 Cost, in token-layers: the tokens, times the layers before the last query layer, plus `projection_share` for
 that one. In addition, each query layer takes ``question · tokens · query heads · head_dim`` multiplications
-in fp32, half of that layer's attention. Memory: the K and V of the layers passed.
+in fp32, half of that layer's attention.
 """
 
 from __future__ import annotations

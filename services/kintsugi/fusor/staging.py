@@ -3,19 +3,22 @@
 On a CPU nothing is staged: what is uploaded is the tensor itself, and a frame is decoded where it arrives.
 
 On a GPU the bytes of a layer are gathered in pinned memory and cross the bus as they are stored, in one copy,
-which the device decodes; copy and decoding are queued on a stream of their own, beside the computation. The
-host never waits for either. Torch keeps pinned memory until the copies from it are done, and reuses it.
+which the device decodes; copy and decoding are queued on a stream beside the computation's, the same for all
+passes. The host never waits for either. Torch keeps pinned memory until the copies from it are done, and
+reuses it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +48,25 @@ def download(tensor: Tensor) -> Tensor:
         return tensor
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return on_host.copy_(tensor, non_blocking=True)
+
+
+@functools.cache
+def loading_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which every pass loads. Not one for each: torch keeps freed memory for the stream that it
+    was allocated on, so passes would neither find what was reserved nor reuse what others have left.
+
+    Its first caller makes it, and it waits once for what the caller's stream has queued by then, such as the
+    tables that keys are rotated by.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def keep_for_loading(num_bytes: int, device: torch.device) -> None:
+    """Let torch take device memory and keep it for what passes load. Raises `torch.OutOfMemoryError`."""
+    with torch.cuda.stream(loading_stream(device)):
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)  # freed at once, which returns it to torch
 
 
 @dataclass(frozen=True)
@@ -92,16 +114,12 @@ class Staging:
         self.placements = placements
         self.device = device
         self._heads = HeadRange(0, num_heads)
-        self.positions = upload(torch.cat([placement.positions for placement in placements]), device)
+        self._stream = None if device.type == "cpu" else loading_stream(device)
+        with self.on_stream():
+            self.positions = upload(torch.cat([placement.positions for placement in placements]), device)
         self.dtype = DTYPES[self.layout.dtype]
         ends = list(accumulate(len(placement.positions) for placement in placements))
         self.rows = [slice(end - len(p.positions), end) for p, end in zip(placements, ends, strict=True)]
-        self._stream: torch.cuda.Stream | None = None
-        if device.type != "cpu":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # The positions come on the stream of the pass, and are read on this one, also after `close`.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            self.positions.record_stream(self._stream)
 
     @property
     def threads(self) -> int:
@@ -188,11 +206,14 @@ class _GatheredBytes(LayerStaging):
         starts = [0, *ends]
         self._frames = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        self._pinned_bytes = self._pinned.numpy()
 
     def put(self, index: int, data: memoryview) -> None:
-        frame = as_bytes(data)
-        self._staging.check(self._layer, index, frame.view(self._heads, -1))
-        self._pinned[self._frames[index]].copy_(frame)
+        rows = self._frames[index]
+        # By numpy, which takes bytes that may not be written to as they are, and copies without the
+        # interpreter's lock: the threads that fill a layer would hold up each other and the engine's.
+        np.copyto(self._pinned_bytes[rows], np.frombuffer(data, np.uint8))
+        self._staging.check(self._layer, index, self._pinned[rows].view(self._heads, -1))
 
     def finish(self, rotary: Rotary | None) -> StagedLayer:
         staging = self._staging

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
+from kintsugi.core.errors import Corrupted, DeadlineExceeded, KintsugiError, Unavailable
 from kintsugi.core.layout import (
     ChunkLost,
     ChunkManifest,
@@ -24,10 +25,12 @@ from kintsugi.core.layout import (
     PartKind,
 )
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.fusor import staging
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import Staging
+from tests.fakes.pretend_cuda import CUDA, PretendCuda
 from tests.fakes.toy_chunks import SPACE, Gate, manifest_of
 
 LAYERS, HEAD_DIM = 5, 8
@@ -136,6 +139,32 @@ def test_read_only_bytes() -> None:
     chunks = Chunks([6, 4])
     placements = [(0, chunks.placement(0, 0)), (1, chunks.placement(1, 6))]
     assert_loads(chunks, placements, chunks.stream([0, 1], lambda data: memoryview(bytes(data))))
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
+def test_a_device_takes_read_only_bytes_without_a_copy(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the interpreter's lock would be held for."""
+    chunks = Chunks([6, 4], codec=codec)
+    placements = [chunks.placement(0, 0), chunks.placement(1, 6, first_row=1)]
+
+    def staged(device: torch.device) -> list[Tensor]:
+        layer = Staging(placements, 2, device).begin_layer(0)
+        for index, frames in enumerate(chunks.frames):
+            layer.put(index, memoryview(bytes(frames[0])))
+        return [getattr(kv, "on_host", kv) for kv in layer.finish(rotary_on(device))[:2]]
+
+    def rotary_on(device: torch.device) -> Rotary:
+        rotary = rotary_of(0)
+        return Rotary(rotary.cos.to(device), rotary.sin.to(device), is_neox=True)
+
+    expected = staged(torch.device("cpu"))
+    monkeypatch.delattr(staging, "as_bytes")
+    with PretendCuda():
+        for got, one in zip(staged(CUDA), expected, strict=True):
+            assert torch.equal(got, one)
+        with pytest.raises(Corrupted) if codec is Codec.INT8 else contextlib.nullcontext():
+            size = len(chunks.frames[0][0])
+            Staging(placements, 2, CUDA).begin_layer(0).put(0, memoryview(b"\xff" * size))
 
 
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])

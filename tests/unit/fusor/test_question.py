@@ -209,6 +209,30 @@ def test_every_layer_is_fetched_once() -> None:
     assert work.tally.bytes_loaded == sum(m.chunk_bytes - m.prior_bytes for m in scene.manifests.values())
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize(
+    ("selector", "needed"),
+    [(SelectorName.QUERY, {2}), (SelectorName.HYBRID, {1, 2})],
+    ids=["query", "hybrid"],
+)
+def test_only_what_the_blend_writes_or_compares_stays_in_memory(
+    selector: SelectorName, needed: set[int], forgets: bool
+) -> None:
+    scene, stack = prompt(), ToyStack(model())
+    stack.forgets = forgets
+    plan = scene.plan(0.3, selector, 1, query_layers=(0, 2))
+    work, _ = begin(scene, plan, stack)
+    held: dict[int, bool] = {}
+    for _ in range(100):
+        if work.status is not PassStatus.RUNNING:
+            break
+        work.next_unit()
+        held |= {layer: len(loaded.key) > 0 for layer, loaded in work._fetched.items()}
+    work.close()
+    assert work.status is PassStatus.DONE
+    assert held == {layer: forgets or layer in needed for layer in range(3)}
+
+
 def test_an_adaptive_ratio_is_what_the_tally_reports() -> None:
     scene = prompt()
     plan = scene.plan(0.9, SelectorName.QUERY, query_layers=(1,), adaptive_mass=0.3)

@@ -96,8 +96,8 @@ class WorkerSide:
         self._codec = codec_named(config.codec)
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: LoadedModel | None = None
-        self._room_bytes = 0.0
-        """Device memory that the passes in flight leave free."""
+        self._room_bytes: float | None = None
+        """Device memory that the passes in flight leave free; None before the first."""
         self._weights: LoadedWeights | None = None
         self._unable: str | None = None
         self._unable_is_told = False
@@ -130,7 +130,6 @@ class WorkerSide:
             found = find_layers(self._vllm_config, self._kv_cache_config, kv_caches)
             self._model = learn_model(found)
             self._codec = self._stored_codec(self._model)
-            self._room_bytes = reserve_memory(self._model.device)
             if self._config.self_test:
                 self_test(self._model)
             self._weights = LoadedWeights(self._model.root)
@@ -229,6 +228,7 @@ class WorkerSide:
             explain=job.explain,
         )
         self._blends[job.tokens.request_id] = _Blend(job, work, meters[0], bytes_max)
+        assert self._room_bytes is not None
         self._room_bytes -= bytes_max
 
     def _open_loader(self, job: BlendJob, plan: BlendPlan, end: int, meters: list[Meter]) -> LayerLoader:
@@ -353,6 +353,8 @@ class WorkerSide:
     def _admit(self, job: BlendJob) -> bool:
         """Begin a blend, or hand the prompt to vLLM. False if it has to wait for memory."""
         assert self._model is not None
+        if self._room_bytes is None:
+            self._room_bytes = reserve_memory(self._model.device)
         request_id = job.tokens.request_id
         needed = pass_bytes(self._model, job, self._config.prefetch_layers)
         if needed > self._room_bytes and self._blends:
@@ -371,6 +373,7 @@ class WorkerSide:
     def _end_blend(self, request_id: str) -> _Blend:
         """Take a pass out of those in flight."""
         blend = self._blends.pop(request_id)
+        assert self._room_bytes is not None
         self._room_bytes += blend.bytes_max
         return blend
 

@@ -25,6 +25,7 @@ from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.worker.calls import LayerCall, LayerCalls, PerToken
+from kintsugi.engine.worker.memory import reserve_memory
 from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
 from kintsugi.engine.worker.rotation import KeyRotation, RotationCall
 from kintsugi.engine.worker.stack import VllmStack
@@ -329,6 +330,21 @@ def test_no_codec_waits(codec: Codec) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_nothing_waits_where_nothing_is_selected(ratio: float) -> None:
     check(Selection(ratio), Codec.RAW, 30)
+
+
+def test_passes_load_on_one_stream_for_which_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU keeps freed memory for the stream that it was allocated on."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 20, 1 << 30))
+    scene = scene_of(3, Codec.INT8)
+    with PretendCuda() as device:
+        model = model_of(3, CUDA, kernel_serves=True)
+        device.clear()
+        assert reserve_memory(CUDA) == 1 << 18
+        (reserved_on,) = device.streams
+        for _ in range(2):
+            blend(scene, model, Selection(0.3), 1000)
+        assert set(device.streams) == {reserved_on, device.stream}
+        assert reserved_on is not device.stream
 
 
 @pytest.mark.parametrize(("codec", "with_prior"), [(Codec.RAW, True), (Codec.INT8, False)])

@@ -15,10 +15,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
-from kintsugi.core.request import SelectorName
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.worker import memory
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import (
     CacheGroup,
@@ -136,35 +132,6 @@ def test_metadata_of_latents_outlives_the_next_batch() -> None:
     batches: list[Any] = ["one", "two"]
     metadata = [group.build_metadata(batch) for batch in batches]
     assert [one.prepared for one in metadata] == batches
-
-
-def job_of(tokens: int, selection: Selection) -> Any:
-    hits = (ChunkHit(0, tokens - 10, ChunkKey(bytes(32))),)
-    return SimpleNamespace(plan=BlendPlan(hits, selection), tokens=SimpleNamespace(token_ids=range(tokens)))
-
-
-def test_the_memory_of_a_pass_is_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(get_hidden_size=lambda: 100))
-    model = model_of(config)
-    layer_bytes, hidden = 2 * 990 * 2 * 16 * 2, 4 * 1000 * 100 * 2
-    hkvd = memory.pass_bytes(model, job_of(1000, Selection(0.15)), prefetch_layers=4)
-    assert hkvd == (4 + 3) * layer_bytes + hidden
-    # The question's pass keeps every layer up to the last one it asks.
-    asking = Selection(0.15, SelectorName.QUERY, query_layers=(2, 5))
-    assert memory.pass_bytes(model, job_of(1000, asking), prefetch_layers=4) == hkvd + 6 * layer_bytes
-
-
-def test_a_cpu_reserves_nothing() -> None:
-    assert memory.reserve_memory(torch.device("cpu")) == float("inf")
-
-
-def test_a_gpu_reserves_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocated: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (8 << 30, 80 << 30))
-    monkeypatch.setattr(memory, "min_over_ranks", lambda number: number - 1)
-    monkeypatch.setattr(torch, "empty", lambda size, **_options: allocated.append(size))
-    assert memory.reserve_memory(CUDA) == (2 << 30) - 1
-    assert allocated == [(2 << 30) - 1]
 
 
 class Attention:
