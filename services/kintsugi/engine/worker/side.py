@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.save_batches import first_items, num_saves_together, second_items
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
-from kintsugi.engine.worker.streams import stream_chunks
+from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
 from kintsugi.engine.worker.support import find_chunk_reach, find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
@@ -129,23 +129,36 @@ class WorkerSide:
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return
+        if self._try_on_all_ranks(partial(self._learn, kv_caches)):
+            self._try_on_all_ranks(self._test)
+
+    def _try_on_all_ranks(self, act: Callable[[], None]) -> bool:
+        """Turn blending off on every rank if `act` fails on one: a rank alone in a layer would wait for the
+        others forever. Returns whether it is on."""
         try:
-            found = find_layers(self._vllm_config, self._kv_cache_config, kv_caches)
-            self._model = learn_model(found)
-            self._codec = self._stored_codec(self._model)
-            if self._config.self_test:
-                self_test(self._model)
-            self._weights = LoadedWeights(self._model.root, self._model.device)
+            act()
         except (NotBlendable, SelfTestFailed) as error:
-            self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
-            logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+            self._turn_off(str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}")
         except Exception as defect:
             self._unable = f"self_test_failed: {type(defect).__name__}: {defect}"
             logger.exception("Blending is off, every prompt is prefilled in full: the self-test broke")
+        if is_so_on_any_rank(self._unable is not None) and self._unable is None:
+            self._turn_off("other_rank: blending is off on another tensor-parallel rank, whose log says why")
+        return self._unable is None
 
     def _turn_off(self, reason: str) -> None:
         self._unable, self._unable_is_told = reason, False
         logger.error("Blending is off, every prompt is prefilled in full: %s", reason)
+
+    def _learn(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._model = learn_model(find_layers(self._vllm_config, self._kv_cache_config, kv_caches))
+        self._codec = self._stored_codec(self._model)
+
+    def _test(self) -> None:
+        assert self._model is not None
+        if self._config.self_test:
+            self_test(self._model)
+        self._weights = LoadedWeights(self._model.root, self._model.device)
 
     def _stored_codec(self, model: LoadedModel) -> Codec:
         """The configured codec, or raw for a model with layers that it does not encode."""
@@ -422,12 +435,7 @@ class WorkerSide:
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
-        manifests = [job.manifests[hit.key] for hit in job.hits]
-        meter = Meter([hit.source for hit in job.hits], layers.stop)
-        deadline_s = self._config.layer_deadline_ms / 1e3
-        for _ in meter.measure(stream_chunks(self._store, manifests, layers, heads, deadline_s)):
-            pass
-        return dataclasses.replace(LoadSample.of([meter]), decode_s=0.0, decode_bytes=0)
+        return read_and_drop(self._store, job, layers, heads, self._config.layer_deadline_ms / 1e3)
 
     def _collect_probe(self) -> None:
         if self._probe is None or not self._probe.done():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,3 +255,40 @@ def test_on_a_cpu_every_step_checks_the_weights_at_its_start(monkeypatch: pytest
     bench.step()
     assert (bench.side._finished["asked"].reason or "").startswith("weights_changed: ")
     bench.side.close()
+
+
+@pytest.mark.parametrize("fails_in", [None, "find_layers", "LoadedWeights"])
+def test_blending_is_off_on_every_rank_if_one_cannot(
+    monkeypatch: pytest.MonkeyPatch, fails_in: str | None
+) -> None:
+    """Here on this rank, or with None on another, which says so once both have learnt their model."""
+    model = SimpleNamespace(device=CPU, root=None, layout=SimpleNamespace(holds=lambda _codec: True))
+    flags: list[bool] = []
+
+    def agree(flag: bool) -> bool:
+        flags.append(flag)
+        return flag or (fails_in is None and len(flags) == 2)
+
+    def fail(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("by the test")
+
+    replaced = {"find_unsupported": None, "find_layers": None, "learn_model": model}
+    for name, value in replaced.items():
+        monkeypatch.setattr(side_module, name, lambda *_arguments, value=value: value)
+    monkeypatch.setattr(side_module, "LoadedWeights", lambda *_arguments: None)
+    monkeypatch.setattr(side_module, "is_so_on_any_rank", agree)
+    if fails_in is not None:
+        monkeypatch.setattr(side_module, fails_in, fail)
+    side = WorkerSide(VllmConfig(), ANY, EngineConfig(self_test=False), ANY, 20)
+    side.register({})
+    report = side.take_report()
+    assert report is not None
+    assert (report.unable or "").startswith("other_rank: " if fails_in is None else "self_test_failed: ")
+    # Every rank has to ask as often as the others.
+    expected = {
+        None: [False, False],
+        "find_layers": [True],
+        "LoadedWeights": [False, True],
+    }
+    assert flags == expected[fails_in]
+    side.close()
