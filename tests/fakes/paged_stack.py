@@ -8,6 +8,7 @@ cache; of scattered positions, the product's kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -175,9 +176,11 @@ class PagedStack:
     def attention_rule(self, layer: int) -> AttentionRule:
         return AttentionRule(self.model.shape.head_dim**-0.5)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def end_pass(self) -> Callable[[], bool]:
+        if self.device.type != "cuda":
+            return lambda: True
+        end = torch.cuda.current_stream(self.device).record_event()
+        return lambda: bool(end.query())
 
     def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         return values

@@ -4,6 +4,9 @@ Code that is written for a GPU runs here as it is, with real numbers, and every 
 would make the host wait, or copy from memory that is not pinned. Tensors of both devices in one call are an
 error, as they are on a GPU.
 
+The device takes `OPERATION_S` for every operation of the engine's thread, by a clock of its own that timing
+events read. While `is_behind`, it has reached no event.
+
 `PretendCuda` replaces what it must of `torch.cuda`. It watches the thread that enters it and every thread
 that enters one of its streams. Only Triton's kernels cannot run; `attend` stands in for them.
 """
@@ -29,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kintsugi.fusor.reference import reference_attention
 from kintsugi.fusor.staging import loading_stream
 
+OPERATION_S = 1e-3
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 SERVICES = str(Path(__file__).parents[2] / "services")
@@ -138,7 +142,9 @@ class _Stream:
         self._pretended = pretended
 
     def record_event(self) -> _Event:
-        return _Event(self._pretended)
+        event = _Event(self._pretended)
+        event.record(self)
+        return event
 
     def wait_event(self, event: _Event) -> None:
         """The device waits, not the host."""
@@ -151,14 +157,27 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, pretended: PretendCuda) -> None:
+    def __init__(self, pretended: PretendCuda, enable_timing: bool = False) -> None:
         self._pretended = pretended
+        self._has_time = enable_timing
+        self._recorded_s: float | None = None
 
     def record(self, stream: _Stream | None = None) -> None:
-        """Nothing is queued."""
+        self._recorded_s = self._pretended.device_s
 
     def query(self) -> bool:
-        return True
+        assert self._recorded_s is not None, "torch calls an event that was not recorded reached"
+        return not self._pretended.is_behind
+
+    def elapsed_time(self, later: _Event) -> float:
+        """Milliseconds, as torch: both have to be recorded, timing events and reached."""
+        assert self._has_time
+        assert later._has_time
+        assert self.query()
+        assert later.query()
+        assert self._recorded_s is not None
+        assert later._recorded_s is not None
+        return (later._recorded_s - self._recorded_s) * 1e3
 
     def synchronize(self) -> None:
         self._pretended.count("sync", "Event.synchronize")
@@ -178,6 +197,10 @@ class PretendCuda:
         """On which tensors were made, in the order of their first; a GPU keeps freed memory for each."""
         self._default = _Stream(self)
         self._entered = threading.local()
+        self.is_behind = False
+        """Whether the device has not got to any event yet."""
+        self.device_s = 0.0
+        """What the operations of the engine's thread have taken."""
         self._pinned: dict[int, Tensor] = {}
         """Tensors in pinned memory by their address, kept so that no other gets the same one."""
         self._engine_thread = threading.get_ident()
@@ -213,7 +236,7 @@ class PretendCuda:
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
             "Stream": lambda *_arguments, **_options: _Stream(self),
-            "Event": lambda *_arguments, **_options: _Event(self),
+            "Event": lambda enable_timing=False: _Event(self, enable_timing),
             "stream": self._in_thread,
             "current_stream": lambda *_arguments: self.stream,
             "get_device_capability": lambda *_arguments: (9, 0),
@@ -270,6 +293,8 @@ class PretendCuda:
         self._check_indices(func, name, args)
         if func in FROM_VALUES:
             self.count("pageable", name)
+        if threading.get_ident() == self._engine_thread:
+            self.device_s += OPERATION_S
         if func in (Tensor.tolist, Tensor.numpy):
             self.count("sync", name)
             return func(args[0].on_host)

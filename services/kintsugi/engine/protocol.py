@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,6 +17,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.fusor.control.estimates import Transfer
+from kintsugi.fusor.control.metering import Meter
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,17 @@ class LoadSample:
     transfers: tuple[Transfer, ...]
     decode_s: float
     decode_bytes: int
+
+    @staticmethod
+    def of(meters: Sequence[Meter]) -> LoadSample:
+        """What streams side by side cost together: they wait and decode at the same time."""
+        transfers = [
+            dataclasses.replace(transfer, wait_s=transfer.wait_s / len(meters))
+            for meter in meters
+            for transfer in meter.transfers
+        ]
+        decode_s = sum(meter.decode_s for meter in meters) / max(len(meters), 1)
+        return LoadSample(tuple(transfers), decode_s, sum(meter.decode_bytes for meter in meters))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadedPriors, LoadFailed
+from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
 from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
@@ -131,6 +132,9 @@ class BlendPass(SlicedWork):
         self._loader: LayerLoader | None = None
         self._fetched: dict[int, LoadedLayer] = {}
         """Layers that the question's pass has fetched and the blend has not reached yet."""
+        self.watch = Stopwatch(stack.device)
+        self._layer_marks: list[Mark] = []
+        """On a GPU, where each layer begins and ends."""
         self._start()
 
     def abandon(self, reason: str) -> None:
@@ -151,6 +155,7 @@ class BlendPass(SlicedWork):
         self._place_tokens()
         self._loader = self._open_loader(self.plan)
         self.tally.timeline.clear()
+        self._layer_marks.clear()
         self.tally.active_positions.clear()
         self._units = self._layers()
 
@@ -223,6 +228,7 @@ class BlendPass(SlicedWork):
         began = self.tally.started_s
         for layer in range(num_layers):
             loaded = yield from self.fetch_kv(layer)
+            self._mark_layer()
             self._stack.begin_layer(layer)
             computing = time.perf_counter()
             if layer >= written or not self._stack.keeps_layer(layer):
@@ -231,6 +237,7 @@ class BlendPass(SlicedWork):
                 hidden = yield from self._filter(layer, hidden, loaded, selector)
             yield from self.prefill_layer(layer, hidden)
             self._stack.end_layer(layer)
+            self._mark_layer()
             now = time.perf_counter()
             self.tally.timeline.append(
                 LayerTiming(
@@ -244,7 +251,9 @@ class BlendPass(SlicedWork):
                 self.tally.active_positions[layer] = self._active.positions.tolist()
         self._agree_on_losses()
         self.tally.tokens_recomputed = len(self._active.positions) - len(self._must_positions)
-        yield from self.synchronize()
+        yield from self.wait_for_device(self._stack)
+        self._read_device_times()
+        yield 0.0
 
     def _initial_set(self, filters: bool, ratio: float) -> ActiveSet:
         """The tokens that layer 0 computes before anything is selected."""
@@ -317,11 +326,13 @@ class BlendPass(SlicedWork):
         """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""
         asked = time.perf_counter()
         while True:
+            self.watch.stop()
             looked = time.perf_counter()
             arrived = poll(looked - asked)
             self.tally.polled_s += time.perf_counter() - looked
             if arrived is not None:
                 self.tally.load_wait_s += time.perf_counter() - asked
+                self.watch.start()
                 return arrived
             yield WAITING
 
@@ -438,12 +449,22 @@ class BlendPass(SlicedWork):
         """Run one layer over the active tokens; `hidden` becomes the layer's output."""
         yield from self._time_units(run_in_units(self._stack, layer, hidden, self._cut))
 
-    def synchronize(self) -> Units[None]:
-        """Wait until everything that the pass queued on the device is done."""
-        started = time.perf_counter()
-        self._stack.synchronize()
-        self.tally.compute_s += time.perf_counter() - started
-        yield 0.0
+    def _mark_layer(self) -> None:
+        """Note where a layer begins or ends in a GPU's queue."""
+        if self._stack.device.type == "cuda":
+            self._layer_marks.append(Mark.of(self._stack.device))
+
+    def _read_device_times(self) -> None:
+        """Say when a GPU computed, which has got to the end, in the place of when the host launched."""
+        device_s = self.watch.seconds()
+        if device_s is None:
+            return
+        self.tally.compute_s = device_s
+        began_s = self.tally.started_s
+        ms = [round((moment_s - began_s) * 1e3, 3) for moment_s in reached_s(self._layer_marks)]
+        for layer, (first, last) in enumerate(zip(ms[::2], ms[1::2], strict=True)):
+            timing = self.tally.timeline[layer]
+            self.tally.timeline[layer] = replace(timing, compute_start_ms=first, compute_end_ms=last)
 
     def _activate(self, active: ActiveSet) -> None:
         self._active = active

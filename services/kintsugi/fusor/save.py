@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.codecs import as_frame, encode
+from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.priors import encode_scores, relative_deviation
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
@@ -69,6 +70,7 @@ class SavePass(SlicedWork):
         second: SecondPrefill | None = None,
     ) -> None:
         self.status = PassStatus.RUNNING
+        self.watch = Stopwatch(stack.device)
         self.frames: list[list[memoryview]] = []
         self._encoded: list[list[Tensor]] = [[] for _ in items]
         self.token_layers = 0.0
@@ -85,7 +87,8 @@ class SavePass(SlicedWork):
         except StopIteration:
             self.status = PassStatus.DONE
             return 0.0
-        self.token_layers += cost
+        if cost > 0:
+            self.token_layers += cost
         return cost
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class SavePass(SlicedWork):
         if comparison is not None:
             for index, deviation in comparison.deviations.items():
                 self._encoded[index].insert(0, download(encode_scores(deviation / num_layers)))
-        self._stack.synchronize()
+        yield from self.wait_for_device(self._stack)
         self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
 
 

@@ -11,10 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.stack import DecoderStack, FreshKV, Hidden, LayerBatch
 
 WAITING = -1.0
-"""Yielded instead of a cost while data that was requested has not arrived."""
+"""Yielded instead of a cost while data that was requested has not arrived, or a GPU has not got to the end of
+the pass."""
 
 T = TypeVar("T")
 Units = Generator[float, None, T]
@@ -31,18 +33,27 @@ class SlicedWork(ABC):
     """Call `advance` until `status` is no longer RUNNING, then `close`."""
 
     status: PassStatus
+    watch: Stopwatch
+    """Runs on the device while the pass advances."""
+    is_launched: bool = False
+    """Whether the host has nothing left to do but to notice that a GPU is done. Never seen on a CPU."""
 
     def advance(self, token_layers_max: float) -> float:
         """Run units until their cost reaches `token_layers_max`, one is `WAITING`, or the work has ended.
 
-        Returns the cost spent, which exceeds the limit by at most one unit.
+        Returns the cost spent, which exceeds the limit by at most one unit. Work that is launched needs none.
         """
         spent = 0.0
-        while self.status is PassStatus.RUNNING and spent < token_layers_max:
-            cost = self.next_unit()
-            if cost == WAITING:
-                break
-            spent += cost
+        if not self.is_launched:
+            self.watch.start()
+        try:
+            while self.status is PassStatus.RUNNING and (self.is_launched or spent < token_layers_max):
+                cost = self.next_unit()
+                if cost == WAITING:
+                    break
+                spent += cost
+        finally:
+            self.watch.stop()
         return spent
 
     @abstractmethod
@@ -52,6 +63,14 @@ class SlicedWork(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release all resources. Idempotent."""
+
+    def wait_for_device(self, stack: DecoderStack) -> Units[None]:
+        """End the pass on `stack`: yields `WAITING` until the device has done all that the pass queued."""
+        self.is_launched = True
+        self.watch.stop()
+        is_done = stack.end_pass()
+        while not is_done():
+            yield WAITING
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class DecoderStack(Protocol):
     A layer call writes the K and V of its tokens into the cache, then lets each token attend to its
     own sequence's positions up to and including its own: never to a later one.
 
-    On a GPU, no call waits for the device, apart from `synchronize`, `sum_over_ranks` of a tensor on the host
-    and, where the model's own attention has to serve tokens that were selected on the device, `batch`.
+    On a GPU, no call waits for the device, apart from `sum_over_ranks` of a tensor on the host and, where the
+    model's own attention has to serve tokens that were selected on the device, `batch`.
     """
 
     @property
@@ -158,8 +158,9 @@ class DecoderStack(Protocol):
 
     def attention_rule(self, layer: int) -> AttentionRule: ...
 
-    def synchronize(self) -> None:
-        """Wait until all work queued on the device is done."""
+    def end_pass(self) -> Callable[[], bool]:
+        """Mark the end of a pass in the device's queue. Returns what tells, without waiting, whether every
+        rank's device has got there; ranks ask together."""
         ...
 
     def gather_heads(self, layer: int, values: Tensor) -> Tensor:

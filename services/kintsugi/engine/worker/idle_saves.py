@@ -27,12 +27,15 @@ class IdleSavePasses:
         put: Put,
         threads: ThreadPoolExecutor,
         is_first_rank: Callable[[], bool],
+        is_unsound: Callable[[], bool],
     ) -> None:
-        """``put`` stores a chunk, on one of the ``threads``."""
+        """``put`` stores a chunk, on one of the ``threads``. ``is_unsound`` is asked once a batch is
+        computed, and abandons one that is."""
         self._make_pass = make_pass
         self._put = put
         self._threads = threads
         self._is_first_rank = is_first_rank
+        self._is_unsound = is_unsound
         self._jobs: list[SaveJob] = []
         self._work: SavePass | None = None
         self._computed_s = 0.0
@@ -55,11 +58,13 @@ class IdleSavePasses:
             self._work = self._make_pass(self._jobs)
         self._work.advance(budget)
         self._computed_s += time.perf_counter() - began_s
-        if self._work.status is PassStatus.DONE:
+        if self._work.status is PassStatus.DONE and not self._is_unsound():
             work, jobs = self._work, self._jobs
             self._work, self._jobs = None, []
             if self._is_first_rank():
-                compute_ms = round(self._computed_s * 1e3 / len(jobs), 3)
+                device_s = work.watch.seconds()
+                computed_s = self._computed_s if device_s is None else device_s
+                compute_ms = round(computed_s * 1e3 / len(jobs), 3)
                 saved = Accounting(Outcome.SAVED, compute_ms=compute_ms)
                 self._puts = [
                     self._threads.submit(self._put, job, frames, saved)

@@ -24,6 +24,19 @@ def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
     return len(waiting)
 
 
+def first_items(jobs: Sequence[SaveJob]) -> list[SaveItem]:
+    """The chunks behind the prefix, or behind prefix and context."""
+    return [
+        SaveItem(
+            torch.tensor(job.tokens.token_ids, dtype=torch.int64),
+            job.tokens.start,
+            job.chunk_start,
+            job.chunk_end,
+        )
+        for job in jobs
+    ]
+
+
 def second_items(jobs: Sequence[SaveJob], length_max: int) -> dict[int, SaveItem]:
     """The chunks that get a prior, behind their other lead, by the index of the job.
 

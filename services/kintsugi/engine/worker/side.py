@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
-from kintsugi.engine.worker.save_batches import num_saves_together, second_items
+from kintsugi.engine.worker.save_batches import first_items, num_saves_together, second_items
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
-from kintsugi.engine.worker.streams import stream_chunks
+from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
 from kintsugi.engine.worker.support import find_chunk_reach, find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
@@ -46,7 +47,7 @@ from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
 from kintsugi.fusor.priors import PRIOR
-from kintsugi.fusor.save import SaveItem, SavePass, SecondPrefill
+from kintsugi.fusor.save import SavePass, SecondPrefill
 from kintsugi.fusor.selectors import depends_on_prior, depends_on_question
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
@@ -109,7 +110,9 @@ class WorkerSide:
         """Chunks on their way into the store, and audits that read theirs."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         put = partial(put_unless_erased, store, self._put)
-        self._idle_saves = IdleSavePasses(self._save_pass, put, self._put_threads, is_first_rank)
+        self._idle_saves = IdleSavePasses(
+            self._save_pass, put, self._put_threads, is_first_rank, self._has_stopped
+        )
         self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
         self._probe: Future[LoadSample] | None = None
         self._passes: dict[str, PassSample] = {}
@@ -126,19 +129,36 @@ class WorkerSide:
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
             return
+        if self._try_on_all_ranks(partial(self._learn, kv_caches)):
+            self._try_on_all_ranks(self._test)
+
+    def _try_on_all_ranks(self, act: Callable[[], None]) -> bool:
+        """Turn blending off on every rank if `act` fails on one: a rank alone in a layer would wait for the
+        others forever. Returns whether it is on."""
         try:
-            found = find_layers(self._vllm_config, self._kv_cache_config, kv_caches)
-            self._model = learn_model(found)
-            self._codec = self._stored_codec(self._model)
-            if self._config.self_test:
-                self_test(self._model)
-            self._weights = LoadedWeights(self._model.root)
+            act()
         except (NotBlendable, SelfTestFailed) as error:
-            self._unable = str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}"
-            logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
+            self._turn_off(str(error) if isinstance(error, NotBlendable) else f"self_test_failed: {error}")
         except Exception as defect:
             self._unable = f"self_test_failed: {type(defect).__name__}: {defect}"
             logger.exception("Blending is off, every prompt is prefilled in full: the self-test broke")
+        if is_so_on_any_rank(self._unable is not None) and self._unable is None:
+            self._turn_off("other_rank: blending is off on another tensor-parallel rank, whose log says why")
+        return self._unable is None
+
+    def _turn_off(self, reason: str) -> None:
+        self._unable, self._unable_is_told = reason, False
+        logger.error("Blending is off, every prompt is prefilled in full: %s", reason)
+
+    def _learn(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._model = learn_model(find_layers(self._vllm_config, self._kv_cache_config, kv_caches))
+        self._codec = self._stored_codec(self._model)
+
+    def _test(self) -> None:
+        assert self._model is not None
+        if self._config.self_test:
+            self_test(self._model)
+        self._weights = LoadedWeights(self._model.root, self._model.device)
 
     def _stored_codec(self, model: LoadedModel) -> Codec:
         """The configured codec, or raw for a model with layers that it does not encode."""
@@ -206,8 +226,12 @@ class WorkerSide:
         self._probe_thread.shutdown(wait=False, cancel_futures=True)
         self._put_threads.shutdown(wait=True, cancel_futures=True)
 
-    def _begin_blend(self, job: BlendJob, bytes_max: int) -> None:
+    def _stack(self, block_ids: Sequence[tuple[list[int], ...]], ends: Sequence[int]) -> VllmStack:
         assert self._model is not None
+        before_end = None if self._weights is None else self._weights.look
+        return VllmStack(self._model, block_ids, ends, before_end)
+
+    def _begin_blend(self, job: BlendJob, bytes_max: int) -> None:
         end = job.tokens.start + len(job.tokens.token_ids)
         token_ids = torch.tensor(job.tokens.token_ids, dtype=torch.int64)
         meters: list[list[Meter]] = []
@@ -220,9 +244,7 @@ class WorkerSide:
             region=PassRegion(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
             # The last token, which is not ours, passes where the question is asked.
-            stack=VllmStack(
-                self._model, [job.tokens.block_ids], [end + depends_on_question(job.plan.selection)]
-            ),
+            stack=self._stack([job.tokens.block_ids], [end + depends_on_question(job.plan.selection)]),
             open_loader=open_loader,
             unit_tokens_max=self._unit_tokens_max,
             explain=job.explain,
@@ -269,17 +291,25 @@ class WorkerSide:
         is_new = metadata.blends or metadata.saves or metadata.discovered
         if not (self._has_passes or is_new or self._idle_saves.is_computing):
             return
-        change = self._weights.check()
-        assert self._model is not None
+        self._stop_if_any(self._weights.check())
+
+    def _has_stopped(self) -> bool:
+        """Whether a pass that has come to its end was computed with other weights, which ends all passes. On
+        a CPU its steps began with that question; a GPU has answered it only now."""
+        weights = self._weights
+        return weights is not None and weights.is_late and self._stop_if_any(weights.compare())
+
+    def _stop_if_any(self, change: str | None) -> bool:
+        """Stop for good if the weights have changed on this rank or on another; whether they have."""
         if not is_so_on_any_rank(change is not None):
-            return
-        self._unable = (
+            return False
+        reason = (
             f"{WEIGHTS_CHANGED}: {change or 'another rank saw it'}; stored chunks and calibration belong to "
             "the weights that were loaded at start; restart the engine on the new checkpoint"
         )
-        self._unable_is_told = False
-        logger.error("Blending is off, every prompt is prefilled in full: %s", self._unable)
-        self._give_up_everything(self._unable)
+        self._turn_off(reason)
+        self._give_up_everything(reason)
+        return True
 
     def _give_up_everything(self, reason: str) -> None:
         """Leave all work in flight to vLLM. Chunks that are computed already are still stored."""
@@ -331,9 +361,11 @@ class WorkerSide:
         ):
             del self._blends_waiting[0]
         for request_id, blend in list(self._blends.items()):
-            if budget <= 0:
-                return
+            if budget <= 0 and not blend.work.is_launched:
+                continue
             budget -= self._advance_blend(request_id, blend, budget)
+            if blend.work.status is PassStatus.DONE and self._has_stopped():
+                return
             if blend.work.status is not PassStatus.RUNNING:
                 self._end_blend(request_id)
                 self._finished[request_id] = self._account_blend(blend.job, blend.work)
@@ -342,6 +374,8 @@ class WorkerSide:
                     self._without_kv.add(request_id)
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
+            if self._save is not None:
+                return  # it has spent its share, or waits for a GPU
 
     def _advance_idle_saves(self, metadata: StepMetadata) -> None:
         """Go on with the batch that no request waits for, if the engine has nothing else to compute."""
@@ -391,21 +425,17 @@ class WorkerSide:
         if blend.work.status is PassStatus.FAILED or tally.restarts:
             return
         assert self._model is not None
-        busy_s = blend.advanced_s - tally.polled_s
+        device_s = blend.work.watch.seconds()
+        busy_s = blend.advanced_s - tally.polled_s if device_s is None else device_s
         self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
-        self._loads.append(_load_sample(blend.meters))
+        self._loads.append(LoadSample.of(blend.meters))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:
         """Read a few layers of some chunks, and drop them."""
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
-        manifests = [job.manifests[hit.key] for hit in job.hits]
-        meter = Meter([hit.source for hit in job.hits], layers.stop)
-        deadline_s = self._config.layer_deadline_ms / 1e3
-        for _ in meter.measure(stream_chunks(self._store, manifests, layers, heads, deadline_s)):
-            pass
-        return dataclasses.replace(_load_sample([meter]), decode_s=0.0, decode_bytes=0)
+        return read_and_drop(self._store, job, layers, heads, self._config.layer_deadline_ms / 1e3)
 
     def _collect_probe(self) -> None:
         if self._probe is None or not self._probe.done():
@@ -444,7 +474,8 @@ class WorkerSide:
             restarts=tally.restarts,
             recomputed_positions=tally.active_positions if job.explain else None,
             timeline=tally.timeline if job.timeline else None,
-            began_unix_s=_unix_s(tally.started_s) if job.timeline else None,
+            # By the clock that others can read.
+            began_unix_s=time.time() - time.perf_counter() + tally.started_s if job.timeline else None,
         )
 
     def _advance_save(self, budget: float) -> float:
@@ -454,10 +485,11 @@ class WorkerSide:
         task = f"save {len(jobs)} chunks, of which none is stored"
         with contain_defects(task, partial(self._abandon_save, jobs)):
             if self._save is None:
-                self._save = self._begin_save(jobs)
+                self._save = _SaveBatch(jobs, self._save_pass(jobs), time.perf_counter(), set())
             spent = self._save.work.advance(budget)
-        if self._save is not None and self._save.work.status is PassStatus.DONE:
-            batch, self._save = self._save, None
+        batch = self._save
+        if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
+            self._save = None
             for job, frames in zip(batch.jobs, batch.work.frames, strict=True):
                 self._finish_save(batch, job, frames)
         return spent
@@ -476,25 +508,12 @@ class WorkerSide:
         jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
         return jobs
 
-    def _begin_save(self, jobs: list[SaveJob]) -> _SaveBatch:
-        return _SaveBatch(jobs, self._save_pass(jobs), time.perf_counter(), set())
-
     def _save_pass(self, jobs: list[SaveJob]) -> SavePass:
-        assert self._model is not None
-        items = [
-            SaveItem(
-                torch.tensor(job.tokens.token_ids, dtype=torch.int64),
-                job.tokens.start,
-                job.chunk_start,
-                job.chunk_end,
-            )
-            for job in jobs
-        ]
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
-        stack = VllmStack(self._model, [job.tokens.block_ids for job in jobs], ends)
+        stack = self._stack([job.tokens.block_ids for job in jobs], ends)
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
-        return SavePass(items, stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
+        return SavePass(first_items(jobs), stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
 
     def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
         """What to prefill once more for the chunks' priors. No cache block holds any of it."""
@@ -567,22 +586,6 @@ class WorkerSide:
                 if error is None
                 else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
             )
-
-
-def _unix_s(moment_s: float) -> float:
-    """A moment of `time.perf_counter` by the host's clock, which others can read."""
-    return time.time() - (time.perf_counter() - moment_s)
-
-
-def _load_sample(meters: list[Meter]) -> LoadSample:
-    """What streams side by side cost together: they wait and decode at the same time."""
-    transfers = [
-        dataclasses.replace(transfer, wait_s=transfer.wait_s / len(meters))
-        for meter in meters
-        for transfer in meter.transfers
-    ]
-    decode_s = sum(meter.decode_s for meter in meters) / max(len(meters), 1)
-    return LoadSample(tuple(transfers), decode_s, sum(meter.decode_bytes for meter in meters))
 
 
 def _remove_job(jobs: list[Any], request_id: str) -> bool:

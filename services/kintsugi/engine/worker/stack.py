@@ -9,7 +9,7 @@ ends at the run's last token: so the mask is strictly ``kv_position <= query_pos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -168,10 +168,16 @@ class VllmStack:
     """`fusor.stack.DecoderStack` on a vLLM model, for the sequences of one pass."""
 
     def __init__(
-        self, model: LoadedModel, block_ids: Sequence[tuple[Sequence[int], ...]], ends: Sequence[int]
+        self,
+        model: LoadedModel,
+        block_ids: Sequence[tuple[Sequence[int], ...]],
+        ends: Sequence[int],
+        before_end: Callable[[], None] | None = None,
     ) -> None:
-        """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used."""
+        """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used.
+        `before_end` queues on a GPU what has to be done with the pass."""
         self._model = model
+        self._before_end = before_end
         groups = {layer.group.index: layer.group for layer in model.layers}
         self._tables = {
             index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device)
@@ -299,9 +305,13 @@ class VllmStack:
             kv.absorb if isinstance(kv, LatentKV) else None,
         )
 
-    def synchronize(self) -> None:
-        if self._model.device.type == "cuda":
-            torch.cuda.current_stream(self._model.device).synchronize()
+    def end_pass(self) -> Callable[[], bool]:
+        if self.device.type != "cuda":
+            return lambda: True
+        if self._before_end is not None:
+            self._before_end()
+        end = torch.cuda.current_stream(self.device).record_event()
+        return lambda: not is_so_on_any_rank(not end.query())
 
     def gather_heads(self, layer: int, values: Tensor) -> Tensor:
         if self.world_size == 1:

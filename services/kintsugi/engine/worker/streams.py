@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.engine.protocol import LoadSample, ProbeJob
+from kintsugi.fusor.control.metering import Meter
 from kintsugi.store.client.merge import ShardStream
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 
@@ -29,6 +32,17 @@ def stream_chunks(
         return open_stream(manifests[0].namespace)
     parts = {name: ShardStream(chunks, open_stream(name)) for name, chunks in by_namespace.items()}
     return _in_order([parts[manifest.namespace] for manifest in manifests], layers)
+
+
+def read_and_drop(
+    store: ChunkStore, job: ProbeJob, layers: range, heads: HeadRange, deadline_s: float
+) -> LoadSample:
+    """Read these layers of a job's chunks only to learn how fast they come. Nothing is decoded."""
+    manifests = [job.manifests[hit.key] for hit in job.hits]
+    meter = Meter([hit.source for hit in job.hits], layers.stop)
+    for _ in meter.measure(stream_chunks(store, manifests, layers, heads, deadline_s)):
+        pass
+    return replace(LoadSample.of([meter]), decode_s=0.0, decode_bytes=0)
 
 
 def _in_order(streams: Sequence[ShardStream], layers: range) -> Generator[LayerFrame | ChunkLost, None, None]:

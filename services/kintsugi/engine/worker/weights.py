@@ -14,13 +14,18 @@ not come with those that do. So the weights themselves are looked at:
 
 The first two are certain. A write that only the sample can see, and that changes a share `s` of a parameter's
 values, is missed with a probability of about `(1 - s) ** SAMPLES_MIN` per parameter that it changes.
+
+A GPU gets to a sample when it has done what was queued before, and the host does not wait for it: a sample is
+compared in a later step, and the next one is taken then. What a pass computed is sound once the sample at its
+end is compared, because weights that have changed stay so.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.logger import init_logger
+
+from kintsugi.fusor.staging import download
 
 logger = init_logger(__name__)
 
@@ -37,6 +44,7 @@ VALUES_PER_SAMPLE = 1 << 16
 """Larger parameters (stacked experts, embeddings) are compared at one value in so many."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes per value: compared as such, a NaN equals itself."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,13 @@ class Snapshot:
 
     places: tuple[Place, ...]
     samples: tuple[Tensor, ...]
-    """Integer tensors `[samples]` on the host, one per size of value."""
+    """Integer tensors `[samples]` on the host, one per size of value. From a GPU, they may be read once they
+    have `arrived`."""
+    arrived: torch.cuda.Event | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
 
 def difference(before: Snapshot, now: Snapshot) -> str | None:
@@ -71,11 +85,13 @@ def difference(before: Snapshot, now: Snapshot) -> str | None:
 class LoadedWeights:
     """Watches one model from construction until `close`.
 
-    A check costs some 10 µs per parameter, and waits for one copy from the model's device.
+    A look costs the host some 10 µs per parameter. On a GPU none but the first waits for the device.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device = CPU) -> None:
+        """`device`: where the parameters lie."""
         self._model = model
+        self._device = device
         # By their modules, not themselves: what an update replaces is not kept alive.
         self._holders = [
             (f"{path}.{name}".lstrip("."), module, name)
@@ -85,25 +101,55 @@ class LoadedWeights:
         ]
         self._change: str | None = None
         self._observe_loading()
+        self._looks: deque[Snapshot] = deque()
+        """Not compared yet: on a GPU one of a check and one of each pass that ends, on a CPU none."""
         self._before = self._look()
+        if self._before.arrived is not None:
+            self._before.arrived.synchronize()
 
     def check(self) -> str | None:
-        """What changed since construction, None where nothing did. Once changed, changed for good.
+        """What changed since construction, None where nothing is known to have. Once changed, changed for
+        good.
 
+        On a CPU as of now; on a GPU as of the looks that have arrived, and another is taken if none is left.
         Not for a model that sleeps: its memory is unmapped.
         """
-        if self._change is None:
-            try:
-                self._change = difference(self._before, self._look())
-            except Exception as error:
-                logger.exception("Weights that cannot be compared count as changed")
-                self._change = f"parameters cannot be compared: {type(error).__name__}: {error}"
+        if self.compare() is None and not self._looks:
+            self.look()
+        return self.compare()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a look is compared later than it is taken."""
+        return self._device.type == "cuda"
+
+    def look(self) -> None:
+        """Look at the parameters as they are now, or on a GPU behind everything that is queued."""
+        self._note_errors(lambda: self._looks.append(self._look()))
+
+    def compare(self) -> str | None:
+        """What the looks that have arrived show to have changed, as `check`, without another look."""
+        self._note_errors(self._compare_arrived)
         return self._change
 
     def close(self) -> None:
         """Stop observing. Idempotent."""
         self._model.__dict__.pop("load_weights", None)
         self._holders.clear()
+        self._looks.clear()
+
+    def _note_errors(self, act: Callable[[], None]) -> None:
+        if self._change is not None:
+            return
+        try:
+            act()
+        except Exception as error:
+            logger.exception("Weights that cannot be compared count as changed")
+            self._change = f"parameters cannot be compared: {type(error).__name__}: {error}"
+
+    def _compare_arrived(self) -> None:
+        while self._change is None and self._looks and self._looks[0].has_arrived:
+            self._change = difference(self._before, self._looks.popleft())
 
     def _observe_loading(self) -> None:
         load: Any = self._model.load_weights
@@ -125,8 +171,9 @@ class LoadedWeights:
                     sampled = sample(tensor)
                     samples[sampled.element_size()].append(sampled)
         # On the host: what lies on the device may be discarded while the model sleeps.
-        grouped = (torch.cat(group).cpu() for _, group in sorted(samples.items()))
-        return Snapshot(tuple(places), tuple(grouped))
+        grouped = tuple(download(torch.cat(group)) for _, group in sorted(samples.items()))
+        arrived = torch.cuda.current_stream(self._device).record_event() if self.is_late else None
+        return Snapshot(tuple(places), grouped, arrived)
 
 
 def _plain(tensor: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -16,6 +17,7 @@ from kintsugi.core.errors import NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
 from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
+from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.sliced import PassStatus, SlicedWork
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import make_chunk
@@ -28,6 +30,7 @@ class Pass(SlicedWork):
 
     def __init__(self, jobs: list[SaveJob]) -> None:
         self.status = PassStatus.RUNNING
+        self.watch = Stopwatch(torch.device("cpu"))
         self.frames = [[memoryview(bytes([index]))] for index, _ in enumerate(jobs)]
         self.units = 0
         self.is_closed = False
@@ -54,7 +57,7 @@ def job(number: int) -> SaveJob:
 
 
 def saves_of(
-    threads: ThreadPoolExecutor, refused: int = -1, is_first_rank: bool = True
+    threads: ThreadPoolExecutor, refused: int = -1, is_first_rank: bool = True, is_unsound: bool = False
 ) -> tuple[IdleSavePasses, list[Pass], list[Any]]:
     passes: list[Pass] = []
     stored: list[Any] = []
@@ -69,7 +72,13 @@ def saves_of(
         stored.append((one, bytes(frames[0])))
         return accounting
 
-    return IdleSavePasses(make_pass, put, threads, lambda: is_first_rank), passes, stored
+    def check() -> bool:
+        if is_unsound:
+            saves.abandon("weights_changed")
+        return is_unsound
+
+    saves = IdleSavePasses(make_pass, put, threads, lambda: is_first_rank, check)
+    return saves, passes, stored
 
 
 def test_a_batch_is_computed_in_slices_and_reported_once_it_is_stored(threads: ThreadPoolExecutor) -> None:
@@ -115,6 +124,16 @@ def test_what_is_abandoned_is_reported_and_closed(threads: ThreadPoolExecutor) -
     assert not saves.is_computing
     saves.abandon("again")
     assert saves.take_outcomes() == []
+    assert stored == []
+
+
+def test_of_an_unsound_batch_nothing_is_stored(threads: ThreadPoolExecutor) -> None:
+    saves, _, stored = saves_of(threads, is_unsound=True)
+    saves.begin([job(1), job(2)])
+    saves.advance(9.0)
+    assert not saves.is_computing
+    threads.shutdown(wait=True)
+    assert [one.reason for one in saves.take_outcomes()] == ["weights_changed"] * 2
     assert stored == []
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kintsugi.engine.worker.weights import SAMPLES_MIN, LoadedWeights, Place, Snapshot, difference, sample
+from tests.fakes.pretend_cuda import CUDA, PretendCuda
 
 ROWS, COLUMNS = 512, 384
 
@@ -134,6 +135,24 @@ def test_a_load_that_fails_midway_is_a_change(toy: Toy) -> None:
     with pytest.raises(OSError, match="by the test"):
         toy.load_weights({})
     assert loaded.check() == "load_weights was called"
+
+
+def test_on_a_gpu_one_look_is_on_its_way_and_another_at_each_end_of_a_pass(toy: Toy) -> None:
+    with PretendCuda() as device:
+        loaded = LoadedWeights(toy, CUDA)
+        device.clear()
+        device.is_behind = True
+        for _ in range(5):
+            assert loaded.check() is None
+        discard(toy)
+        assert (loaded.check(), len(loaded._looks)) == (None, 1)
+        loaded.look()
+        assert (loaded.compare(), len(loaded._looks)) == (None, 2)
+        device.is_behind = False
+        assert loaded.compare() == "values of parameters differ"
+        assert loaded.check() == "values of parameters differ"
+        assert not device.syncs
+        loaded.close()
 
 
 def test_closed_it_leaves_the_model_as_it_was(toy: Toy) -> None:
