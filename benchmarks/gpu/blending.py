@@ -49,8 +49,8 @@ SELECTIONS = {
 
 WAIT = "called a synchronizing CUDA operation"
 """What torch says of each wait that it sees. It also says, once, that it does not see all."""
-WAITS_A_PASS_MAX = 1
-"""The one at its end."""
+WAITS_A_PASS_MAX = 0
+"""A pass asks an event whether it is done, and waits for nothing."""
 
 
 @dataclass(frozen=True)
