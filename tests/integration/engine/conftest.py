@@ -6,6 +6,7 @@ vLLM keeps its KV connector in a process-wide variable, so two engines cannot li
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ NAMESPACE = "acme"
 PREFIX = [0]
 """The factory's BOS."""
 VOCAB = 1000
+READY_S = 60.0
+"""Longest time until an engine that has started discovers."""
 
 UNCALIBRATED = {"allow_uncalibrated": True, "loading_controller": False}
 """Random weights have no quality to calibrate, and tiny models nothing to gain: blend what is asked for."""
@@ -132,6 +135,15 @@ def ask_cold(
 ) -> Generation:
     engine.reset_prefix_cache()
     return ask(engine, token_ids, params, max_tokens)
+
+
+def when_discovering(engine: LocalEngine) -> LocalEngine:
+    """The engine, once it counts segments: threads of its own prepare that while it starts."""
+    deadline_s = time.monotonic() + READY_S
+    while not engine._scheduler.discovery.is_ready:
+        assert time.monotonic() < deadline_s, "discovery is not ready"
+        time.sleep(0.01)
+    return engine
 
 
 def max_dlogprob(one: Generation, other: Generation) -> float:

@@ -19,6 +19,7 @@ from tests.integration.engine.conftest import (
     max_dlogprob,
     ram_store,
     random_tokens,
+    when_discovering,
 )
 
 pytestmark = pytest.mark.engine("tiny-llama-discovery")
@@ -30,7 +31,9 @@ UNNAMED = "found"
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
     discovery = {"namespace": UNNAMED, "share": 10.0}
-    return engine_slot.get("tiny-llama", {"store": f"ram://{STORE}", "discovery": discovery})
+    return when_discovering(
+        engine_slot.get("tiny-llama", {"store": f"ram://{STORE}", "discovery": discovery})
+    )
 
 
 @pytest.fixture

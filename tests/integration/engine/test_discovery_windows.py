@@ -14,6 +14,7 @@ from tests.integration.engine.conftest import (
     max_dlogprob,
     ram_store,
     random_tokens,
+    when_discovering,
 )
 
 pytestmark = [pytest.mark.engine("tiny-gemma3-discovery"), pytest.mark.full]
@@ -26,7 +27,7 @@ CONTEXT = random_tokens(40, 50)
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
     settings = {"discovery": {"share": 10.0}, "context_token_ids": CONTEXT, "priors": True}
-    return engine_slot.get("tiny-gemma3", {"store": f"ram://{STORE}", **settings})
+    return when_discovering(engine_slot.get("tiny-gemma3", {"store": f"ram://{STORE}", **settings}))
 
 
 def test_what_recurs_is_saved_in_both_copies_with_priors_and_hit(engine: LocalEngine) -> None:

@@ -75,11 +75,13 @@ class Discovery:
 
     def covers(self, params: KintsugiParams) -> bool:
         """Whether a request with these parameters is discovered."""
-        may_store = self._is_ready and params.discover and not params.no_store
+        may_store = self.is_ready and params.discover and not params.no_store
         return may_store and params.op is Op.BLEND and params.spans is None
 
     @property
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether prompts are discovered: not before the tokens' classes are there, and the store has said
+        up to where it has erased."""
         # A text that is seen before erasures are known may be erased without anybody here noticing.
         if self._classes is None or self._salts.cursor is None:
             return False
