@@ -162,11 +162,12 @@ def test_the_first_blend_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e7
 
     monkeypatch.setattr(side, "reserve_memory", reserve)
+    monkeypatch.setattr(side, "is_so_on_any_rank", lambda flag: flag)
     monkeypatch.setattr(side, "find_unsupported", lambda _config: None)
     monkeypatch.setattr(side, "find_layers", lambda *_arguments: None)
     monkeypatch.setattr(side, "learn_model", lambda _found: model_of())
     monkeypatch.setattr(WorkerSide, "_stored_codec", lambda worker, _model: worker._codec)
-    monkeypatch.setattr(side, "LoadedWeights", lambda _root: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(side, "LoadedWeights", lambda *_arguments: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(WorkerSide, "_begin_blend", lambda _worker, _job, size: begun.append(size))
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
     groups: Any = None
