@@ -3,7 +3,7 @@
     python benchmarks/discovery.py [--quick] [--save] [--only insertion,sketches,cost,service,real,agent]
 
 `insertion` and `sketches` need no engine, `cost` one in this process; the others start servers as users do.
-The models have random weights but for `insertion` (its tokenizer) and `real`.
+The models have random weights but for `insertion` (its tokenizer) and `real` (SmolLM2-135M-Instruct).
 """
 
 from __future__ import annotations
@@ -31,4 +31,5 @@ SECTIONS = {
 
 
 if __name__ == "__main__":
-    run("discovery", __doc__.splitlines()[0], SECTIONS)
+    weights = "random; of `real` pretrained (SmolLM2-135M-Instruct)"
+    run("discovery", __doc__.splitlines()[0], SECTIONS, weights)

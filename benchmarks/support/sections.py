@@ -13,13 +13,13 @@ from benchmarks.support.figures import Figure, report
 Sections = Mapping[str, Callable[..., list[Figure]]]
 
 
-def run(name: str, title: str, sections: Sections) -> None:
+def run(name: str, title: str, sections: Sections, weights: str = "random") -> None:
     """Measure what the command line asks for, all by default, and report it as the benchmark `name`.
 
-    A section takes `quick`. The models behind them have random weights, and the figures say so.
+    A section takes `quick`. ``weights``: those of the models behind them, which the result says.
     """
     arguments = parser_of(title, sections, "smaller prompts, fewer repetitions, 2 minutes").parse_args()
-    measure(name, arguments, sections, {"weights": "random"}, quick=arguments.quick)
+    measure(name, arguments, sections, {"weights": weights}, quick=arguments.quick)
 
 
 def parser_of(title: str, sections: Sections, quick: str) -> argparse.ArgumentParser:
