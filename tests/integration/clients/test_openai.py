@@ -162,6 +162,20 @@ def test_what_is_asked_of_openais_own_cache_is_accepted(
     assert answer.choices[0].message.role == "assistant"
 
 
+@pytest.mark.parametrize("headers", [{"x-tenant-id": "acme"}, {"x-session-id": "one"}])
+def test_parts_of_a_namespace_are_answered_by_both_endpoints(
+    client: openai.OpenAI, service: ServiceUnderTest, headers: dict[str, str]
+) -> None:
+    chat = client.chat.completions.create(
+        model=service.model, messages=ASKED, max_tokens=2, extra_headers=headers
+    )
+    assert chat.choices[0].message.role == "assistant"
+    completion = client.completions.create(
+        model=service.model, prompt="One, two,", max_tokens=2, extra_headers=headers
+    )
+    assert completion.usage is not None
+
+
 def test_what_is_not_served_says_what_is(client: openai.OpenAI, service: ServiceUnderTest) -> None:
     with pytest.raises(
         openai.NotFoundError, match=r"POST /v1/embeddings is not served here.*/v1/chat/completions"

@@ -97,6 +97,12 @@ class _OnOurBehalf:
     """Overrides for both kinds of request. Stands before vLLM's class among the bases."""
 
     _asked: Any
+    cache_salt: str | None
+
+    def take(self, asked: _Asked) -> None:
+        """Belong to a call, with its namespace's salt: set behind vLLM's check, which allows no slash."""
+        self._asked = asked
+        self.cache_salt = asked.call.params.namespace
 
     def build_tok_params(self, model_config: Any) -> Any:
         return _SegmentParams.of(super().build_tok_params(model_config), self._asked)  # type: ignore[misc]
@@ -218,7 +224,7 @@ class OpenAIFront:
     async def _response(self, asked: _Asked) -> Any:
         """vLLM's answer: a stream of events, a response or an error."""
         call = asked.call
-        body = {**call.body, "request_id": call.request_id, "cache_salt": call.params.namespace}
+        body = {**call.body, "request_id": call.request_id}
         raw = _raw_request(call.trace)
         try:
             if call.path == CHAT_PATH:
@@ -226,11 +232,11 @@ class OpenAIFront:
                 if not self._template_takes_documents:
                     body = with_documents(body)
                 chat = _ChatRequest.model_validate(body)
-                chat._asked = asked
+                chat.take(asked)
                 return await self._chat.create_chat_completion(chat, raw)
             if call.path == COMPLETIONS_PATH:
                 completion = _CompletionRequest.model_validate(body)
-                completion._asked = asked
+                completion.take(asked)
                 return await self._completion.create_completion(completion, raw)
         except EngineDeadError as error:
             raise Unavailable(_DIED) from error
