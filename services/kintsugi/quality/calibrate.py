@@ -515,6 +515,11 @@ def make_passage_questions(
     ]
 
 
+def describe_prompts(questions: str | None, segments: bool) -> str:
+    """What a report says that it was measured on. ``questions``: their file; None: the bundled passages."""
+    return (questions or "bundled passages") + (", in segments" if segments else "")
+
+
 def make_segment_questions(
     count_tokens: Callable[[str], int], room: int, count: int, seed: int
 ) -> list[Question]:

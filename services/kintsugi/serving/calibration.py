@@ -90,7 +90,7 @@ class Calibrator:
         return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
     def _measure_report(self, engine: Any, form: PromptForm) -> CalibrationReport:
-        from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
+        from kintsugi.quality.calibrate import Budget, calibrate, describe_prompts, prepare_bench
         from kintsugi.quality.grid import candidate_names
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
@@ -107,7 +107,7 @@ class Calibrator:
             engine.binding,
             budget,
             thresholds,
-            f"bundled passages{', in segments' if segments else ''}" if file is None else file.name,
+            describe_prompts(None if file is None else file.name, segments),
             utc_now(),
             form.name.value,
             self._say,

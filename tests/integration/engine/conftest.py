@@ -6,7 +6,6 @@ vLLM keeps its KV connector in a process-wide variable, so two engines cannot li
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 from tests.heap import freeze_imports
 from tests.model_configs import DECLINED, FAMILIES, SEEDS, config_of
+from tests.waiting import wait_until
 
 NAMESPACE = "acme"
 PREFIX = [0]
@@ -139,10 +139,8 @@ def ask_cold(
 
 def when_discovering(engine: LocalEngine) -> LocalEngine:
     """The engine, once it counts segments: threads of its own prepare that while it starts."""
-    deadline_s = time.monotonic() + READY_S
-    while not engine._scheduler.discovery.is_ready:
-        assert time.monotonic() < deadline_s, "discovery is not ready"
-        time.sleep(0.01)
+    discovery = engine._scheduler.discovery
+    wait_until(lambda: discovery.is_ready, "discovery is not ready", within_s=READY_S)
     return engine
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.integration.engine.conftest import (
     rag,
     random_tokens,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -134,13 +135,6 @@ def count(server: httpx.Client, name: str) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-def wait_until(condition: Callable[[], bool], missing: str) -> None:
-    deadline = time.monotonic() + SAVED_S
-    while not condition():
-        assert time.monotonic() < deadline, missing
-        time.sleep(0.2)
-
-
 def test_who_names_nothing_hits_what_the_idle_server_saved(server: httpx.Client, shard: ShardServer) -> None:
     """Nobody steps the engine here: without requests, vLLM does as long as segments wait to be saved."""
     body = {"model": "tiny", "prompt": "\n", "add_special_tokens": False}
@@ -159,10 +153,14 @@ def test_who_names_nothing_hits_what_the_idle_server_saved(server: httpx.Client,
         wait_until(
             lambda: sum(chunk.num_tokens for chunk in store.list(UNNAMED)) == num_tokens,
             "the idle engine did not save the passages",
+            within_s=SAVED_S,
+            pause_s=0.2,
         )
     before = count(server, "kintsugi_blend_tokens_discovered_total")
     ask(2, 0, 1)  # begins as neither did, so vLLM's prefix cache has none of it
     wait_until(
         lambda: count(server, "kintsugi_blend_tokens_discovered_total") - before == num_tokens,
         "the passages were not hit",
+        within_s=SAVED_S,
+        pause_s=0.2,
     )

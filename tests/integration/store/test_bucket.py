@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,11 +26,12 @@ from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
-from kintsugi.store.shard.server import ShardServer
+from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
 from kintsugi.store.shard.workers import bucket_writer
 from kintsugi.store.shard.workers.keeper import Keeper
+from tests import waiting
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 from tests.fakes.s3_server import BUCKET, REGION, S3Server
 
@@ -121,11 +122,12 @@ def drop_from_ram(shard: Shard) -> None:
                 life.drop_copy(entry, entry.ram)
 
 
-def wait_until(check: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not check():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+def serve(shard: Shard) -> ShardServer:
+    """Nothing scrubs: a chunk that is being verified stays where it is, whatever `demote` asks."""
+    return ShardServer(shard, "127.0.0.1:0", ServerOptions(scrub_bytes_per_s=0))
+
+
+wait_until = partial(waiting.wait_until, within_s=PATIENCE_S)
 
 
 def tier_of(shard: Shard, chunk: Chunk) -> str:
@@ -184,14 +186,14 @@ class _Demoting(GrpcStore):
 class TestBucketStore(StoreContract):
     @pytest.fixture
     def store(self, shard: Shard) -> Iterator[GrpcStore]:
-        with ShardServer(shard, "127.0.0.1:0") as server, closing(_Demoting(server.address, shard)) as store:
+        with serve(shard) as server, closing(_Demoting(server.address, shard)) as store:
             yield store
 
 
 @pytest.fixture
 def store(shard: Shard) -> Iterator[GrpcStore]:
     with (
-        ShardServer(shard, "127.0.0.1:0") as server,
+        serve(shard) as server,
         closing(GrpcStore(server.address, GrpcOptions(ack="durable"))) as store,
     ):
         yield store
@@ -225,7 +227,7 @@ def test_full_tiers_move_chunks_down_by_themselves(s3: S3Server, tmp_path: Path)
         assert shard.bucket.chunks > len(chunks) / 2
         assert len(shard) == len(chunks), "none was lost"
         with (
-            ShardServer(shard, "127.0.0.1:0") as server,
+            serve(shard) as server,
             closing(GrpcStore(server.address)) as store,
         ):
             assert [frames_of(store, chunk) for chunk in chunks] == [[frames] for _, frames in chunks]
@@ -236,7 +238,7 @@ def test_the_bucket_sees_neither_names_nor_texts(shard: Shard, s3: S3Server, tmp
     path = tmp_path / "keys.json"
     create_keys(path, "acme")
     with (
-        ShardServer(shard, "127.0.0.1:0") as server,
+        serve(shard) as server,
         closing(GrpcStore(server.address, GrpcOptions(ack="durable", keys=KeyFile(path)))) as store,
     ):
         space = ChunkSpace(FINGERPRINT, "acme", name_key=store.name_key("acme"))
@@ -338,7 +340,7 @@ def test_a_restart_finds_what_is_in_the_bucket(s3: S3Server, tmp_path: Path) -> 
         s3.replace(name, b"left behind")
     with closing(open_shard(spec(tmp_path))) as shard:
         assert [tier_of(shard, chunk) for chunk in (A, B)] == ["bucket", ""]
-        with ShardServer(shard, "127.0.0.1:0") as server, closing(GrpcStore(server.address)) as store:
+        with serve(shard) as server, closing(GrpcStore(server.address)) as store:
             assert frames_of(store, A) == [A[1]]
         wait_until(lambda: len(s3.names()) == 2)
         assert other in s3.names(), "a shard deletes below its own prefix alone"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -23,6 +23,7 @@ from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 WAIT_S = 10.0
@@ -65,11 +66,7 @@ def channel(server: ShardServer) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+eventually = partial(wait_until, within_s=WAIT_S)
 
 
 def ended(server: ShardServer, calls: int) -> Callable[[], bool]:

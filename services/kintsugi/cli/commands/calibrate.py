@@ -34,7 +34,7 @@ from kintsugi.engine.local import LocalEngine
 from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
+from kintsugi.quality.calibrate import Budget, calibrate, check_budget, describe_prompts, prepare_bench
 from kintsugi.quality.contexts.choice import ContextChoice, check_contexts
 from kintsugi.quality.contexts.probing import ContextProber
 from kintsugi.quality.grid import candidate_names
@@ -78,7 +78,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         )
         for context, ids in zip(contexts, token_ids, strict=True)
     }
-    source = str(task.questions or "bundled passages") + (", in segments" if task.segments else "")
+    source = describe_prompts(str(task.questions) if task.questions else None, task.segments)
     measured = _measure(screen, specs, form, given, budget, source, task.segments)
     for warning in measured.warnings:
         screen.note(f"kintsugi: warning: {warning}")

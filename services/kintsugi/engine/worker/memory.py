@@ -13,7 +13,7 @@ import torch
 
 from kintsugi.engine.protocol import BlendJob
 from kintsugi.engine.worker.model import Layer, LoadedModel
-from kintsugi.engine.worker.stack import NULL_BLOCK, min_over_ranks
+from kintsugi.engine.worker.stack import lacks_blocks, min_over_ranks
 from kintsugi.fusor.blend import needs_loaded
 from kintsugi.fusor.selectors import Selector, depends_on_question, make_selector
 from kintsugi.fusor.staging import keep_for_loading
@@ -84,8 +84,7 @@ def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
     `end` (`engine.worker.stack`), and of what is copied into or out of it; 0 where it has all of them."""
     group, cache = layer.group, layer.attention.kv_cache
     count = -(-end // group.block_size)
-    ids = job.tokens.block_ids[group.tables][:count]
-    if len(ids) == count and NULL_BLOCK not in ids:
+    if not lacks_blocks(job.tokens.block_ids[group.tables], count):
         return 0
     blocks = 1 + count * (group.block_size // group.kernel_block_size)
     return 2 * blocks * int(cache.nbytes // len(cache))

@@ -82,6 +82,11 @@ def capture_kv(layer: Layer, captured: CapturedKV, leave: bool) -> Iterator[None
         yield
 
 
+def lacks_blocks(block_ids: Sequence[int], count: int) -> bool:
+    """Whether vLLM holds no block for some of a sequence's first `count`."""
+    return len(block_ids) < count or NULL_BLOCK in block_ids[:count]
+
+
 class _GroupTables:
     """Where the sequences' tokens lie in one cache group.
 
@@ -108,7 +113,9 @@ class _GroupTables:
             kernel_ids = used[:, None] * per_block + torch.arange(per_block)
             tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
         real = torch.cat(tables)
-        self.needs_scratch = bool((real == NULL_BLOCK).any())
+        self.needs_scratch = any(
+            lacks_blocks(ids, -(-end // group.block_size)) for ids, end in zip(block_ids, ends, strict=True)
+        )
         if self.needs_scratch:
             live = (real != NULL_BLOCK).nonzero()[:, 0]
             self._scratch_live, self._real_live = upload(live + 1, device), upload(real[live], device)

@@ -106,7 +106,7 @@ def test_a_backend_that_keeps_one_batch_is_declined_before_its_builder_is_made(n
 
 @dataclass
 class PrefillBackend:
-    """Of latent attention, in vLLM: computes with the batch that was prepared last."""
+    """Stands in for vLLM's, which computes with the batch that was prepared last."""
 
     prepared: Any = None
 
@@ -115,7 +115,7 @@ class PrefillBackend:
 
 
 class LatentBuilder:
-    """Of latent attention, in vLLM: all of its metadata is about one prefill backend."""
+    """Stands in for vLLM's of latent attention: all of its metadata is about one prefill backend."""
 
     def __init__(self) -> None:
         self._prefill_backend = PrefillBackend()
