@@ -163,14 +163,17 @@ class Oracle:
         prefix: Sequence[int],
         hits: Sequence[tuple[int, int]],
         layers: Collection[int],
+        left_out: Sequence[range] = (),
     ) -> Tensor:
         """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens behind the last
         hit give each hit token at `layers`, summed over tokens and heads, while every hit keeps its cached
-        KV. Weights are relative to all positions from the first hit on."""
+        KV and nobody sees positions that are `left_out`. Weights are relative to all positions from the first
+        hit on."""
         hit = sorted({p for first, end in hits for p in range(first, end)})
         asking = range(hit[-1] + 1, len(prompt))
         watched = {layer: _Watch(hit[0], asking) for layer in layers}
-        self._run(prompt, prefix, hits, dict.fromkeys(range(self.num_layers), hit), (), watched)
+        unseen = [position for gap in left_out for position in gap]
+        self._run(prompt, prefix, hits, dict.fromkeys(range(self.num_layers), hit), (), watched, unseen)
         total = torch.zeros(len(prompt))
         for watch in watched.values():
             total[hit] += watch.weights[hit]
@@ -250,6 +253,7 @@ class Oracle:
         stale: Mapping[int, list[int]],
         continuation: Sequence[int],
         watched: Mapping[int, _Watch] | None = None,
+        unseen: Sequence[int] = (),
     ) -> OracleAnswer:
         chunks = [(first, end, self._place(prefix, prompt[first:end], first)) for first, end in hits]
         swaps = [
@@ -259,6 +263,7 @@ class Oracle:
                 stale.get(layer, []),
                 len(prompt),
                 (watched or {}).get(layer),
+                unseen,
             )
             for layer in range(self.num_layers)
         ]
@@ -289,6 +294,7 @@ class _Note:
 
     rows: slice
     watch: None = None
+    unseen: Sequence[int] = ()
     key: Tensor = field(default_factory=lambda: torch.zeros(0))
     value: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -322,9 +328,11 @@ class _Swap:
         stale: list[int],
         num_tokens: int,
         watch: _Watch | None = None,
+        unseen: Sequence[int] = (),
     ) -> None:
         self.layer = layer
         self.watch = watch
+        self.unseen = unseen
         self.key_deviation = torch.zeros(num_tokens)
         self.value_deviation = torch.zeros(num_tokens)
         self._chunks = chunks
@@ -368,6 +376,8 @@ def _attend(
     if sliding_window is not None:
         visible &= positions[None, :] > positions[:, None] - sliding_window
     scores = query @ key.transpose(2, 3) * scaling
+    if seer is not None:
+        visible[:, list(seer.unseen)] = False
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, float("-inf"))

@@ -66,15 +66,17 @@ class PagedModel:
 @dataclass(frozen=True)
 class _Prepared:
     positions: Tensor
+    places: Tensor
     slots: Tensor
     run: tuple[int, int] | None
-    """First position and end, where the positions are known to be one run."""
+    """First place and end, where the places are known to be one run."""
 
 
 class PagedStack:
     """`fusor.stack.DecoderStack` for one sequence of at most `positions_max` tokens."""
 
     world_size = 1
+    sees_order_alone = True
 
     def __init__(self, model: PagedModel, positions_max: int) -> None:
         self.model, self.device = model, model.device
@@ -91,24 +93,35 @@ class PagedStack:
     def num_layers(self) -> int:
         return self.model.shape.layers
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
-        assert owners is None
-        run = None
-        if positions.device.type == "cpu" and len(positions):
-            first, last = int(positions[0]), int(positions[-1])
-            run = (first, last + 1) if last - first + 1 == len(positions) else None
-        there = self._there(positions)
-        return LayerBatch(len(positions), _Prepared(there, self._slots(there), run))
+    def with_own_cache(self, start: int, end: int) -> PagedStack:
+        own = PagedStack(self.model, end)
+        mine, theirs = own.slots(torch.arange(start)), self.slots(torch.arange(start))
+        for layer in range(self.num_layers):
+            for to, of in ((own.keys, self.keys), (own.values, self.values)):
+                to[layer].flatten(0, 1)[mine.prepared] = of[layer].flatten(0, 1)[theirs.prepared]
+        return own
 
-    def slots(self, positions: Tensor) -> Slots:
-        return Slots(self._slots(self._there(positions)))
+    def batch(
+        self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
+    ) -> LayerBatch:
+        assert owners is None
+        places = positions if places is None else places
+        run = None
+        if places.device.type == "cpu" and len(places):
+            first, last = int(places[0]), int(places[-1])
+            run = (first, last + 1) if last - first + 1 == len(places) else None
+        places = self._there(places)
+        return LayerBatch(len(positions), _Prepared(self._there(positions), places, self._slots(places), run))
+
+    def slots(self, places: Tensor) -> Slots:
+        return Slots(self._slots(self._there(places)))
 
     def _there(self, positions: Tensor) -> Tensor:
         same = positions.device.type == self.device.type
         return positions if same else upload(positions, self.device)
 
-    def _slots(self, positions: Tensor) -> Tensor:
-        return self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    def _slots(self, places: Tensor) -> Tensor:
+        return self.table[places // BLOCK_SIZE].long() * BLOCK_SIZE + places % BLOCK_SIZE
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         return Hidden(self.model.embedding[upload(token_ids, self.device)], None)
@@ -157,9 +170,9 @@ class PagedStack:
     def _attend(self, layer: int, query: Tensor, prepared: _Prepared) -> Tensor:
         scale = self.model.shape.head_dim**-0.5
         if prepared.run is None:
-            positions = prepared.positions.int()
+            places = prepared.places.int()
             return attend_scattered(
-                query, self.keys[layer], self.values[layer], self.table, positions, scale=scale
+                query, self.keys[layer], self.values[layer], self.table, places, scale=scale
             )
         end, group = prepared.run[1], self.model.shape.heads // self.model.shape.kv_heads
         table = self.table[: -(-end // BLOCK_SIZE)].long()

@@ -56,11 +56,20 @@ class ToyModel:
         query = self.rotate(query, positions)
         return query, FreshKV(query, key, self.rotate(key, positions), value)
 
-    def attend(self, layer: int, query: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries at `positions` over K and V of positions 0…n: never over a later one."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        places: Tensor,
+        key: Tensor,
+        value: Tensor,
+        unseen: Sequence[int] = (),
+    ) -> Tensor:
+        """Queries at `places` over K and V of places 0…n: never over a later one, nor those `unseen`."""
         key, value = (kv.repeat_interleave(HEADS // self.kv_heads, dim=1) for kv in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
-        visible = torch.arange(len(key))[None] <= positions[:, None]
+        visible = torch.arange(len(key))[None] <= places[:, None]
+        visible[:, list(unseen)] = False
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, value).flatten(1) @ self.output[layer]
 
@@ -73,9 +82,11 @@ class ToyModel:
         start: int = 0,
         fresh: Mapping[int, Sequence[int]] | None = None,
         loaded: Callable[[int], tuple[Tensor, Tensor]] | None = None,
+        unseen: Sequence[int] = (),
     ) -> DenseRun:
         """Everything at full width. Where a position is not in `fresh[layer]`, its K and V are those of
-        `loaded(layer)`, both `[tokens, kv_heads, head_dim]` after RoPE, before anything attends."""
+        `loaded(layer)`, both `[tokens, kv_heads, head_dim]` after RoPE, before anything attends; nothing
+        attends to positions that are `unseen`."""
         positions = torch.arange(start, start + len(token_ids))
         stream = self.embedding[token_ids]
         queries, raw_keys, keys, values = [], [], [], []
@@ -87,7 +98,7 @@ class ToyModel:
                 cached_key, cached_value = loaded(layer)
                 key = torch.where(stale[:, None, None], cached_key.to(key.dtype), key)
                 value = torch.where(stale[:, None, None], cached_value.to(value.dtype), value)
-            stream = stream + self.attend(layer, query, positions - start, key, value)
+            stream = stream + self.attend(layer, query, positions - start, key, value, unseen)
             stream = stream + self.mlp(layer, stream)
             queries.append(query)
             raw_keys.append(kv.key_before_rope)
@@ -128,6 +139,9 @@ class ToyStack:
         """(what, layer, tokens) of every `project_kv` and `run_layer`."""
         self.writes: list[tuple[int, int]] = []
         """(layer, tokens) of every `write_kv`."""
+        self.places = POSITIONS_MAX
+        """Places that each sequence has in the cache."""
+        self.sees_order_alone = True
         self.forgets = False
         """Whether a layer that ends loses what was written to it, as vLLM's sliding windows do."""
         self._other_ranks = other_ranks
@@ -140,11 +154,23 @@ class ToyStack:
     def num_layers(self) -> int:
         return self.model.layers
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
+    def with_own_cache(self, start: int, end: int) -> ToyStack:
+        own = ToyStack(self.model)
+        own.calls, own.places = self.calls, end
+        for mine, theirs in ((own.keys, self.keys), (own.values, self.values), (own.written, self.written)):
+            mine[:, :, :start] = theirs[:, :1, :start]
+        return own
+
+    def batch(
+        self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
+    ) -> LayerBatch:
         owners = torch.zeros_like(positions) if owners is None else owners
+        places = positions if places is None else places
         for owner in owners.unique():
-            assert bool((positions[owners == owner].diff() > 0).all()), "positions ascend within an owner"
-        return LayerBatch(len(positions), (positions, owners))
+            mine = owners == owner
+            assert bool((positions[mine].diff() > 0).all()), "positions ascend within an owner"
+            assert bool((places[mine].diff() > 0).all()), "so do places"
+        return LayerBatch(len(positions), (positions, owners, places))
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         return Hidden(self.model.embedding[token_ids], None)
@@ -162,18 +188,19 @@ class ToyStack:
     def keeps_layer(self, layer: int) -> bool:
         return not self.forgets
 
-    def slots(self, positions: Tensor) -> Slots:
-        return Slots(positions)
+    def slots(self, places: Tensor) -> Slots:
+        return Slots(places)
 
     def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
         self.writes.append((layer, len(slots.prepared)))
         self._write(layer, torch.zeros_like(slots.prepared), slots.prepared, key, value)
 
-    def _write(self, layer: int, owners: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+    def _write(self, layer: int, owners: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         assert self.open_layer == layer
-        self.keys[layer, owners, positions] = key.to(self.keys.dtype)
-        self.values[layer, owners, positions] = value.to(self.values.dtype)
-        self.written[layer, owners, positions] = True
+        assert not len(places) or int(places.max()) < self.places
+        self.keys[layer, owners, places] = key.to(self.keys.dtype)
+        self.values[layer, owners, places] = value.to(self.values.dtype)
+        self.written[layer, owners, places] = True
 
     def project_kv(self, layer: int, hidden: Hidden, batch: LayerBatch) -> FreshKV:
         assert len(hidden.states) == batch.num_tokens
@@ -185,19 +212,19 @@ class ToyStack:
     ) -> FreshKV | None:
         assert len(hidden.states) == batch.num_tokens
         self.calls.append(("run", layer, batch.num_tokens))
-        positions, owners = batch.prepared
+        positions, owners, places = batch.prepared
         stream = _stream(hidden)
         query, kv = self.model.project(layer, stream, positions)
-        self._write(layer, owners, positions, kv.key, kv.value)
+        self._write(layer, owners, places, kv.key, kv.value)
         attended = torch.empty_like(stream)
         for owner in owners.unique():
             mine = owners == owner
-            end = int(positions[mine].max()) + 1
+            end = int(places[mine].max()) + 1
             assert bool(self.written[layer, owner, :end].all()), "a query may see what nobody wrote"
             attended[mine] = self.model.attend(
                 layer,
                 query[mine],
-                positions[mine],
+                places[mine],
                 self.keys[layer, owner, :end],
                 self.values[layer, owner, :end],
             )

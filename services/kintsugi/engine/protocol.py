@@ -96,7 +96,8 @@ class PassSample:
     """Time in its slices, without waiting for layers."""
     load_wait_s: float
     projection_share: float
-    """The model's projection share, see `fusor.stack.DecoderStack`."""
+    sees_order_alone: bool
+    """These are the model's, see `fusor.stack.DecoderStack`."""
 
 
 @dataclass(frozen=True)

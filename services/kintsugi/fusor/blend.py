@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
+from kintsugi.fusor.gaps import find_left_out
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadedPriors, LoadFailed
 from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from kintsugi.fusor.question import QuestionPass
@@ -275,23 +276,39 @@ class BlendPass(SlicedWork):
     def _ask(self, selector: Selector) -> Units[Tensor]:
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
         every rank."""
-        tokens = torch.cat((self._must_positions, torch.tensor([self.region.end])))
+        start, end, stack = self.region.start, self.region.end, self._stack
+        left_out = find_left_out(self.plan.hits, start) if stack.sees_order_alone else []
+        tokens = torch.cat((self._must_positions, torch.tensor([end])))
+        for gap in left_out:
+            tokens = tokens[(tokens < gap.start) | (tokens >= gap.stop)]
+        if left_out:
+            stack = stack.with_own_cache(start, end + 1 - sum(map(len, left_out)))
         every_id = torch.cat((self.region.token_ids, torch.tensor([self.region.next_token_id])))
         question = QuestionPass(
-            self._stack,
+            stack,
             self._hit_positions,
             tokens,
-            self._stack.embed(every_id[tokens - self.region.start], tokens),
+            stack.embed(every_id[tokens - start], tokens),
             selector.query_layers,
             self._unit_tokens_max,
             self.plan.exact_end,
+            left_out,
         )
         for layer in range(question.num_layers):
             loaded = yield from self.fetch_kv(layer)
+            is_kept = self._stack.keeps_layer(layer)
+            if left_out and is_kept and layer < question.num_layers - 1:
+                self._write_hits(layer, loaded)
             yield from self._time_units(question.pass_layer(layer, loaded))
-            is_needed = needs_loaded(selector, layer, self._stack.keeps_layer(layer))
+            is_needed = needs_loaded(selector, layer, is_kept)
             self._fetched[layer] = loaded if is_needed else loaded.without_kv()
         return self._stack.sum_over_ranks(question.attention)
+
+    def _write_hits(self, layer: int, loaded: LoadedLayer) -> None:
+        """Write a layer where the blend reads it: the question's pass has a cache of its own."""
+        self._stack.begin_layer(layer)
+        self._stack.write_kv(layer, self._hit_slots, loaded.key, loaded.value)
+        self._stack.end_layer(layer)
 
     def _time_units(self, units: Units[T]) -> Units[T]:
         """Add the time spent in `units` to `compute_s`."""

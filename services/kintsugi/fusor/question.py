@@ -1,11 +1,12 @@
 """The question's own pass: measures which loaded tokens it attends to, before any of them is recomputed.
 
-The tokens that are always computed (question, gaps, missed chunks) pass through the first layers over the
-loaded KV, as in full KV reuse. At each of the query layers, the attention weights of the tokens after the
-last hit are summed per loaded token. The prompt's last token is one of these queries, although the blend
-leaves it to the engine: it produces the answer, so it attends to where the answer is. The blend pass then
-selects by these sums and starts from layer 0. Of the layers fetched for this pass, the K and V that it still
-needs (`fusor.blend.needs_loaded`) stay in memory for it.
+The tokens that are always computed pass through the first layers over the loaded KV, as in full KV reuse: the
+question, and what lies between the chunks. What `fusor.gaps` leaves out does not; then the pass has a cache
+of its own without it, because a paged cache cannot hide positions. At each of the query layers, the attention
+weights of the tokens after the last hit are summed per loaded token. The prompt's last token is one of these
+queries, although the blend leaves it to the engine: it produces the answer, so it attends to where the answer
+is. The blend pass then selects by these sums and starts from layer 0. Of the layers fetched for this pass,
+the K and V that it still needs (`fusor.blend.needs_loaded`) stay in memory for it.
 
 The softmax runs only over positions from the first hit that is not exact as loaded (`BlendPlan.exact_end`).
 Earlier positions may be in the engine's prefix cache, which cannot be read back, and whether they are there
@@ -17,6 +18,8 @@ in fp32, half of that layer's attention.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,16 +45,18 @@ class QuestionPass:
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
         exact_end: int,
+        left_out: Sequence[range] = (),
     ) -> None:
         """`positions` of the tokens that pass: int64, ascending, at least one after the last hit; `hidden`:
         their embedding. Hit tokens before `exact_end` get no weight; at least one hit token lies after it.
-        Positions lie on the host."""
+        `left_out`: positions that `stack`'s cache has no places for, in ascending ranges. Positions lie on
+        the host."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions), device=stack.device)
         """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
         self._stack = stack
         self._query_layers = query_layers
-        self._hit_slots = stack.slots(hit_positions)
+        self._hit_slots = stack.slots(find_places(hit_positions, left_out))
         # Everything ascends, so each part is all that comes behind a row that the host knows.
         self._queries = slice(_row_behind(positions, int(hit_positions[-1])), None)
         self._weighed = slice(_row_behind(hit_positions, exact_end - 1), None)
@@ -61,7 +66,7 @@ class QuestionPass:
         assert len(query_positions)
         self._query_positions = upload(query_positions, stack.device)
         self._key_positions = upload(torch.cat((weighed, fresh_positions)), stack.device)
-        self._cut = Cut.of(stack, positions, unit_tokens_max)
+        self._cut = Cut.of(stack, positions, unit_tokens_max, find_places(positions, left_out))
         self._hidden = hidden
 
     def pass_layer(self, layer: int, loaded: LoadedLayer) -> Units[None]:
@@ -96,6 +101,15 @@ class QuestionPass:
             query, key = rule.absorb(query), torch.cat((key, latent), -1)
         weights = attention_mass(query, self._query_positions, key, self._key_positions, rule)
         self.attention[self._weighed] += weights[: len(loaded_key)]
+
+
+def find_places(positions: Tensor, left_out: Sequence[range]) -> Tensor:
+    """Where int64 `positions` lie once the ranges `left_out`, which hold none of them, are taken away."""
+    if not left_out:
+        return positions
+    ends = torch.tensor([gap.stop for gap in left_out])
+    gone = torch.tensor([0, *(len(gap) for gap in left_out)]).cumsum(0)
+    return positions - gone[torch.searchsorted(ends, positions, right=True)]
 
 
 def _row_behind(positions: Tensor, position: int) -> int:

@@ -84,10 +84,14 @@ class Cut:
     """The rows of each unit's tokens, and their batch."""
 
     @staticmethod
-    def of(stack: DecoderStack, positions: Tensor, size: int) -> Cut:
-        """Cut int64 `positions` `[tokens]` of sequence 0 into units of at most `size` tokens."""
+    def of(stack: DecoderStack, positions: Tensor, size: int, places: Tensor | None = None) -> Cut:
+        """Cut int64 `positions` `[tokens]` of sequence 0 into units of at most `size` tokens. `places`: as
+        in `DecoderStack.batch`."""
         units = [slice(start, start + size) for start in range(0, len(positions), size)]
-        return Cut(tuple((rows, stack.batch(positions[rows])) for rows in units))
+        batches = (
+            stack.batch(positions[rows], places=None if places is None else places[rows]) for rows in units
+        )
+        return Cut(tuple(zip(units, batches, strict=True)))
 
 
 def run_in_units(

@@ -94,7 +94,8 @@ class DecoderStack(Protocol):
     """Decoder layers over one or several sequences whose KV lies in a cache that this object owns.
 
     A layer call writes the K and V of its tokens into the cache, then lets each token attend to its
-    own sequence's positions up to and including its own: never to a later one.
+    own sequence's places up to and including its own: never to a later one. A token's place is its position,
+    unless a batch says otherwise.
 
     On a GPU, no call waits for the device, apart from `sum_over_ranks` of a tensor on the host and, where the
     model's own attention has to serve tokens that were selected on the device, `batch`.
@@ -118,14 +119,29 @@ class DecoderStack(Protocol):
         """Cost of `project_kv` ÷ cost of `run_layer` per token, not counting attention."""
         ...
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
-        """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]`, on the
-        host, indexes the sequences and is None if there is only one. Positions lie on the host, or on
-        `device` where they were selected there."""
+    @property
+    def sees_order_alone(self) -> bool:
+        """Whether attention asks of a cached token only whether it lies before the query: no layer has a
+        window or biases that count what lies between."""
         ...
 
-    def slots(self, positions: Tensor) -> Slots:
-        """Prepare `positions` of sequence 0, as for `batch`, for `write_kv`."""
+    def with_own_cache(self, start: int, end: int) -> DecoderStack:
+        """A stack of the same layers over a cache of its own, with places `[0, end)` for one sequence. In
+        the first `start` lie those of sequence 0; in the others nothing, and what is written to them is gone
+        once the layer ends."""
+        ...
+
+    def batch(
+        self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
+    ) -> LayerBatch:
+        """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]`, on the
+        host, indexes the sequences and is None if there is only one. Positions lie on the host, or on
+        `device` where they were selected there. `places` `[tokens]`, where positions do: where in its
+        sequence's cache each token lies, in the order of positions. None: at its position."""
+        ...
+
+    def slots(self, places: Tensor) -> Slots:
+        """Prepare `places` of sequence 0, as for `batch`, for `write_kv`."""
         ...
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:

@@ -14,6 +14,7 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
+from kintsugi.fusor.gaps import GAP_TOKENS_MAX
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
@@ -224,19 +225,31 @@ def test_full_ratio_is_full_prefill_in_float32(
 
 
 @pytest.mark.engine("{shape} float32")
-@pytest.mark.parametrize("behind_last_block", [False, True])
+@pytest.mark.parametrize("case", ["every chunk hit", "behind the last block", "two chunks missed"])
 def test_the_question_attends_to_what_the_oracle_says(
-    float32_engine: LocalEngine, oracle: Oracle, behind_last_block: bool
+    float32_engine: LocalEngine, oracle: Oracle, shape: str, case: str
 ) -> None:
-    prompt = saved(float32_engine, 0)
-    if behind_last_block:
+    prompt, left_out = saved(float32_engine, 0), []
+    if case == "behind the last block":
         # The prompt's last token, which asks as well, has no cache block while the blend runs.
         length = -(-len(prompt.token_ids) // 32) * 32 + 1
         prompt.question += random_tokens(length - len(prompt.token_ids), 98)
+    if case == "two chunks missed":
+        pieces = list(prompt.pieces)
+        pieces[2:2] = [("gap", random_tokens(205, 97))]
+        prompt = dataclasses.replace(prompt, pieces=[("gap", random_tokens(99, 96)), *pieces])
+        ends = [0, *(span.end for span in prompt.spans)]
+        gaps = [
+            range(end + GAP_TOKENS_MAX, span.start) for end, span in zip(ends, prompt.spans, strict=False)
+        ]
+        # Where layers count distances, nothing is left out.
+        left_out = [gap for gap in gaps if gap and not TINY_SHAPES[shape].sliding_window]
     hits = [(span.start, span.end) for span in prompt.spans]
-    candidates = {p for first, end in hits[1:] for p in range(first, end)}
-    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS[oracle.num_layers])
-    attended[: hits[0][1]] = 0  # exact as loaded: no candidates
+    approximate = hits if case == "two chunks missed" else hits[1:]
+    candidates = {p for first, end in approximate for p in range(first, end)}
+    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS[oracle.num_layers], left_out)
+    if case != "two chunks missed":
+        attended[: hits[0][1]] = 0  # exact as loaded: no candidates
     for ratio in (0.05, 0.3):
         params = prompt.params(ratio, SelectorName.QUERY, explain=True)
         accounting = ask_cold(float32_engine, prompt.token_ids, params, max_tokens=1).accounting

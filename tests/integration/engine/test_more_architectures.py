@@ -3,10 +3,14 @@ an independent oracle says. float32, where both must agree; bfloat16 under `full
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
+from kintsugi.fusor.gaps import GAP_TOKENS_MAX
+from kintsugi.models.layers import describe_layers
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -19,8 +23,9 @@ from tests.integration.engine.conftest import (
     folder_of,
     max_dlogprob,
     rag,
+    random_tokens,
 )
-from tests.model_configs import FAMILIES, WINDOW
+from tests.model_configs import FAMILIES, WINDOW, config_of
 from tests.oracle import Oracle, measured_layers
 
 pytestmark = pytest.mark.engine("{family}")
@@ -147,6 +152,37 @@ def test_any_ratio_is_what_the_oracle_says(
         assert worst <= ORACLE_DIFFERENCE_MAX, (selector, ratio)
         apart = max(apart, *(abs(float(full[token]) - logprob) for token, logprob in reported))
     assert apart > 10 * ORACLE_DIFFERENCE_MAX, "else this would compare full prefill with itself"
+
+
+def counts_distances(family: str) -> bool:
+    """Whether some layer attends by how far a token lies back: windows and ALiBi."""
+    config = config_of(family).to_dict()
+    return bool(config.get("alibi")) or any(layer.window for layer in describe_layers(config).layers)
+
+
+def test_a_missed_chunk_passes_once_unless_layers_count_distances(
+    engine: LocalEngine, oracle: Oracle | None, family: str
+) -> None:
+    sizes = (1, 33, 100)
+    prompt = saved(engine, *sizes)
+    gap = ("gap", random_tokens(GAP_TOKENS_MAX + 100, 95))
+    missing = dataclasses.replace(prompt, pieces=[*prompt.pieces[:2], gap, *prompt.pieces[2:]])
+    asked: list[float] = []
+    for one in (prompt, missing):
+        params = one.params(0.3, SelectorName.QUERY, explain=True)
+        got = ask_cold(engine, one.token_ids, params, max_tokens=1)
+        assert got.accounting is not None
+        assert got.accounting["outcome"] == "blended", got.accounting
+        active = {int(layer): p for layer, p in got.accounting["recomputed_positions"].items()}
+        asked.append(got.accounting["token_layers_computed"] - sum(map(len, active.values())))
+    others = len(prompt.token_ids) - sum(sizes)
+    passing = round(asked[1] / (asked[0] / others))
+    assert passing == others + GAP_TOKENS_MAX + (100 if counts_distances(family) else 0)
+    if oracle is not None:
+        hits = [(span.start, span.end) for span in missing.spans]
+        expected = oracle.blended(missing.token_ids, PREFIX, hits, active).logprobs[0]
+        worst = max(abs(float(expected[token]) - logprob) for token, logprob in got.top_logprobs[0].items())
+        assert worst <= ORACLE_DIFFERENCE_MAX
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def blended(
     return work, stack
 
 
+def stack_until(scene: ToyPrompt, end: int) -> ToyStack:
+    """A cache that holds the prompt's beginning, as a full prefill leaves it."""
+    stack, full = ToyStack(model()), model().dense(scene.token_ids)
+    stack.keys[:, 0, :end], stack.values[:, 0, :end] = full.keys[:, :end], full.values[:, :end]
+    stack.written[:, 0, :end] = True
+    return stack
+
+
+@contextmanager
+def gaps_of(tokens_max: int) -> Iterator[None]:
+    """Gaps of more tokens are left out of the question's pass, in all but their beginning."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", tokens_max)
+        yield
+
+
 def cache_of(stack: ToyStack, end: int = LENGTH) -> tuple[Tensor, Tensor]:
     assert bool(stack.written[:, 0, :end].all())
     return stack.keys[:, 0, :end], stack.values[:, 0, :end]
@@ -166,13 +183,15 @@ def test_a_chunk_behind_its_own_prefix_is_exact(ratio: float) -> None:
     check_layer=st.integers(0, LAYERS),
     cuts=st.lists(st.integers(1, LENGTH), min_size=2, max_size=8, unique=True).map(sorted),
     unit=st.integers(1, 70),
+    gap=st.integers(1, 20),
 )
 def test_any_blend_is_the_dense_blend(
-    selector: SelectorName, ratio: float, check_layer: int, cuts: list[int], unit: int
+    selector: SelectorName, ratio: float, check_layer: int, cuts: list[int], unit: int, gap: int
 ) -> None:
     spans = tuple(itertools.pairwise(cuts))[::2]
     scene = prompt(spans)
-    work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
+    with gaps_of(gap):
+        work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
     fresh = fresh_of(work, min(check_layer, LAYERS - 1))
     expected = model().dense(scene.token_ids, fresh=fresh, loaded=scene.loaded)
     assert_cache(stack, expected.keys, expected.values, 1e-5)
@@ -362,11 +381,7 @@ def test_a_region_behind_some_exact_tokens_counts_the_others() -> None:
     scene = prompt(BEHIND_PREFIX)
     plan = scene.plan(0.4, exact_end=20)
     whole, _ = blended(scene, plan)
-    stack = ToyStack(model())
-    full = model().dense(scene.token_ids)
-    stack.keys[:, 0, :10], stack.values[:, 0, :10] = full.keys[:, :10], full.values[:, :10]
-    stack.written[:, 0, :10] = True
-    part, _ = begin(scene, plan, stack, start=10)
+    part, _ = begin(scene, plan, stack_until(scene, 10), start=10)
     assert finish(part) is PassStatus.DONE
     assert part.tally.active_positions[LAYERS - 1] == [
         p for p in whole.tally.active_positions[LAYERS - 1] if p >= 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.planner import hits_beyond
 from kintsugi.fusor.loader import LoadedLayer
-from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass
+from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass, find_places
 from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, PassStatus
 from kintsugi.fusor.stack import AttentionRule
@@ -116,19 +117,23 @@ def _longer(loaded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def expected_mass(scene: ToyPrompt, layers: tuple[int, ...]) -> Tensor:
-    """Attention to the hit tokens, from a dense run in which they keep their loaded KV."""
+def expected_mass(scene: ToyPrompt, layers: tuple[int, ...], left_out: Sequence[range] = ()) -> Tensor:
+    """Attention to the hit tokens, from a dense run in which they keep their loaded KV, and nothing sees what
+    is left out."""
     hits = [p for start, end in scene.spans for p in range(start, end)]
     must = [p for p in range(LENGTH + 1) if p not in hits]
     asking = [p for p in must if p > hits[-1]]
     fresh = dict.fromkeys(range(LAYERS), must)
     prompt_and_next = torch.cat((scene.token_ids, torch.tensor([NEXT])))
-    run = model().dense(prompt_and_next, fresh=fresh, loaded=lambda layer: _longer(scene.loaded(layer)))
-    positions = torch.arange(hits[0], LENGTH + 1)
+    unseen = [position for gap in left_out for position in gap]
+    run = model().dense(
+        prompt_and_next, fresh=fresh, loaded=lambda layer: _longer(scene.loaded(layer)), unseen=unseen
+    )
+    positions = torch.tensor([p for p in range(hits[0], LENGTH + 1) if p not in unseen])
     total = torch.zeros(LENGTH + 1, dtype=torch.float64)
     for layer in layers:
         keys = run.keys[layer]
-        total[hits[0] :] += naive_mass(
+        total[positions] += naive_mass(
             run.queries[layer, asking],
             torch.tensor(asking),
             keys[positions],
@@ -139,13 +144,20 @@ def expected_mass(scene: ToyPrompt, layers: tuple[int, ...]) -> Tensor:
 
 
 def passed(
-    scene: ToyPrompt, layers: tuple[int, ...], unit: int = 1000, stack: ToyStack | None = None
+    scene: ToyPrompt,
+    layers: tuple[int, ...],
+    unit: int = 1000,
+    stack: ToyStack | None = None,
+    left_out: Sequence[range] = (),
 ) -> QuestionPass:
     hits = torch.tensor([p for start, end in scene.spans for p in range(start, end)])
-    others = torch.tensor([p for p in range(LENGTH + 1) if p not in hits.tolist()])
+    absent = {*hits.tolist(), *(position for gap in left_out for position in gap)}
+    others = torch.tensor([p for p in range(LENGTH + 1) if p not in absent])
     stack = stack or ToyStack(model())
+    if left_out:
+        stack = stack.with_own_cache(0, LENGTH + 1 - sum(map(len, left_out)))
     hidden = stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others], others)
-    question = QuestionPass(stack, hits, others, hidden, layers, unit, exact_end=0)
+    question = QuestionPass(stack, hits, others, hidden, layers, unit, 0, left_out)
     for layer in range(question.num_layers):
         key, value = (kv[hits] for kv in scene.loaded(layer))
         for _ in question.pass_layer(layer, LoadedLayer(layer, key, value, 0, 0.0, 0.0, None)):
@@ -165,6 +177,28 @@ def test_it_is_what_the_question_attends_to(layers: tuple[int, ...], unit: int) 
     ran = [(what, layer) for what, layer, _ in stack.calls]
     assert set(ran) == {("run", layer) for layer in range(layers[-1])} | {("project", layers[-1])}
     assert sum(count for _, _, count in stack.calls) == tokens * (layers[-1] + 1)
+
+
+LEFT_OUT = [range(4, 5), range(24, 30), range(43, 45)]
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 3)])
+@pytest.mark.parametrize("unit", [5, 1000])
+def test_what_is_left_out_is_neither_computed_nor_seen(layers: tuple[int, ...], unit: int) -> None:
+    scene, stack = prompt(((5, 20), (30, 40), (45, 52))), ToyStack(model())
+    question = passed(scene, layers, unit, stack, LEFT_OUT)
+    expected = expected_mass(scene, layers, LEFT_OUT)
+    assert torch.allclose(question.attention.double(), expected, atol=1e-4)
+    assert not torch.allclose(expected, expected_mass(scene, layers), atol=1e-2)
+    tokens = LENGTH + 1 - 32 - 9
+    assert sum(count for _, _, count in stack.calls) == tokens * (layers[-1] + 1)
+    assert not stack.written.any(), "it has a cache of its own"
+
+
+def test_places_close_the_gaps() -> None:
+    positions = torch.tensor([0, 3, 5, 23, 30, 42, 45, 60])
+    assert find_places(positions, LEFT_OUT).tolist() == [0, 3, 4, 22, 23, 35, 36, 51]
+    assert find_places(positions, []) is positions
 
 
 def test_where_no_question_follows_the_last_token_asks_alone() -> None:

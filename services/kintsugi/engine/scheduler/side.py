@@ -487,7 +487,11 @@ class SchedulerSide:
         self._timing.pass_ended(state.request.request_id, sample)
         if sample is None or state.job is None:
             return
-        self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
+        self.engine = dataclasses.replace(
+            self.engine,
+            projection_share=sample.projection_share,
+            sees_order_alone=sample.sees_order_alone,
+        )
         tokens, plan = state.job.tokens, state.job.plan
         region = ForecastRegion(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
         computed = accounting.token_layers_computed

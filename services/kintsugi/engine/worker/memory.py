@@ -8,6 +8,7 @@ room for them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from kintsugi.engine.protocol import BlendJob
 from kintsugi.engine.worker.model import Layer, LoadedModel
 from kintsugi.engine.worker.stack import lacks_blocks, min_over_ranks
 from kintsugi.fusor.blend import needs_loaded
+from kintsugi.fusor.gaps import find_left_out
 from kintsugi.fusor.selectors import Selector, depends_on_question, make_selector
 from kintsugi.fusor.staging import keep_for_loading
 
@@ -69,7 +71,8 @@ def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
     computed = num_tokens - loaded_tokens + math.ceil(widest * loaded_tokens)
     rows = max(num_tokens, HIDDEN_COPIES * computed)
     hidden = rows * model.vllm_config.model_config.get_hidden_size() * model.dtype.itemsize
-    return int(loaded + hidden + sum(scratch.values()))
+    asking = _asking_bytes(model, job, [*groups.values()], end) if depends_on_question(selection) else 0
+    return int(loaded + hidden + sum(scratch.values()) + asking)
 
 
 def _num_layers_asked(selector: Selector, kept: list[bool]) -> int:
@@ -82,9 +85,22 @@ def _num_layers_asked(selector: Selector, kept: list[bool]) -> int:
 def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
     """Size of the cache of one layer in which a pass works where vLLM has no block for some position before
     `end` (`engine.worker.stack`), and of what is copied into or out of it; 0 where it has all of them."""
-    group, cache = layer.group, layer.attention.kv_cache
-    count = -(-end // group.block_size)
-    if not lacks_blocks(job.tokens.block_ids[group.tables], count):
+    group = layer.group
+    if not lacks_blocks(job.tokens.block_ids[group.tables], -(-end // group.block_size)):
         return 0
-    blocks = 1 + count * (group.block_size // group.kernel_block_size)
+    return _cache_bytes(layer, end)
+
+
+def _asking_bytes(model: LoadedModel, job: BlendJob, layers: Sequence[Layer], end: int) -> int:
+    """Size of the question's own cache (`fusor.question`), of one layer of each group; 0 where it uses that
+    of the blend."""
+    left_out = find_left_out(job.plan.hits, job.tokens.start) if model.sees_order_alone else []
+    places = end - sum(map(len, left_out))
+    return sum(_cache_bytes(layer, places) for layer in layers) if left_out else 0
+
+
+def _cache_bytes(layer: Layer, end: int) -> int:
+    """Size of a scratch cache of one layer with places before `end`, and of a copy."""
+    group, cache = layer.group, layer.attention.kv_cache
+    blocks = 1 + -(-end // group.block_size) * (group.block_size // group.kernel_block_size)
     return 2 * blocks * int(cache.nbytes // len(cache))

@@ -133,6 +133,16 @@ class LoadedModel:
                 op._forward_method = method
 
     @property
+    def sees_order_alone(self) -> bool:
+        """See `fusor.stack.DecoderStack`. Where layers attend within chunks of the prompt (Llama 4), blends
+        lie in one of these."""
+        return not any(
+            layer.attention.sliding_window is not None
+            or getattr(layer.attention.impl, "alibi_slopes", None) is not None
+            for layer in self.layers
+        )
+
+    @property
     def kv_width(self) -> int:
         """Elements of K and V that this rank holds of a token in the widest layer."""
         stored = [kv_of(layer.attention) for layer in self.layers]

@@ -427,7 +427,9 @@ class WorkerSide:
         assert self._model is not None
         device_s = blend.work.watch.seconds()
         busy_s = blend.advanced_s - tally.polled_s if device_s is None else device_s
-        self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
+        self._passes[request_id] = PassSample(
+            busy_s, tally.load_wait_s, self._model.projection_share, self._model.sees_order_alone
+        )
         self._loads.append(LoadSample.of(blend.meters))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:

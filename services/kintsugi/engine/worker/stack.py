@@ -2,8 +2,8 @@
 
 A layer is called as the model calls it, under a forward context of our own: its attention writes the
 tokens' K and V into their slots and reads the sequence's blocks. Scattered tokens become
-pseudo-requests, one per run of consecutive positions, each as long as the run and with a context that
-ends at the run's last token: so the mask is strictly ``kv_position <= query_position``.
+pseudo-requests, one per run of consecutive places, each as long as the run and with a context that
+ends at the run's last token: so the mask is strictly ``kv_place <= query_place``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class _GroupTables:
         block_ids: Sequence[Sequence[int]],
         ends: Sequence[int],
         device: torch.device,
+        keeps: bool = True,
     ) -> None:
+        """Without `keeps`, it works in a scratch cache whatever blocks there are."""
         self.group = group
         per_block = group.block_size // group.kernel_block_size
         tables = []
@@ -113,7 +115,7 @@ class _GroupTables:
             kernel_ids = used[:, None] * per_block + torch.arange(per_block)
             tables.append(torch.where(used[:, None] == NULL_BLOCK, NULL_BLOCK, kernel_ids).flatten())
         real = torch.cat(tables)
-        self.needs_scratch = any(
+        self.needs_scratch = not keeps or any(
             lacks_blocks(ids, -(-end // group.block_size)) for ids, end in zip(block_ids, ends, strict=True)
         )
         if self.needs_scratch:
@@ -129,10 +131,10 @@ class _GroupTables:
         self.on_device = upload(self.table, device)
         self._scratch: Tensor | None = None
 
-    def slots(self, positions: Tensor, owners: Tensor) -> Tensor:
-        """int64 cache slots of `positions`; all on the device."""
+    def slots(self, places: Tensor, owners: Tensor) -> Tensor:
+        """int64 cache slots of `places` in their sequences; all on the device."""
         size = self.group.kernel_block_size
-        return self.on_device[owners, positions // size].long() * size + positions % size
+        return self.on_device[owners, places // size].long() * size + places % size
 
     def copy_in(self, real_cache: Tensor) -> None:
         if self._scratch is None:
@@ -180,14 +182,18 @@ class VllmStack:
         block_ids: Sequence[tuple[Sequence[int], ...]],
         ends: Sequence[int],
         before_end: Callable[[], None] | None = None,
+        keeps: bool = True,
     ) -> None:
         """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used.
-        `before_end` queues on a GPU what has to be done with the pass."""
+        `before_end` queues on a GPU what has to be done with the pass. Without `keeps`, nothing is written to
+        vLLM's blocks: what a layer's scratch cache holds at its end is dropped."""
         self._model = model
+        self._block_ids = block_ids
         self._before_end = before_end
+        self._keeps = keeps
         groups = {layer.group.index: layer.group for layer in model.layers}
         self._tables = {
-            index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device)
+            index: _GroupTables(group, [ids[group.tables] for ids in block_ids], ends, model.device, keeps)
             for index, group in groups.items()
         }
 
@@ -196,6 +202,19 @@ class VllmStack:
         """A stack for sequences that no cache block holds: a layer's KV is gone once the layer ends."""
         num_groups = 1 + max(layer.group.tables for layer in model.layers)
         return VllmStack(model, [((),) * num_groups for _ in ends], ends)
+
+    @property
+    def sees_order_alone(self) -> bool:
+        return self._model.sees_order_alone
+
+    def with_own_cache(self, start: int, end: int) -> VllmStack:
+        (block_ids,) = self._block_ids
+        own: list[Sequence[int]] = [()] * len(block_ids)
+        for layer in self._model.layers:
+            tables, size = layer.group.tables, layer.group.block_size
+            cached = block_ids[tables][: -(-start // size)]
+            own[tables] = [*cached, *[NULL_BLOCK] * (-(-end // size) - len(cached))]
+        return VllmStack(self._model, [tuple(own)], [end], keeps=False)
 
     @property
     def num_layers(self) -> int:
@@ -213,24 +232,26 @@ class VllmStack:
     def device(self) -> torch.device:
         return self._model.device
 
-    def batch(self, positions: Tensor, owners: Tensor | None = None) -> LayerBatch:
-        on_host = positions if positions.device.type == "cpu" else None
+    def batch(
+        self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
+    ) -> LayerBatch:
+        places = positions if places is None else places
+        on_host = places if places.device.type == "cpu" else None
         owners = torch.zeros(len(positions), dtype=torch.int64) if owners is None else owners
         owners_there = upload(owners, self.device)
-        prepared = Prepared(
-            upload(positions, self.device) if on_host is not None else positions, {}, {}, {}, {}
-        )
+        prepared = Prepared(self._there(positions), {}, {}, {}, {})
+        places_there = prepared.positions if places is positions else self._there(places)
         for tables in self._tables.values():
             names = tables.group.layer_names
-            slots = tables.slots(prepared.positions, owners_there)
+            slots = tables.slots(places_there, owners_there)
             prepared.slots.update(dict.fromkeys(names, slots))
             if self._kernel_serves(tables, on_host):
-                rows = ScatteredRows(prepared.positions.to(torch.int32), tables.on_device[0])
+                rows = ScatteredRows(places_there.to(torch.int32), tables.on_device[0])
                 prepared.scattered.update(dict.fromkeys(names, rows))
                 prepared.metadata.update(dict.fromkeys(names))
                 continue
             # Its runs size the backend's metadata: for tokens that were selected there, the host waits here.
-            on_host = positions.cpu() if on_host is None else on_host
+            on_host = places.cpu() if on_host is None else on_host
             if tables.group.needs_latent_rows and _reads_cache(on_host, owners):
                 prepared.latent.update(dict.fromkeys(names, _latent_rows(on_host, owners, tables)))
                 prepared.metadata.update(dict.fromkeys(names))
@@ -238,6 +259,10 @@ class VllmStack:
             common = _common_metadata(on_host, owners, tables, prepared.positions, slots)
             prepared.metadata.update(dict.fromkeys(names, tables.group.build_metadata(common)))
         return LayerBatch(len(positions), prepared)
+
+    def _there(self, positions: Tensor) -> Tensor:
+        """`positions` on the device."""
+        return positions if positions.device.type == self.device.type else upload(positions, self.device)
 
     def _kernel_serves(self, tables: _GroupTables, on_host: Tensor | None) -> bool:
         """Whether our own kernel computes these tokens' attention. Of selected tokens the host knows no runs:
@@ -249,11 +274,10 @@ class VllmStack:
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
         return self._model.embed(token_ids, positions)
 
-    def slots(self, positions: Tensor) -> Slots:
-        if positions.device.type != self.device.type:
-            positions = upload(positions, self.device)
-        first = torch.zeros_like(positions)
-        return Slots({index: tables.slots(positions, first) for index, tables in self._tables.items()})
+    def slots(self, places: Tensor) -> Slots:
+        places = self._there(places)
+        first = torch.zeros_like(places)
+        return Slots({index: tables.slots(places, first) for index, tables in self._tables.items()})
 
     def begin_layer(self, layer: int) -> None:
         tables = self._tables_of(layer)
@@ -262,7 +286,7 @@ class VllmStack:
 
     def end_layer(self, layer: int) -> None:
         tables = self._tables_of(layer)
-        if tables.needs_scratch:
+        if tables.needs_scratch and self._keeps:
             tables.copy_out(self._model.layers[layer].attention.kv_cache)
 
     def keeps_layer(self, layer: int) -> bool:
@@ -384,24 +408,24 @@ def min_over_ranks(number: int) -> int:
     return int(numbers.item())
 
 
-def _run_starts(positions: Tensor, owners: Tensor) -> Tensor:
-    """The first row of each run of consecutive positions of one owner, all on the host."""
-    breaks = (positions[1:] != positions[:-1] + 1) | (owners[1:] != owners[:-1])
+def _run_starts(places: Tensor, owners: Tensor) -> Tensor:
+    """The first row of each run of consecutive places of one owner, all on the host."""
+    breaks = (places[1:] != places[:-1] + 1) | (owners[1:] != owners[:-1])
     return torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
 
 
-def _reads_cache(positions: Tensor, owners: Tensor) -> bool:
+def _reads_cache(places: Tensor, owners: Tensor) -> bool:
     """Whether some run of several tokens stands behind others; a single token is a decode."""
-    starts = _run_starts(positions, owners)
-    return len(starts) < len(positions) and bool((positions[starts] != 0).any())
+    starts = _run_starts(places, owners)
+    return len(starts) < len(places) and bool((places[starts] != 0).any())
 
 
-def _latent_rows(positions: Tensor, owners: Tensor, tables: _GroupTables) -> list[LatentRows]:
+def _latent_rows(places: Tensor, owners: Tensor, tables: _GroupTables) -> list[LatentRows]:
     """The tokens of each owner, which lie next to each other."""
     bounds = [0, *((owners.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(owners)]
     sequences = []
     for first, last in pairwise(bounds):
-        mine = positions[first:last]
+        mine = places[first:last]
         every = torch.arange(int(mine[-1]) + 1)
         slots = tables.slots(every, owners[first].expand(len(every)))
         sequences.append(LatentRows(slice(first, last), mine, slots))
@@ -409,25 +433,25 @@ def _latent_rows(positions: Tensor, owners: Tensor, tables: _GroupTables) -> lis
 
 
 def _common_metadata(
-    positions: Tensor, owners: Tensor, tables: _GroupTables, positions_there: Tensor, slots: Tensor
+    places: Tensor, owners: Tensor, tables: _GroupTables, positions: Tensor, slots: Tensor
 ) -> CommonAttentionMetadata:
-    """One pseudo-request per run of consecutive positions of one owner. `positions` and `owners` lie on the
-    host, `positions_there` and `slots` on the device."""
-    device, starts = slots.device, _run_starts(positions, owners)
-    ends = torch.cat((starts[1:], torch.tensor([len(positions)])))
+    """One pseudo-request per run of consecutive places of one owner. `places` and `owners` lie on the host,
+    `positions` and `slots` on the device."""
+    device, starts = slots.device, _run_starts(places, owners)
+    ends = torch.cat((starts[1:], torch.tensor([len(places)])))
     query_start = torch.cat((starts, ends[-1:])).to(torch.int32)
-    seq_lens = (positions[ends - 1] + 1).to(torch.int32)
+    seq_lens = (places[ends - 1] + 1).to(torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=upload(query_start, device),
         query_start_loc_cpu=query_start,
         seq_lens=upload(seq_lens, device),
         num_reqs=len(starts),
-        num_actual_tokens=len(positions),
+        num_actual_tokens=len(places),
         max_query_len=int((ends - starts).max()),
         max_seq_len=int(seq_lens.max()),
         block_table_tensor=upload(tables.table[owners[starts]], device),
         slot_mapping=slots,
         causal=True,
-        positions=positions_there,
+        positions=positions,
         seq_lens_cpu_upper_bound=seq_lens,
     )

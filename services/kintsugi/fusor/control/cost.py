@@ -26,6 +26,8 @@ class PassWorkload:
     """See `fusor.stack.DecoderStack.projection_share`."""
     exact_tokens: int = 0
     """Loaded tokens before `BlendPlan.exact_end`."""
+    left_out_tokens: int = 0
+    """Other tokens that do not pass with the question (`fusor.gaps`)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class LayerWork:
     projected_tokens: float
     """Token-layers spent on projections alone: at a layer that filters by deviation, and at the last query
     layer."""
+    asks: bool = False
+    """Whether it is a layer of the question's pass."""
 
     @property
     def token_layers(self) -> float:
@@ -78,9 +82,9 @@ def pass_work(selection: Selection, work: PassWorkload) -> PassWork:
     if not selector.query_layers:
         return PassWork((), tuple(blend))
     # Including the prompt's last token, which the blend itself does not compute.
-    asking, last = other + 1, selector.query_layers[-1]
-    question = [LayerWork(layer, 0, asking, 0.0) for layer in range(last)]
-    question.append(LayerWork(last, 0, 0, work.projection_share * asking))
+    asking, last = other - work.left_out_tokens + 1, selector.query_layers[-1]
+    question = [LayerWork(layer, 0, asking, 0.0, asks=True) for layer in range(last)]
+    question.append(LayerWork(last, 0, 0, work.projection_share * asking, asks=True))
     return PassWork(tuple(question), tuple(blend))
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
 from kintsugi.fusor.control.cost import LayerWork, PassWorkload, pass_work
 from kintsugi.fusor.control.estimates import EXTRAPOLATION_MAX, Link, Measured, Terms, blend_prior
+from kintsugi.fusor.gaps import find_left_out
 
 INSTANT = Link(0.0, 0.0)
 
@@ -34,6 +35,8 @@ class EngineShape:
     """Maximum number of tokens that one engine step prefills."""
     prefetch_layers: int
     """Number of layers that loading may run ahead of computing."""
+    sees_order_alone: bool = True
+    """See `fusor.stack.DecoderStack`. Most models do; a blend tells."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ def terms_of(
 ) -> Terms:
     """The terms of a pass over `region` that loads `hits`, in the order of `Measured.blend`. `computed`: its
     token-layers, if counted."""
-    shape = _Shape(hits, region)
-    stages = [shape.terms(stage) for stage in shape.stages(engine, selection)]
+    shape = _Shape(engine, hits, region)
+    stages = [shape.terms(stage) for stage in shape.stages(selection)]
     token_layers, runs, scattered, rows = (sum(column) for column in zip(*stages, strict=True))
     return 1.0, token_layers if computed is None else computed, runs, scattered, rows
 
@@ -108,7 +111,8 @@ def terms_of(
 class _Shape:
     """Sums over a region: its hit tokens, its other tokens, and their attention pairs."""
 
-    def __init__(self, hits: Sequence[ChunkHit], region: ForecastRegion) -> None:
+    def __init__(self, engine: EngineShape, hits: Sequence[ChunkHit], region: ForecastRegion) -> None:
+        self._engine = engine
         self.hit_tokens = self.exact_tokens = 0
         self._hit_pairs = 0.0
         for hit in hits:
@@ -117,12 +121,20 @@ class _Shape:
             self.exact_tokens += max(min(last, region.exact_end) - first, 0)
             self._hit_pairs += count_attention_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
-        self._other_pairs = count_attention_pairs(region.start, region.end) - self._hit_pairs
+        left_out = find_left_out(hits, region.start) if engine.sees_order_alone else []
+        self.left_out_tokens = sum(map(len, left_out))
+        self._other_pairs = _count_other_pairs(hits, region, [])
+        self._asking_pairs = _count_other_pairs(hits, region, left_out) if left_out else self._other_pairs
 
-    def stages(self, engine: EngineShape, selection: Selection) -> tuple[LayerWork, ...]:
+    def stages(self, selection: Selection) -> tuple[LayerWork, ...]:
         """The layers of a pass in the order in which they are computed."""
         tokens = PassWorkload(
-            self.hit_tokens, self.other_tokens, engine.num_layers, engine.projection_share, self.exact_tokens
+            self.hit_tokens,
+            self.other_tokens,
+            self._engine.num_layers,
+            self._engine.projection_share,
+            self.exact_tokens,
+            self.left_out_tokens,
         )
         work = pass_work(selection, tokens)
         return *work.question, *work.blend
@@ -131,11 +143,24 @@ class _Shape:
         """Token-layers, pairs in runs, pairs of scattered tokens, rows written. Chosen tokens are assumed to
         be spread evenly over the hit tokens; other tokens form runs, and so do all tokens together."""
         share = stage.hit_tokens / self.hit_tokens if self.hit_tokens else 0.0
-        runs = self._other_pairs if stage.other_tokens else 0.0
+        runs = self._asking_pairs if stage.asks else self._other_pairs
+        runs = runs if stage.other_tokens else 0.0
         scattered = share * self._hit_pairs
         if share == 1.0:
             runs, scattered = runs + scattered, 0.0
         return stage.token_layers, runs, scattered, float(self.hit_tokens)
+
+
+def _count_other_pairs(hits: Sequence[ChunkHit], region: ForecastRegion, left_out: Sequence[range]) -> float:
+    """`count_attention_pairs` of the tokens that were not loaded, as if those `left_out` were not there."""
+    gone_before = {gap.stop: len(gap) for gap in left_out}
+    pairs, gone, reached = 0.0, 0, region.start
+    for hit in hits:
+        gone_here = gone_before.get(hit.start, 0)
+        pairs += count_attention_pairs(reached - gone, max(hit.start, reached) - gone_here - gone)
+        gone += gone_here
+        reached = max(hit.end, reached)
+    return pairs + count_attention_pairs(reached - gone, region.end - gone)
 
 
 def blend_forecast(
@@ -156,8 +181,8 @@ def blend_forecast(
     opening_s, layer_s = _forecast_loading(engine, measured, hits)
     loads = [layer_s] * engine.num_layers
     loads[0] += opening_s
-    shape = _Shape(hits, region)
-    stages = _cost_stages(shape.stages(engine, selection), shape, coefficients)
+    shape = _Shape(engine, hits, region)
+    stages = _cost_stages(shape.stages(selection), shape, coefficients)
     compute_s = coefficients[0] + sum(cost for _, cost in stages)
     end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
     return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)
@@ -168,7 +193,7 @@ def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms
     costed: list[tuple[int, float]] = []
     before, cost_s = None, 0.0
     for stage in stages:
-        alike = (stage.hit_tokens, stage.other_tokens, stage.projected_tokens)
+        alike = (stage.hit_tokens, stage.other_tokens, stage.projected_tokens, stage.asks)
         if alike != before:
             before, cost_s = alike, _dot(coefficients[1:], shape.terms(stage))
         costed.append((stage.layer, cost_s))

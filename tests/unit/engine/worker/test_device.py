@@ -220,12 +220,13 @@ class Scene:
     token_ids: Tensor
 
 
-def scene_of(num_layers: int, codec: Codec) -> Scene:
+def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
+    """``missed``: a chunk, by its place, that is not hit."""
     generator = torch.Generator().manual_seed(5)
     token_ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
     layout, store = KVLayout(num_layers, KV_HEADS, HEAD_DIM, "float32"), RamStore()
     manifests, hits, start = {}, [], PREFIX
-    for size in CHUNKS:
+    for place, size in enumerate(CHUNKS):
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
         frames = [
             encode_frame(*torch.randn(2, size, KV_HEADS, HEAD_DIM, generator=generator), codec)
@@ -234,7 +235,8 @@ def scene_of(num_layers: int, codec: Codec) -> Scene:
         frames.insert(0, memoryview(encode_scores(torch.rand(size, generator=generator)).numpy()))
         manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, frames, (PRIOR,))
         store.put(manifests[key], frames)
-        hits.append(ChunkHit(start, start + size, key))
+        if place != missed:
+            hits.append(ChunkHit(start, start + size, key))
         start += size
     return Scene(store, manifests, tuple(hits), token_ids)
 
@@ -285,10 +287,10 @@ def caches(model: LoadedModel) -> Tensor:
 
 
 def counted(
-    num_layers: int, selection: Selection, codec: Codec, unit: int
+    num_layers: int, selection: Selection, codec: Codec, unit: int, missed: int | None
 ) -> tuple[Counter[str], Counter[str], Tensor]:
     """What waited, what was copied from pageable memory, and the caches."""
-    scene = scene_of(num_layers, codec)
+    scene = scene_of(num_layers, codec, missed)
     with PretendCuda() as device:
         model = model_of(num_layers, CUDA, kernel_serves=True)
         device.clear()
@@ -302,16 +304,16 @@ def per_layer(few: Counter[str], many: Counter[str], layers: int) -> dict[str, f
     return {place: (many[place] - few[place]) / layers for place in many if many[place] != few[place]}
 
 
-def check(selection: Selection, codec: Codec, unit: int) -> None:
+def check(selection: Selection, codec: Codec, unit: int, missed: int | None = None) -> None:
     (few_waits, few_copies, _), (waits, copies, on_device) = (
-        counted(layers, selection, codec, unit) for layers in (3, 5)
+        counted(layers, selection, codec, unit, missed) for layers in (3, 5)
     )
     assert per_layer(few_waits, waits, 2) == {}
     assert per_layer(few_copies, copies, 2) == {}
     # Not once a pass, either.
     assert (copies, waits) == ({}, {})
     model = model_of(5, torch.device("cpu"), kernel_serves=True)
-    blend(scene_of(5, codec), model, selection, unit)
+    blend(scene_of(5, codec, missed), model, selection, unit)
     torch.testing.assert_close(on_device, caches(model), atol=1e-5, rtol=1e-4)
     assert float(on_device.abs().max()) > 0.1
 
@@ -319,6 +321,11 @@ def check(selection: Selection, codec: Codec, unit: int) -> None:
 @pytest.mark.parametrize("selector", EVERY_SELECTOR)
 def test_no_layer_waits_and_the_device_computes_what_a_cpu_does(selector: SelectorName) -> None:
     check(Selection(0.3, selector, 1, query_layers=(0, 1)), Codec.INT8, 30)
+
+
+def test_a_question_that_passes_without_gaps_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", 4)
+    check(Selection(0.3, SelectorName.HYBRID, 1, query_layers=(0, 2)), Codec.RAW, 30, missed=1)
 
 
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8_SINKS])

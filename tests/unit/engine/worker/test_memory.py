@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,12 @@ def model_of(device: torch.device = CUDA) -> LoadedModel:
         SimpleNamespace(
             group=groups[index % 2],
             attention=SimpleNamespace(
-                num_kv_heads=HEADS, head_size=HEAD_DIM, head_size_v=HEAD_DIM, kv_cache=caches[index % 2]
+                num_kv_heads=HEADS,
+                head_size=HEAD_DIM,
+                head_size_v=HEAD_DIM,
+                kv_cache=caches[index % 2],
+                sliding_window=None,
+                impl=None,
             ),
         )
         for index in range(LAYERS)
@@ -105,6 +111,22 @@ def test_windows_need_a_cache_of_their_own_and_keep_every_layer_that_was_asked()
     assert bytes_of(Selection(0.15), windows) == bytes_of(Selection(0.15)) + scratch
     kept = bytes_of(asking(SelectorName.QUERY), windows) - bytes_of(asking(SelectorName.QUERY))
     assert kept == scratch + 2 * LAYER_BYTES  # 1 and 3; 5 is kept anyway
+
+
+def test_a_question_that_passes_without_a_gap_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection, model, gap = asking(SelectorName.QUERY), model_of(), 200
+    job = job_of(selection)
+    (hit,) = job.plan.hits
+    job.plan = replace(job.plan, hits=(replace(hit, end=100), replace(hit, start=100 + gap)))
+    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", gap)
+    closed = memory.pass_bytes(model, job, PREFETCH)
+    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", gap - 30)
+    blocks = 1 + -(-(TOKENS + 1 - 30) // BLOCK)
+    halves = 1 + (blocks - 1) * 2
+    own = 2 * (blocks * BLOCK + halves * BLOCK // 2) * HEADS * 2 * HEAD_DIM * 2
+    assert memory.pass_bytes(model, job, PREFETCH) == closed + own
+    model.layers[0].attention.sliding_window = 100
+    assert memory.pass_bytes(model, job, PREFETCH) == closed
 
 
 def test_what_the_engine_has_cached_is_not_loaded() -> None:

@@ -30,6 +30,7 @@ from kintsugi.fusor.control.forecast import (
     terms_of,
 )
 from kintsugi.fusor.control.planner import Planner, PlanRequest
+from kintsugi.fusor.gaps import find_left_out
 
 BYTES_PER_TOKEN = 128 << 10
 """KV bytes of a token over all layers of a Mistral-7B."""
@@ -215,6 +216,25 @@ def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
         assert set(loaded) <= set(request.hits)
         computed = terms_of(engine, Selection(0.0), loaded, region)[1]
         assert computed == full - engine.num_layers * sum(hit.num_tokens for hit in loaded)
+
+
+@anything
+@given(plan_requests())
+def test_the_question_passes_without_the_inside_of_long_gaps(request: PlanRequest) -> None:
+    region = ForecastRegion(0, request.num_tokens - 1)
+    query = Selection(0.5, SelectorName.QUERY, query_layers=(2,))
+    engine = replace(request.engine, num_layers=4)
+    without = replace(engine, sees_order_alone=False)
+    for loaded in candidates(request.hits):
+        left_out = {position for gap in find_left_out(loaded, 0) for position in gap}
+        covered = {position for hit in loaded for position in range(hit.start, hit.end)}
+        asks = [p for p in range(region.end) if p not in covered and p not in left_out]
+        places = {p: place for place, p in enumerate(p for p in range(region.end) if p not in left_out)}
+        gone = sum(1 + p for p in range(region.end) if p not in covered) - sum(1 + places[p] for p in asks)
+        whole, closed = (terms_of(one, query, loaded, region) for one in (without, engine))
+        passes = 2 + engine.projection_share
+        assert whole[1] - closed[1] == pytest.approx(len(left_out) * passes, abs=1e-6)
+        assert whole[2] - closed[2] == pytest.approx(2 * gone)
 
 
 def test_without_measurements_a_prompt_is_blended_as_ever() -> None:
