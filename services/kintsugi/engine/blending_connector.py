@@ -7,6 +7,7 @@ leaves their blocks unnamed, and calls `start_load_kv` in every step, where the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,9 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Called once, after every worker's `register_kv_caches`."""
         facts = [one for one in metadata.values() if isinstance(one, WorkerFacts)]
-        self._scheduler.restores_keys = all(one.restores_keys for one in facts)
+        side = self._scheduler
+        side.restores_keys = all(one.restores_keys for one in facts)
+        side.engine = replace(side.engine, sees_order_alone=all(one.sees_order_alone for one in facts))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if gpu_block_pool.enable_kv_cache_events:

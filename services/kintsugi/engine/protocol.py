@@ -96,8 +96,7 @@ class PassSample:
     """Time in its slices, without waiting for layers."""
     load_wait_s: float
     projection_share: float
-    sees_order_alone: bool
-    """These are the model's, see `fusor.stack.DecoderStack`."""
+    """The model's projection share, see `fusor.stack.DecoderStack`."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     restores_keys: bool
     """Whether every stored key is what the model had before its rotation. Otherwise the rotation was taken
     off what attention got, and turning it back differs by roundings."""
+    sees_order_alone: bool
+    """See `fusor.stack.DecoderStack`."""
 
 
 @dataclass

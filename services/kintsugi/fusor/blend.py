@@ -277,7 +277,7 @@ class BlendPass(SlicedWork):
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
         every rank."""
         start, end, stack = self.region.start, self.region.end, self._stack
-        left_out = find_left_out(self.plan.hits, start) if stack.sees_order_alone else []
+        left_out = find_left_out(self.plan.hits, start, self.plan.exact_end) if stack.sees_order_alone else []
         tokens = torch.cat((self._must_positions, torch.tensor([end])))
         for gap in left_out:
             tokens = tokens[(tokens < gap.start) | (tokens >= gap.stop)]

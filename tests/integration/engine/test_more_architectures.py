@@ -4,6 +4,7 @@ an independent oracle says. float32, where both must agree; bfloat16 under `full
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 
@@ -154,6 +155,10 @@ def test_any_ratio_is_what_the_oracle_says(
     assert apart > 10 * ORACLE_DIFFERENCE_MAX, "else this would compare full prefill with itself"
 
 
+QUERY_LAYERS = (1, 2)
+"""The fusor's choice in four layers."""
+
+
 def counts_distances(family: str) -> bool:
     """Whether some layer attends by how far a token lies back: windows and ALiBi."""
     config = config_of(family).to_dict()
@@ -183,6 +188,13 @@ def test_a_missed_chunk_passes_once_unless_layers_count_distances(
         expected = oracle.blended(missing.token_ids, PREFIX, hits, active).logprobs[0]
         worst = max(abs(float(expected[token]) - logprob) for token, logprob in got.top_logprobs[0].items())
         assert worst <= ORACLE_DIFFERENCE_MAX
+        gaps = [range(end + GAP_TOKENS_MAX, start) for (_, end), (start, _) in pairwise(hits)]
+        left_out = [gap for gap in gaps if gap and not counts_distances(family)]
+        attended = oracle.attended(missing.token_ids, PREFIX, hits, QUERY_LAYERS, left_out)
+        attended[: hits[0][1]] = 0  # exact as loaded: no candidates
+        chosen = set(active[0]) & {p for first, end in hits for p in range(first, end)}
+        best = set(attended.topk(len(chosen)).indices.tolist())
+        assert len(chosen & best) >= 0.95 * len(best)
 
 
 @pytest.mark.full

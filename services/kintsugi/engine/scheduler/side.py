@@ -487,11 +487,7 @@ class SchedulerSide:
         self._timing.pass_ended(state.request.request_id, sample)
         if sample is None or state.job is None:
             return
-        self.engine = dataclasses.replace(
-            self.engine,
-            projection_share=sample.projection_share,
-            sees_order_alone=sample.sees_order_alone,
-        )
+        self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
         region = ForecastRegion(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
         computed = accounting.token_layers_computed

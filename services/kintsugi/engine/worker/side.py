@@ -171,7 +171,8 @@ class WorkerSide:
         """What the scheduler's side has to know of the model; None where it is not blended."""
         if self._model is None:
             return None
-        return WorkerFacts(all(layer.rotation.is_restored for layer in self._model.layers))
+        is_restored = all(layer.rotation.is_restored for layer in self._model.layers)
+        return WorkerFacts(is_restored, self._model.sees_order_alone)
 
     def step(self, metadata: StepMetadata) -> None:
         """Take in new work, then run passes until this step's share of work is done.
@@ -427,9 +428,7 @@ class WorkerSide:
         assert self._model is not None
         device_s = blend.work.watch.seconds()
         busy_s = blend.advanced_s - tally.polled_s if device_s is None else device_s
-        self._passes[request_id] = PassSample(
-            busy_s, tally.load_wait_s, self._model.projection_share, self._model.sees_order_alone
-        )
+        self._passes[request_id] = PassSample(busy_s, tally.load_wait_s, self._model.projection_share)
         self._loads.append(LoadSample.of(blend.meters))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:

@@ -256,7 +256,7 @@ class VllmStack:
                 prepared.latent.update(dict.fromkeys(names, _latent_rows(on_host, owners, tables)))
                 prepared.metadata.update(dict.fromkeys(names))
                 continue
-            common = _common_metadata(on_host, owners, tables, prepared.positions, slots)
+            common = _common_metadata(on_host, owners, tables, places_there, slots)
             prepared.metadata.update(dict.fromkeys(names, tables.group.build_metadata(common)))
         return LayerBatch(len(positions), prepared)
 
@@ -433,10 +433,10 @@ def _latent_rows(places: Tensor, owners: Tensor, tables: _GroupTables) -> list[L
 
 
 def _common_metadata(
-    places: Tensor, owners: Tensor, tables: _GroupTables, positions: Tensor, slots: Tensor
+    places: Tensor, owners: Tensor, tables: _GroupTables, places_there: Tensor, slots: Tensor
 ) -> CommonAttentionMetadata:
     """One pseudo-request per run of consecutive places of one owner. `places` and `owners` lie on the host,
-    `positions` and `slots` on the device."""
+    `places_there` and `slots` on the device."""
     device, starts = slots.device, _run_starts(places, owners)
     ends = torch.cat((starts[1:], torch.tensor([len(places)])))
     query_start = torch.cat((starts, ends[-1:])).to(torch.int32)
@@ -452,6 +452,6 @@ def _common_metadata(
         block_table_tensor=upload(tables.table[owners[starts]], device),
         slot_mapping=slots,
         causal=True,
-        positions=positions,
+        positions=places_there,  # backends look them up in the block table
         seq_lens_cpu_upper_bound=seq_lens,
     )

@@ -22,7 +22,7 @@ from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
     """`reason: detail` for the first thing that rules blending out, None where nothing does."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    missing = describe_missing()
+    missing, cache_dtype = describe_missing(), str(vllm_config.cache_config.cache_dtype)
     checks = (
         (missing is not None, str(missing)),
         (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; give a mapping"),
@@ -35,6 +35,11 @@ def find_unsupported(vllm_config: VllmConfig) -> str | None:
         (
             vllm_config.lora_config is not None,
             "lora: its layers apply the adapters of the running batch, whichever tokens pass through them",
+        ),
+        (
+            "per_token_head" in cache_dtype,
+            f"kv_cache_dtype: the scales of {cache_dtype} lie in vLLM's cache, and passes compute in others, "
+            "too; choose auto or fp8",
         ),
         (vllm_config.speculative_config is not None, "speculative_decoding: the draft's KV is not blended"),
     )

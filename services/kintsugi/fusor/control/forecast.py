@@ -36,7 +36,7 @@ class EngineShape:
     prefetch_layers: int
     """Number of layers that loading may run ahead of computing."""
     sees_order_alone: bool = True
-    """See `fusor.stack.DecoderStack`. Most models do; a blend tells."""
+    """See `fusor.stack.DecoderStack`."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Shape:
             self.exact_tokens += max(min(last, region.exact_end) - first, 0)
             self._hit_pairs += count_attention_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
-        left_out = find_left_out(hits, region.start) if engine.sees_order_alone else []
+        left_out = find_left_out(hits, region.start, region.exact_end) if engine.sees_order_alone else []
         self.left_out_tokens = sum(map(len, left_out))
         self._other_pairs = _count_other_pairs(hits, region, [])
         self._asking_pairs = _count_other_pairs(hits, region, left_out) if left_out else self._other_pairs

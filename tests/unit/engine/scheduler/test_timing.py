@@ -126,7 +126,7 @@ def test_the_tail_is_what_a_pass_does_not_explain(bench: Bench) -> None:
     bench.timing.record_admission(request)
     bench.timing.record_plan("r", None, is_blend=True)
     bench.now_s += 1.0
-    bench.timing.pass_ended("r", PassSample(0.7, 0.2, projection_share=0.2, sees_order_alone=True))
+    bench.timing.pass_ended("r", PassSample(busy_s=0.7, load_wait_s=0.2, projection_share=0.2))
     bench.now_s += 0.3
     request.num_output_tokens = 1
     bench.timing.forget("r")
@@ -142,7 +142,7 @@ def test_what_others_compute_meanwhile_is_no_tail(bench: Bench, other: str) -> N
         bench.prefill(8000, 1.0, ours_in_flight=True)
     else:
         bench.timing.record_plan("later", None, is_blend=True)
-    bench.timing.pass_ended("r", PassSample(0.1, 0.0, projection_share=0.2, sees_order_alone=True))
+    bench.timing.pass_ended("r", PassSample(busy_s=0.1, load_wait_s=0.0, projection_share=0.2))
     bench.step(StubOutput({"r": 1}), 1.0)
     request.num_output_tokens = 1
     bench.timing.forget("r")

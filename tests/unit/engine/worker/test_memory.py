@@ -115,7 +115,7 @@ def test_windows_need_a_cache_of_their_own_and_keep_every_layer_that_was_asked()
 
 def test_a_question_that_passes_without_a_gap_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     selection, model, gap = asking(SelectorName.QUERY), model_of(), 200
-    job = job_of(selection)
+    job = job_of(selection, cached=40)
     (hit,) = job.plan.hits
     job.plan = replace(job.plan, hits=(replace(hit, end=100), replace(hit, start=100 + gap)))
     monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", gap)

@@ -27,6 +27,7 @@ def config(**changes: Any) -> Any:
             pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1
         ),
         model_config=SimpleNamespace(use_mla=False, hf_overrides={}),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         lora_config=None,
     )
@@ -55,6 +56,7 @@ RULED_OUT = {
     "hf_overrides": ({"model_config__hf_overrides": lambda config: config}, None),
     "speculative_decoding": ({"speculative_config": object()}, "speculative decoding"),
     "lora": ({"lora_config": object()}, "LoRA"),
+    "kv_cache_dtype": ({"cache_config__cache_dtype": "fp8_per_token_head"}, None),
 }
 
 

@@ -221,16 +221,17 @@ def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
 @anything
 @given(plan_requests())
 def test_the_question_passes_without_the_inside_of_long_gaps(request: PlanRequest) -> None:
-    region = ForecastRegion(0, request.num_tokens - 1)
+    start = request.num_computed
+    region = ForecastRegion(start, request.num_tokens - 1)
     query = Selection(0.5, SelectorName.QUERY, query_layers=(2,))
     engine = replace(request.engine, num_layers=4)
     without = replace(engine, sees_order_alone=False)
     for loaded in candidates(request.hits):
-        left_out = {position for gap in find_left_out(loaded, 0) for position in gap}
+        left_out = {position for gap in find_left_out(loaded, start, 0) for position in gap}
         covered = {position for hit in loaded for position in range(hit.start, hit.end)}
-        asks = [p for p in range(region.end) if p not in covered and p not in left_out]
+        others = [p for p in range(start, region.end) if p not in covered]
         places = {p: place for place, p in enumerate(p for p in range(region.end) if p not in left_out)}
-        gone = sum(1 + p for p in range(region.end) if p not in covered) - sum(1 + places[p] for p in asks)
+        gone = sum(1 + p for p in others) - sum(1 + places[p] for p in others if p not in left_out)
         whole, closed = (terms_of(one, query, loaded, region) for one in (without, engine))
         passes = 2 + engine.projection_share
         assert whole[1] - closed[1] == pytest.approx(len(left_out) * passes, abs=1e-6)

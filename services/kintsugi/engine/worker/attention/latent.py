@@ -26,10 +26,10 @@ class LatentRows:
     """Tokens of one sequence, next to each other in a batch."""
 
     rows: slice
-    positions: Tensor
+    places: Tensor
     """int64 `[n]`."""
     slots: Tensor
-    """int64 `[last position + 1]`: where the sequence lies in the cache."""
+    """int64 `[last place + 1]`: where the sequence lies in the cache."""
 
 
 def needs_rows(attention: Any) -> bool:
@@ -49,7 +49,7 @@ def replace_latent_attention(attention: Any, sequences: Sequence[LatentRows]) ->
             attended = attend_to_latents(
                 query[one.rows],
                 flat[one.slots],
-                one.positions,
+                one.places,
                 attention.W_UK_T,
                 attention.W_UV,
                 attention.impl.scale,

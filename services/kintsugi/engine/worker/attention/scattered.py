@@ -38,7 +38,7 @@ so that a prompt of which nothing is recomputed is answered as the backend answe
 class ScatteredRows:
     """Rows of one sequence that the kernel serves."""
 
-    positions: Tensor
+    places: Tensor
     """int32 `[n]`, ascending, on the device."""
     block_table: Tensor
     """int32 `[blocks]` of the sequence, on the device."""
@@ -153,7 +153,7 @@ class _KernelImpl:
             key_cache,
             value_cache,
             self._rows.block_table,
-            self._rows.positions,
+            self._rows.places,
             scale=self._impl.scale,
             sliding_window=self._attention.sliding_window,
             softcap=getattr(self._impl, "logits_soft_cap", None) or None,
@@ -184,5 +184,5 @@ class _PackedImpl(_KernelImpl):
     ) -> Tensor:
         rows = self._rows
         attended = output.view(query.shape)
-        self._kernel.attend(query, kv_cache, rows.block_table, rows.positions, attended, self._impl.scale)
+        self._kernel.attend(query, kv_cache, rows.block_table, rows.places, attended, self._impl.scale)
         return output

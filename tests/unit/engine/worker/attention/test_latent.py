@@ -93,7 +93,7 @@ def test_each_sequence_attends_to_its_own_latents() -> None:
             query, random(5, RANK), random(5, 1, ROTARY), attention.kv_cache, None, output=output
         )
     for sequence in sequences:
-        arguments = (query[sequence.rows], flat[sequence.slots], sequence.positions)
+        arguments = (query[sequence.rows], flat[sequence.slots], sequence.places)
         expected = attend_to_latents(*arguments, attention.W_UK_T, attention.W_UV, 0.3)
         assert torch.equal(output[sequence.rows], expected.flatten(1))
     with pytest.raises(AssertionError, match="vLLM's own"):
