@@ -158,12 +158,20 @@ def _recovery_spare(model: Path, quick: bool) -> list[Figure]:
 def _goodput(model: Path, quick: bool) -> list[Figure]:
     plan, setting = (goodput.QUICK, QUICK) if quick else (goodput.FULL, FULL)
     texts = _corpus(model, plan.workload)
+    tuned = {tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}) for tokens in plan.settings}
+    capacities: dict[str, dict[int, float]] = {"plain": {}, "kintsugi": {}}
+    for tokens, one in tuned.items():
+        with _pair(model, one, texts) as servers:
+            for name, per_s in goodput.measure_capacities(servers, texts, plan).items():
+                capacities[name][tokens] = per_s
+                say(f"{name}: {per_s:.3f} answers/s at once, {tokens} batched tokens")
+    best = {name: max(found, key=lambda tokens: found[tokens]) for name, found in capacities.items()}
     loads: list[goodput.Load] = []
-    for batched_tokens in plan.settings:
-        tuned = replace(setting, vllm={"max_num_batched_tokens": batched_tokens})
-        with _pair(model, tuned, texts) as servers:
-            idle = phases.measure_idle(servers, texts, plan.workload, plan.idle)
-            loads += goodput.measure(servers, texts, plan, batched_tokens, idle)
+    for tokens in sorted(set(best.values())):
+        names = [name for name, chosen in best.items() if chosen == tokens]
+        rates = {name: capacities[name][tokens] for name in names}
+        with _pair(model, tuned[tokens], texts) as servers:
+            loads += goodput.measure(servers, names, texts, plan, tokens, rates)
     bars = (None, None) if quick else (GOODPUT_BAR, CPU_BAR)
     return goodput.figures_of(loads, plan.slo_s, *bars)
 

@@ -4,26 +4,27 @@ What makes a rate count:
 
 - **In time is stated in seconds**, the same for both servers, and not derived from either.
 - **A rate has at least `GoodputPlan.requests` requests**, at Poisson arrivals, and each server is measured at
-  several shares of its own capacity.
-- **It is steady at the end**: the median first token of the last third of the requests is in time. If it is
-  not, a queue is growing, and the server cannot keep up with this load.
-- **Each server has its best settings**: every setting in `GoodputPlan.settings` is measured for both, and the
-  best steady rate counts.
+  several shares of its own capacity: of what it answers per second when requests come at once.
+- **It is steady at the end**: the median first token of the last third of the requests is in time, and when
+  the last request comes, few are unanswered. Otherwise a queue is growing, and the server cannot keep up.
+- **Each server has its best setting**: the value in `GoodputPlan.settings` with which its capacity is
+  greatest.
 
-CPU seconds of a server's whole tree of processes are counted over the same load.
+CPU seconds of a server's whole tree of processes are counted over the same load, and those of the other
+server, which is idle on the same core meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.servers import Server
-from benchmarks.support.serving_phases import Idle
+from benchmarks.support.serving_phases import ask_alone
 from kintsugi.bench.profile import RagWorkload, poisson_arrivals, prompt_of, requests
 from kintsugi.bench.report import Sample, Summary, summarize_samples
 from kintsugi.bench.run import run
@@ -36,20 +37,20 @@ class GoodputPlan:
     workload: RagWorkload
     slo_s: float
     """Longest time to the first token that counts as in time."""
-    idle: int
-    """Requests one at a time before the load; they give each server's capacity."""
+    burst: int
+    """Requests that come at once; they give a server's capacity."""
     loads_of_capacity: tuple[float, ...]
-    """Rates, as shares of what an idle server's whole answers allow one after the other."""
+    """Rates, as shares of it."""
     requests: int
     """Requests at each rate."""
     settings: tuple[int, ...]
-    """Values of vLLM's `max_num_batched_tokens` that both servers are measured with."""
+    """Values of vLLM's `max_num_batched_tokens` to choose from."""
 
 
 FULL = GoodputPlan(
-    RagWorkload(documents=100, zipf=0.9, chunks=6, chunk_tokens=256, answer_tokens=16),
-    slo_s=8.0,
-    idle=5,
+    RagWorkload(documents=100, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16),
+    slo_s=15.0,
+    burst=8,
     loads_of_capacity=(0.6, 0.8, 0.95),
     requests=60,
     settings=(2048, 8192),
@@ -57,11 +58,13 @@ FULL = GoodputPlan(
 QUICK = GoodputPlan(
     RagWorkload(documents=16, zipf=0.9, chunks=4, chunk_tokens=128, answer_tokens=8),
     slo_s=4.0,
-    idle=2,
+    burst=2,
     loads_of_capacity=(0.5, 0.7),
     requests=12,
     settings=(2048,),
 )
+UNANSWERED_MAX = 0.1
+"""Share of the requests that may be unanswered when the last one comes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Load:
     batched_tokens: int
     summary: Summary
     cpu_s: float
+    beside_cpu_s: float
+    """CPU seconds of the other server meanwhile."""
     is_steady: bool
 
     @property
@@ -86,26 +91,50 @@ class Load:
         summary = self.summary
         return (
             f"at {summary.rate_per_s:.2f}/s, {summary.requests} requests, {summary.errors} errors, "
-            f"{self.batched_tokens} batched tokens, {'steady' if self.is_steady else 'not steady'}"
+            f"{self.batched_tokens} batched tokens, {'steady' if self.is_steady else 'not steady'}, "
+            f"{self.beside_cpu_s:.1f} CPU s of the other server"
         )
 
 
+def measure_capacities(
+    servers: Sequence[Server], texts: Sequence[str], plan: GoodputPlan
+) -> dict[str, float]:
+    """Answers per second of each server, by name, when `plan.burst` requests come at once."""
+    workload = replace(plan.workload, seed=plan.workload.seed + len(plan.loads_of_capacity) + 1)
+    coming = requests(workload, [0.0] * (plan.burst + 1))
+    prompts = [prompt_of(request, texts) for request in coming]
+    capacities = {}
+    for server in servers:
+        ask_alone(server, prompts[0], workload.answer_tokens)  # prepares kernels
+        samples = asyncio.run(run(server.endpoint, coming[1:], prompts[1:], workload.answer_tokens))
+        capacities[server.name] = summarize_samples(samples).requests_per_s
+    return capacities
+
+
 def measure(
-    servers: Sequence[Server], texts: Sequence[str], plan: GoodputPlan, batched_tokens: int, idle: Idle
+    servers: Sequence[Server],
+    names: Collection[str],
+    texts: Sequence[str],
+    plan: GoodputPlan,
+    batched_tokens: int,
+    capacities: Mapping[str, float],
 ) -> list[Load]:
-    """Every rate of both servers, in turns."""
+    """Every rate of those servers that have `names`, in turns."""
     loads = []
     for step, share in enumerate(plan.loads_of_capacity):
         for server in servers:
-            rate = share / idle.answer_s(server.name)
-            arrivals = poisson_arrivals(rate, plan.requests, seed=step)
+            if server.name not in names:
+                continue
+            arrivals = poisson_arrivals(share * capacities[server.name], plan.requests, seed=step)
             coming = requests(replace(plan.workload, seed=plan.workload.seed + step + 1), arrivals)
             prompts = [prompt_of(request, texts) for request in coming]
-            cpu_s = server.cpu_s()
+            before_s = {one.name: one.cpu_s() for one in servers}
             samples = asyncio.run(run(server.endpoint, coming, prompts, plan.workload.answer_tokens))
-            cpu_s = server.cpu_s() - cpu_s
+            used_s = {one.name: one.cpu_s() - before_s[one.name] for one in servers}
+            cpu_s = used_s.pop(server.name)
             summary = summarize_samples(samples, plan.slo_s)
-            load = Load(server.name, batched_tokens, summary, cpu_s, is_steady(samples, plan.slo_s))
+            steady = is_steady(samples, plan.slo_s)
+            load = Load(server.name, batched_tokens, summary, cpu_s, sum(used_s.values()), steady)
             loads.append(load)
             first = summary.ttft_s.get("p50", 0)
             say(f"{server.name}: goodput {load.goodput_per_s:.3f}/s, TTFT p50 {first:.2f} s, {load}")
@@ -113,11 +142,14 @@ def measure(
 
 
 def is_steady(samples: Sequence[Sample], slo_s: float) -> bool:
-    """Whether the median first token of the last third is in time; one that never came is late."""
+    """Whether the median first token of the last third is in time, and few requests (`UNANSWERED_MAX`) are
+    unanswered when the last one comes. A first token that never came is late."""
     ordered = sorted(samples, key=lambda sample: sample.at_s)
     last = ordered[-max(1, len(ordered) // 3) :]
     firsts = [one.ttft_s if one.is_ok and one.ttft_s is not None else float("inf") for one in last]
-    return statistics.median(firsts) <= slo_s
+    end_s = ordered[-1].at_s
+    unanswered = sum(1 for one in ordered if one.at_s < end_s < one.at_s + one.done_s)
+    return statistics.median(firsts) <= slo_s and unanswered <= UNANSWERED_MAX * len(ordered)
 
 
 def figures_of(loads: Sequence[Load], slo_s: float, bar: float | None, cpu_bar: float | None) -> list[Figure]:

@@ -31,7 +31,7 @@ class ReusePlan:
     """Memory of a store that holds about half of the documents, and no disk."""
 
 
-FULL = ReusePlan(RagWorkload(documents=14, chunks=6, chunk_tokens=256, answer_tokens=1), 500, 50, 0.06)
+FULL = ReusePlan(RagWorkload(documents=14, chunks=6, chunk_tokens=128, answer_tokens=1), 500, 50, 0.03)
 QUICK = ReusePlan(RagWorkload(documents=14, chunks=4, chunk_tokens=128, answer_tokens=1), 24, 8, 0.001)
 
 

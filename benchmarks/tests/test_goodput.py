@@ -16,13 +16,13 @@ SLO_S = 2.0
 
 
 def samples(*ttft_s: float | None) -> list[Sample]:
-    return [Sample(at_s=float(index), ttft_s=one, done_s=(one or 0) + 1) for index, one in enumerate(ttft_s)]
+    return [Sample(at_s=10.0 * index, ttft_s=one, done_s=(one or 0) + 1) for index, one in enumerate(ttft_s)]
 
 
 def load_of(server: str, *ttft_s: float | None, cpu_s: float = 9.0) -> Load:
     measured = samples(*ttft_s)
     summary = summarize_samples(measured, SLO_S)
-    return Load(server, 2048, summary, cpu_s, is_steady(measured, SLO_S))
+    return Load(server, 2048, summary, cpu_s, 0.1, is_steady(measured, SLO_S))
 
 
 def named(figures: list[Figure]) -> dict[str, Figure]:
@@ -42,6 +42,14 @@ def named(figures: list[Figure]) -> dict[str, Figure]:
 def test_a_rate_is_steady_if_its_last_third_is_in_time(ttft_s: tuple[float, ...], steady: bool) -> None:
     assert is_steady(samples(*ttft_s), SLO_S) is steady
     assert is_steady(samples(*ttft_s)[::-1], SLO_S) is steady, "they count in the order of their arrival"
+
+
+@pytest.mark.parametrize(("unanswered", "steady"), [(0, True), (2, True), (3, False)])
+def test_a_rate_is_steady_if_few_are_unanswered_when_the_last_comes(unanswered: int, steady: bool) -> None:
+    """The last one itself has only come."""
+    answers_s = [0.5] * (19 - unanswered) + [60.0] * (unanswered + 1)
+    coming = [Sample(float(index), 0.1, done_s) for index, done_s in enumerate(answers_s)]
+    assert is_steady(coming, SLO_S) is steady
 
 
 def test_the_best_steady_rate_of_each_server_counts() -> None:
