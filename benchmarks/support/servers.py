@@ -97,7 +97,7 @@ class Server:
         for process in self.processes():
             try:
                 if re.search(rf"ServeReplica:[^:]*:{deployment}\b", " ".join(process.cmdline())):
-                    found.append((_tree_cpu_s(process), process))
+                    found.append((tree_cpu_s(process), process))
             except psutil.NoSuchProcess:
                 continue
         return [process for _, process in sorted(found, key=lambda one: -one[0])]
@@ -124,7 +124,8 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _tree_cpu_s(process: psutil.Process) -> float:
+def tree_cpu_s(process: psutil.Process) -> float:
+    """Consumed so far by a process and its children."""
     return sum(map(_cpu_s, [process, *process.children(recursive=True)]))
 
 
