@@ -6,8 +6,8 @@ from the other. Random weights: this says how fast and how robust a service is, 
 
     python benchmarks/serving.py [--quick] [--save] [--only idle,goodput,reuse,...]
 
-`goodput` and `reuse` have shorter prompts of their own (`benchmarks/support`): both servers get 60 requests
-at each of several rates, and 500 queries. The figures of `loading.py`, `gateway.py` and `queueing.py` are
+`goodput` and `reuse` have plans of their own (`benchmarks/support`): 60 requests at each of two shares of a
+server's own capacity, and 500 queries of a small model. The figures of `loading.py`, `gateway.py` and `queueing.py` are
 measured by these scripts and stand in the same report.
 """
 
@@ -116,7 +116,7 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
         if "goodput" in chosen:
             figures += _goodput(model, quick)
         if "reuse" in chosen:
-            figures += _reuse(model, quick)
+            figures += _reuse(quick)
     return figures
 
 
@@ -176,13 +176,17 @@ def _goodput(model: Path, quick: bool) -> list[Figure]:
     return goodput.figures_of(loads, plan.slo_s, *bars)
 
 
-def _reuse(model: Path, quick: bool) -> list[Figure]:
-    plan, setting = (reuse.QUICK, QUICK) if quick else (reuse.FULL, FULL)
-    texts = _corpus(model, plan.workload)
-    with _pair(model, setting, texts) as servers:
-        figures = reuse.measure(servers, texts, plan, "reuse_after_500", None if quick else REUSE_BAR)
-    with _pair(model, replace(setting, ram_gib=plan.small_ram_gib, ssd_gib=0.0), texts) as servers:
-        return figures + reuse.measure(servers, texts, plan, "reuse_after_500_small_store", None)
+def _reuse(quick: bool) -> list[Figure]:
+    plan = reuse.QUICK if quick else reuse.FULL
+    setting = replace(QUICK if quick else FULL, shape=plan.shape)
+    small = replace(setting, ram_gib=plan.small_ram_gib, ssd_gib=0.0)
+    bar = None if quick else REUSE_BAR
+    with checkpoint(plan.shape) as model:
+        texts = _corpus(model, plan.workload)
+        with _pair(model, setting, texts) as servers:
+            figures = reuse.measure(servers, texts, plan, "reuse_after_500", bar)
+        with _pair(model, small, texts) as servers:
+            return figures + reuse.measure(servers, texts, plan, "reuse_after_500_small_store", None)
 
 
 def _corpus(model: Path, workload: RagWorkload) -> list[str]:

@@ -51,7 +51,7 @@ FULL = GoodputPlan(
     RagWorkload(documents=100, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16),
     slo_s=15.0,
     burst=8,
-    loads_of_capacity=(0.6, 0.8, 0.95),
+    loads_of_capacity=(0.7, 0.9),
     requests=60,
     settings=(2048, 8192),
 )

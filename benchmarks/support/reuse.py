@@ -27,12 +27,18 @@ class ReusePlan:
     queries: int
     window: int
     """Queries at either end that are compared."""
+    shape: str
+    """The model: small, because both servers answer every query."""
     small_ram_gib: float
     """Memory of a store that holds about half of the documents, and no disk."""
 
 
-FULL = ReusePlan(RagWorkload(documents=14, chunks=6, chunk_tokens=128, answer_tokens=1), 500, 50, 0.03)
-QUICK = ReusePlan(RagWorkload(documents=14, chunks=4, chunk_tokens=128, answer_tokens=1), 24, 8, 0.001)
+FULL = ReusePlan(
+    RagWorkload(documents=14, chunks=6, chunk_tokens=512, answer_tokens=1), 500, 50, "llama-18m", 0.014
+)
+QUICK = ReusePlan(
+    RagWorkload(documents=14, chunks=4, chunk_tokens=128, answer_tokens=1), 24, 8, "tiny-llama", 0.001
+)
 
 
 def queries(plan: ReusePlan) -> list[Request]:
