@@ -7,8 +7,8 @@ from the other. Random weights: this says how fast and how robust a service is, 
     python benchmarks/serving.py [--quick] [--save] [--only idle,goodput,reuse,...]
 
 `goodput` and `reuse` have plans of their own (`benchmarks/support`): 60 requests at each of two shares of a
-server's own capacity, and 500 queries of a small model. The figures of `loading.py`, `gateway.py` and `queueing.py` are
-measured by these scripts and stand in the same report.
+server's own capacity, and 500 queries of a small model. The figures of `loading.py`, `gateway.py` and
+`queueing.py` are measured by these scripts and stand in the same report.
 """
 
 from __future__ import annotations

@@ -42,6 +42,10 @@ class Recurring:
         """The key that clients know the chunk by."""
         return ChunkKey.of(self.space, self.token_ids)
 
+    def is_alike(self, other: Recurring) -> bool:
+        """Whether both are saved behind the same text, of requests with the same rights."""
+        return (self.space, self.shared, self.salt) == (other.space, other.shared, other.salt)
+
 
 class Backlog:
     """Not thread-safe."""
@@ -76,17 +80,29 @@ class Backlog:
         """Whether a segment waits and saving has earned something."""
         return bool(self._waiting) and self._earned > 0
 
-    def take(self) -> Recurring:
-        """The segment that waited longest, which leaves."""
-        _, segment = self._waiting.popitem(last=False)
+    def take(self, tokens_max: int) -> list[Recurring]:
+        """The segment that waited longest, and those behind it that can be saved together with it, as long as
+        they have at most ``tokens_max`` tokens together. All of them leave."""
+        taken: list[Recurring] = []
+        room = tokens_max
+        for segment in list(self._waiting.values()):
+            room -= len(segment.token_ids)
+            if taken and (room < 0 or not segment.is_alike(taken[0])):
+                break
+            taken.append(segment)
+        for segment in taken:
+            self._leave(segment)
+        return taken
+
+    def _leave(self, segment: Recurring) -> None:
+        del self._waiting[segment.name]
         base = base_of(segment.space.namespace)
         self._tokens[base] -= _room_of(segment)
         if not self._tokens[base]:
             del self._tokens[base]
-        return segment
 
     def spend(self, computed_tokens: int) -> None:
-        """A save computes so many tokens. The last one before there is nothing left may overdraw."""
+        """A save computes so many tokens. The last ones before there is nothing left may overdraw."""
         self._earned -= computed_tokens
 
 

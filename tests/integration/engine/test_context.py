@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kintsugi.core.layout import HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.report import Binding
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
@@ -25,6 +25,7 @@ from tests.integration.engine.conftest import (
     rag,
     ram_store,
     random_tokens,
+    when_discovering,
 )
 from tests.oracle import Oracle
 
@@ -39,6 +40,7 @@ BLOCK = 32
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
     config: dict[str, Any] = {"store": f"ram://{STORE}", "context_token_ids": CONTEXT}
+    config["discovery"] = {"share": 10.0}
     return engine_slot.get("tiny-llama", config, dtype="float32")
 
 
@@ -166,6 +168,31 @@ def test_a_missing_plain_copy_is_computed(engine: LocalEngine, space: ChunkSpace
     assert (accounting["chunks_hit"], accounting["chunks_missed"]) == (2, 1)
     assert accounting["tokens_missed"] == len(CHUNKS[0])
     assert max_dlogprob(whole, without) <= 1e-3, "the first chunk is exact, loaded or computed"
+
+
+def test_segments_that_are_saved_together_are_what_each_is_alone(engine: LocalEngine) -> None:
+    """They share the blocks of the context, and nothing else."""
+    when_discovering(engine)
+    (line_break,) = engine.tokenizer("\n", add_special_tokens=False).input_ids
+    passages = [[*random_tokens(200 + seed, seed), line_break, line_break] for seed in range(70, 73)]
+    for end in range(2):
+        prompt = [*PREFIX, *(token for one in passages for token in one), *random_tokens(20, end)]
+        ask_cold(engine, prompt, KintsugiParams("together", discover=True))
+    engine.save_discovered()
+    assert all(one.is_saved for one in engine.save(PREFIX, passages, "alone"))
+    together, alone = (
+        {(one.num_tokens, _is_plain(engine, one)): one for one in ram_store(STORE).list(namespace)}
+        for namespace in ("together", "alone")
+    )
+    assert len(together) == 2 * len(passages)
+    assert together.keys() == alone.keys()
+    for key, one in together.items():
+        assert one.digests == alone[key].digests, key
+
+
+def _is_plain(engine: LocalEngine, manifest: ChunkManifest) -> bool:
+    space = ChunkSpace(engine.binding.model, manifest.namespace, tuple(PREFIX))
+    return manifest.space_digest == space.digest
 
 
 def test_without_plain_copies_one_copy_is_stored(engine_slot: EngineSlot) -> None:

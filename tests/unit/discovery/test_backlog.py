@@ -27,7 +27,18 @@ def segment(number: int, size: int = 64, namespace: str = "acme") -> Recurring:
 def test_segments_leave_in_the_order_of_arrival() -> None:
     backlog = Backlog(share=1.0)
     assert all(backlog.add(segment(number)) for number in (3, 1, 2))
-    assert [backlog.take().token_ids[0] for _ in range(3)] == [3, 1, 2]
+    assert [backlog.take(1)[0].token_ids[0] for _ in range(3)] == [3, 1, 2]
+
+
+@pytest.mark.parametrize(("tokens_max", "together"), [(1, 1), (127, 1), (128, 2), (1000, 3)])
+def test_alike_segments_leave_together_as_long_as_they_are_few_tokens(tokens_max: int, together: int) -> None:
+    backlog = Backlog(share=1.0)
+    for number in range(3):
+        backlog.add(segment(number))
+    backlog.add(segment(3, namespace="others"))
+    backlog.add(segment(4))
+    assert [one.token_ids[0] for one in backlog.take(tokens_max)] == list(range(together))
+    assert len(backlog) == 5 - together
 
 
 def test_a_segment_waits_once() -> None:
@@ -45,7 +56,7 @@ def test_saving_computes_no_more_than_its_share() -> None:
     backlog.earn(prompt_tokens=1000)
     taken = 0
     while backlog.is_due:
-        backlog.spend(len(backlog.take().token_ids))
+        backlog.spend(len(backlog.take(1)[0].token_ids))
         taken += 64
     assert 500 <= taken < 500 + 64
 
@@ -67,7 +78,7 @@ def test_what_waits_is_bounded_and_no_namespace_takes_all_the_room(size: int) ->
         assert added == most
     assert not backlog.add(segment(1, size, "third"))
     assert len(backlog) * size <= TOKENS_MAX
-    backlog.take()
+    backlog.take(1)
     assert backlog.add(segment(1, size, "third"))
     assert backlog.add(segment(1 << 20, size, "flood")) is False
 
@@ -79,5 +90,5 @@ def test_the_parts_of_a_namespace_have_no_more_room_than_it_has() -> None:
     added = sum(backlog.add(segment(number, namespace=parts[number % 3])) for number in range(3 * most))
     assert added == most
     assert backlog.add(segment(1, namespace="others"))
-    backlog.take()
+    backlog.take(1)
     assert backlog.add(segment(1 << 20, namespace="flood/-/three"))

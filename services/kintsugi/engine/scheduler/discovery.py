@@ -176,14 +176,15 @@ class Discovery:
         known, when nothing waits to be saved."""
         return self._salts.cursor
 
-    def take(self) -> Recurring | None:
-        """The next segment to save; None if there is none, or saving has computed its share. Segments of a
-        namespace in which something was erased since are dropped."""
+    def take(self, tokens_max: int) -> list[Recurring]:
+        """The next segments to save together, see `Backlog.take`; none if none wait, or saving has computed
+        its share. Segments of a namespace in which something was erased since are dropped."""
         while self.backlog.is_due:
-            segment = self.backlog.take()
-            if self._salts.of(segment.space.namespace, segment.shared) == segment.salt:
-                return segment
-        return None
+            segments = self.backlog.take(tokens_max)
+            first = segments[0]
+            if self._salts.of(first.space.namespace, first.shared) == first.salt:
+                return segments
+        return []
 
     def request_ended(self, request_id: str) -> None:
         self._under_way.pop(request_id, None)

@@ -1,15 +1,19 @@
 """Has discovered segments saved in steps in which the engine computes nothing else.
 
 A connector cannot add requests to vLLM's scheduler. So a save takes its cache blocks from vLLM's block pool,
-as an allocation of vLLM does, and gives them back once the worker is done; nobody finds them by name. One
-segment is saved at a time, in all copies that its space has. vLLM goes on stepping an engine without requests
-while the connector has work (`has_pending_push_work`).
+as an allocation of vLLM does, and gives them back once the worker is done; nobody finds them by name. vLLM
+goes on stepping an engine without requests while the connector has work (`has_pending_push_work`).
+
+Segments of one space are saved together, in all copies that the space has: what they are prefilled behind may
+be longer than they are, and is computed once for all of them.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -37,9 +41,28 @@ AWAKE_S = 10.0
 """How long saves keep an engine stepping that has no requests; what is left waits for the next one. An engine
 that is told to stop may wait as long."""
 HOLD_S = 30.0
-"""How long they keep it stepping for the save in hand, whose cache blocks nobody else can use meanwhile."""
+"""How long they keep it stepping for the batch in hand, whose cache blocks nobody else can use meanwhile."""
+BATCH_TOKENS_MAX = 2048
+"""Tokens of the segments that are saved together. What has begun is done before anything of it is stored."""
 POOL_SHARE_MAX = 0.125
-"""Share of the KV cache that one save may take."""
+"""Share of the KV cache that a batch may take."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One copy of a segment, as a sequence of a save pass."""
+
+    segment: Recurring
+    copy: ChunkSpace
+    start: int
+    """The first position that it computes. Those before it are in blocks of the copy's first part."""
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.copy.lead_token_ids) + len(self.segment.token_ids)
+
+    def num_new_blocks(self, block_size: int) -> int:
+        return -(-self.num_positions // block_size) - self.start // block_size
 
 
 class IdleSaves:
@@ -67,9 +90,11 @@ class IdleSaves:
         self._busy_s = clock()
         """When the engine last had a request."""
         self._blocks: Sequence[KVCacheBlock] = ()
-        """Cache blocks of the save in hand; none where there is none."""
+        """Cache blocks of the batch in hand; none where there is none."""
+        self._num_segments = 0
+        """Segments of the batch in hand."""
         self._has_failed = False
-        """Whether the last save failed."""
+        """Whether the last segment failed."""
         self._is_store_suspended = False
         """Whether the store was suspended in the last step."""
 
@@ -88,11 +113,11 @@ class IdleSaves:
         self._busy_s = self._clock()
 
     def step(self, computes: bool, may_begin: bool, metadata: StepMetadata, is_store_suspended: bool) -> None:
-        """Let the worker go on with a save if the engine ``computes`` nothing else, or begin one.
+        """Let the worker go on with a batch if the engine ``computes`` nothing else, or begin one.
 
-        A request that waits for blocks computes nothing. A save that has begun goes on beside it, because the
-        request may wait for the save's own blocks; none begins (``may_begin``). Nor does one while the store
-        is suspended: it would be computed and not be stored. What waits stays in the backlog.
+        A request that waits for blocks computes nothing. A batch that has begun goes on beside it, because
+        the request may wait for the batch's own blocks; none begins (``may_begin``). Nor does one while the
+        store is suspended: it would be computed and not be stored. What waits stays in the backlog.
         """
         self._is_store_suspended = is_store_suspended
         if computes or not may_begin:
@@ -105,41 +130,68 @@ class IdleSaves:
             metadata.idle_tokens = SLICE_TOKENS
 
     def _begin(self) -> list[SaveJob]:
-        """The jobs of the next segment, one for each copy; none if no segment waits. A segment that finds no
-        room in the cache is dropped, and queued again at its next sight."""
+        """The jobs of the next segments: first of all in one copy, then of all in the next. None if no
+        segment waits. One that finds no room in the cache is dropped, and queued again at its next sight.
+        """
         erasures_seen = self._discovery.erasures_seen
-        if self.pool is None or erasures_seen is None or (segment := self._discovery.take()) is None:
+        if self.pool is None or erasures_seen is None:
             return []
-        copies = segment.space.copies(self._config.plain_copies)
-        sizes = [len(copy.lead_token_ids) + len(segment.token_ids) for copy in copies]
-        counts = [-(-size // block) for size in sizes for block in self._block_sizes]
-        if max(sizes) > self._length_max or sum(counts) > min(
-            POOL_SHARE_MAX * self.pool.num_gpu_blocks, self.pool.get_num_free_blocks()
-        ):
+        segments = self._discovery.take(BATCH_TOKENS_MAX)
+        room = min(POOL_SHARE_MAX * self.pool.num_gpu_blocks, self.pool.get_num_free_blocks())
+        while segments:
+            parts = self._parts(segments)
+            count = sum(part.num_new_blocks(size) for part in parts for size in self._block_sizes)
+            if max(part.num_positions for part in parts) <= self._length_max and count <= room:
+                break
+            segments.pop()
+        else:
             return []
-        self._blocks = self.pool.get_new_blocks(sum(counts))
-        ids = iter([block.block_id for block in self._blocks])
-        tables = [[next(ids) for _ in range(count)] for count in counts]
-        groups = len(self._block_sizes)
-        jobs = [
-            self._job(segment, copy, tuple(tables[groups * index : groups * (index + 1)]), erasures_seen)
-            for index, copy in enumerate(copies)
-        ]
+        self._num_segments = len(segments)
+        self._blocks = self.pool.get_new_blocks(count)
+        jobs = self._jobs(parts, erasures_seen)
         self._discovery.backlog.spend(sum(job.computed_tokens for job in jobs))
         return jobs
 
-    def _job(
-        self, segment: Recurring, copy: ChunkSpace, block_ids: tuple[list[int], ...], erasures_seen: str
-    ) -> SaveJob:
+    def _parts(self, segments: Sequence[Recurring]) -> list[_Part]:
+        """Every copy of every segment. All but a copy's first begin where the last whole block of its lead
+        ends: tokens of two sequences cannot share a block."""
+        whole_blocks = math.lcm(*self._block_sizes)
+        parts = []
+        for copy in segments[0].space.copies(self._config.plain_copies):
+            shared = len(copy.lead_token_ids) // whole_blocks * whole_blocks
+            parts += [
+                _Part(segment, copy, shared if number else 0) for number, segment in enumerate(segments)
+            ]
+        return parts
+
+    def _jobs(self, parts: Sequence[_Part], erasures_seen: str) -> list[SaveJob]:
+        """The parts as jobs, over the blocks in hand."""
+        ids = iter([block.block_id for block in self._blocks])
+        leads: dict[ChunkSpace, tuple[list[int], ...]] = {}
+        """The tables of each copy's first part."""
+        jobs = []
+        for part in parts:
+            before = leads.get(part.copy, tuple([] for _ in self._block_sizes))
+            tables = tuple(
+                [*table[: part.start // size], *(next(ids) for _ in range(part.num_new_blocks(size)))]
+                for table, size in zip(before, self._block_sizes, strict=True)
+            )
+            leads.setdefault(part.copy, tables)
+            jobs.append(self._job(part, tables, erasures_seen))
+        return jobs
+
+    def _job(self, part: _Part, block_ids: tuple[list[int], ...], erasures_seen: str) -> SaveJob:
+        segment, copy = part.segment, part.copy
         lead = TokenIds.of(copy.lead_token_ids)
         key = ChunkKey.of(copy, segment.token_ids)
+        token_ids = TokenIds.join((lead, segment.token_ids)).to_list()[part.start :]
         return SaveJob(
-            JobTokens(f"discovered-{key}", TokenIds.join((lead, segment.token_ids)).to_list(), 0, block_ids),
+            JobTokens(f"discovered-{key}", token_ids, part.start, block_ids),
             copy,
             key,
             anchor_of(segment.token_ids, copy.name_key),
             len(lead),
-            len(lead) + len(segment.token_ids),
+            part.num_positions,
             tier="",
             ttl_s=segment.ttl_s,
             other_lead=other_lead(Op.SAVE, copy, self._prior_text, self._config),
@@ -147,17 +199,19 @@ class IdleSaves:
         )
 
     def end(self, outcomes: Sequence[Accounting], stats: BlendStats) -> None:
-        """The worker is done with every copy of the segment."""
+        """The worker is done with every copy of the batch's segments."""
         if not outcomes or self.pool is None:
             return
         self.pool.free_blocks(self._blocks)
         self._blocks = ()
-        reasons = [one.reason for one in outcomes if one.outcome is not Outcome.SAVED]
-        stats.count_segments("failed" if reasons else "saved", 1)
-        if reasons and not self._has_failed:
-            logger.warning(
-                "A passage that recurs was not stored (%s). Answers go on without it, and its next sight "
-                "queues it again; kintsugi_discovery_segments_total counts further failures",
-                reasons[0],
-            )
-        self._has_failed = bool(reasons)
+        for number in range(self._num_segments):
+            copies = outcomes[number :: self._num_segments]
+            reasons = [one.reason for one in copies if one.outcome is not Outcome.SAVED]
+            stats.count_segments("failed" if reasons else "saved", 1)
+            if reasons and not self._has_failed:
+                logger.warning(
+                    "A passage that recurs was not stored (%s). Answers go on without it, and its next sight "
+                    "queues it again; kintsugi_discovery_segments_total counts further failures",
+                    reasons[0],
+                )
+            self._has_failed = bool(reasons)

@@ -23,13 +23,14 @@ class IdleSavePasses:
 
     def __init__(
         self,
-        make_pass: Callable[[list[SaveJob]], SavePass],
+        make_pass: Callable[[list[SaveJob], int], SavePass],
         put: Put,
         threads: ThreadPoolExecutor,
         is_first_rank: Callable[[], bool],
         is_unsound: Callable[[], bool],
     ) -> None:
-        """``put`` stores a chunk, on one of the ``threads``. ``is_unsound`` is asked once a batch is
+        """``make_pass`` gets the jobs, and the most tokens that a layer may compute without a pause. ``put``
+        stores a chunk, on one of the ``threads``. ``is_unsound`` is asked once a batch is
         computed, and abandons one that is."""
         self._make_pass = make_pass
         self._put = put
@@ -55,7 +56,7 @@ class IdleSavePasses:
         """Compute for ``budget`` token-layers."""
         began_s = time.perf_counter()
         if self._work is None:
-            self._work = self._make_pass(self._jobs)
+            self._work = self._make_pass(self._jobs, int(budget))
         self._work.advance(budget)
         self._computed_s += time.perf_counter() - began_s
         if self._work.status is PassStatus.DONE and not self._is_unsound():

@@ -486,7 +486,9 @@ class WorkerSide:
         task = f"save {len(jobs)} chunks, of which none is stored"
         with contain_defects(task, partial(self._abandon_save, jobs)):
             if self._save is None:
-                self._save = _SaveBatch(jobs, self._save_pass(jobs), time.perf_counter(), set())
+                self._save = _SaveBatch(
+                    jobs, self._save_pass(jobs, self._unit_tokens_max), time.perf_counter(), set()
+                )
             spent = self._save.work.advance(budget)
         batch = self._save
         if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
@@ -509,12 +511,13 @@ class WorkerSide:
         jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
         return jobs
 
-    def _save_pass(self, jobs: list[SaveJob]) -> SavePass:
+    def _save_pass(self, jobs: list[SaveJob], unit_tokens_max: int) -> SavePass:
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
         stack = self._stack([job.tokens.block_ids for job in jobs], ends)
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
-        return SavePass(first_items(jobs), stack, self._unit_tokens_max, codec, self._second_prefill(jobs))
+        unit = min(unit_tokens_max, self._unit_tokens_max)
+        return SavePass(first_items(jobs), stack, unit, codec, self._second_prefill(jobs))
 
     def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
         """What to prefill once more for the chunks' priors. No cache block holds any of it."""

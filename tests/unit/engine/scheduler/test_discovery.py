@@ -23,7 +23,7 @@ from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig, EngineConfig
 from kintsugi.engine.protocol import SaveJob, StepMetadata
 from kintsugi.engine.scheduler.discovery import Discovery
-from kintsugi.engine.scheduler.idle_saves import AWAKE_S, HOLD_S, IdleSaves
+from kintsugi.engine.scheduler.idle_saves import AWAKE_S, BATCH_TOKENS_MAX, HOLD_S, IdleSaves
 from kintsugi.engine.scheduler.matching import Match
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.salts import Salts
@@ -117,10 +117,10 @@ def test_a_segment_is_queued_at_its_second_sight(salts: Salts) -> None:
     assert (first.segments_counted, first.segments_queued) == (2, 0)
     second = sight(discovery, [0, *passage(3), *passage(1)])
     assert (second.segments_counted, second.segments_queued) == (2, 1)
-    segment = discovery.take()
+    (segment,) = discovery.take(1)
     assert segment is not None
     assert segment.token_ids.to_list() == passage(1)
-    assert discovery.take() is None
+    assert discovery.take(1) == []
 
 
 def test_the_number_of_sights_is_configured(salts: Salts) -> None:
@@ -209,7 +209,7 @@ def test_an_erasure_forgets_sightings_and_what_waits(salts: Salts, store: RamSto
         sight(discovery, [0, *passage(1), *passage(seed)])
     store.erase("acme", None, 0.0)
     salts.refresh()
-    assert discovery.take() is None
+    assert discovery.take(1) == []
     assert sight(discovery, [0, *passage(2), *passage(3)]).segments_queued == 0
 
 
@@ -345,7 +345,7 @@ def begin(
 def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: Salts) -> None:
     discovery = discovery_of(salts)
     saves, pool = saves_of(discovery)
-    queue(discovery, passage(1), passage(2))
+    queue(discovery, passage(1))
     free = pool.get_num_free_blocks()
     assert begin(saves, is_idle=False) == ([], 0)
     jobs, tokens = begin(saves)
@@ -361,6 +361,7 @@ def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: 
     saves.end([Accounting(Outcome.SAVED)], stats)
     assert stats.data == {"segments/saved": 1}
     assert pool.get_num_free_blocks() == free
+    queue(discovery, passage(2))
     assert begin(saves)[0]
 
 
@@ -384,7 +385,7 @@ def test_every_copy_is_saved(salts: Salts) -> None:
     discovery = discovery_of(salts)
     saves, pool = saves_of(discovery)
     space = space_of(context_token_ids=(7, 8, 9))
-    queue(discovery, passage(2), passage(1), space=space)
+    queue(discovery, passage(1), space=space)
     jobs, _ = begin(saves)
     assert {tuple(job.tokens.token_ids[: job.chunk_start]) for job in jobs} == {(0,), (0, 7, 8, 9)}
     assert len({job.key for job in jobs}) == 2
@@ -394,6 +395,57 @@ def test_every_copy_is_saved(salts: Salts) -> None:
     saves.end([Accounting(Outcome.SAVED), Accounting(Outcome.FAILED)], stats)
     assert stats.data == {"segments/failed": 1}
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_segments_are_saved_together_and_what_stands_before_them_is_computed_once(salts: Salts) -> None:
+    discovery = discovery_of(salts)
+    saves, pool = saves_of(discovery)
+    space = space_of(context_token_ids=tuple(range(100, 150)))
+    queue(discovery, passage(1), passage(2), passage(3), space=space)
+    earned = discovery.backlog._earned
+    jobs, _ = begin(saves)
+    lead, whole = 1 + 50, (1 + 50) // BLOCK * BLOCK
+    assert [(job.tokens.start, job.chunk_start, job.chunk_end) for job in jobs] == [
+        *[(start, lead, lead + 200) for start in (0, whole, whole)],
+        *[(0, 1, 201)] * 3,  # the prefix alone fills no block
+    ]
+    for job in jobs:
+        before = (*job.space.lead_token_ids,)[job.tokens.start :]
+        chunk = job.tokens.token_ids[len(before) :]
+        assert tuple(job.tokens.token_ids[: len(before)]) == before
+        assert job.key == ChunkKey.of(job.space, chunk)
+    tables = [job.tokens.block_ids[0] for job in jobs]
+    shared = whole // BLOCK
+    assert tables[0][:shared] == tables[1][:shared] == tables[2][:shared]
+    own = [tables[0], *(table[shared:] for table in tables[1:3]), *tables[3:]]
+    taken = [block for table in own for block in table]
+    assert len(taken) == len(set(taken)) == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    assert earned - discovery.backlog._earned == sum(len(job.tokens.token_ids) for job in jobs)
+    stats = BlendStats()
+    saved, failed = Accounting(Outcome.SAVED), Accounting(Outcome.FAILED)
+    saves.end([saved, saved, saved, saved, failed, saved], stats)
+    assert stats.data == {"segments/saved": 2, "segments/failed": 1}
+
+
+def test_segments_of_other_requests_rights_wait_for_the_next_batch(salts: Salts) -> None:
+    discovery = discovery_of(salts)
+    saves, _ = saves_of(discovery)
+    for number, namespace in enumerate(["one", "two", "one"]):
+        for end in range(2):
+            sight(discovery, [0, *passage(number), end], namespace)
+    batches = []
+    while jobs := begin(saves)[0]:
+        batches.append([job.space.namespace for job in jobs])
+        saves.end([Accounting(Outcome.SAVED)] * len(jobs), BlendStats())
+    assert batches == [["one"], ["two"], ["one"]]
+
+
+def test_a_batch_takes_as_many_segments_as_the_cache_has_room_for(salts: Salts) -> None:
+    discovery = discovery_of(salts)
+    saves, pool = saves_of(discovery)
+    queue(discovery, passage(1), passage(2), passage(3))
+    pool.free = pool.free[: 2 * -(-201 // BLOCK)]
+    assert len(begin(saves)[0]) == 2
 
 
 def test_a_full_cache_is_left_to_requests(salts: Salts) -> None:
@@ -467,14 +519,17 @@ def test_nothing_is_discovered_before_erasures_are_known(store: RamStore) -> Non
 def test_saving_costs_its_share_of_the_prompts(salts: Salts) -> None:
     discovery = discovery_of(salts, share=0.1)
     saves, _ = saves_of(discovery)
-    prompts = [[0, *(token for seed in range(10) for token in passage(seed)), end] for end in range(2)]
-    for prompt in prompts:
-        sight(discovery, prompt)
+    seen = 0
+    for first in range(0, 60, 10):
+        for end in range(2):
+            prompt = [0, *(token for seed in range(first, first + 10) for token in passage(seed)), end]
+            sight(discovery, prompt)
+            seen += len(prompt)
     saved = 0
     while jobs := begin(saves)[0]:
         saved += sum(len(job.tokens.token_ids) for job in jobs)
-        saves.end([Accounting(Outcome.SAVED)], BlendStats())
-    assert 0 < saved <= 0.1 * sum(map(len, prompts)) + 201
+        saves.end([Accounting(Outcome.SAVED)] * len(jobs), BlendStats())
+    assert 0 < saved <= 0.1 * seen + 1.01 * BATCH_TOKENS_MAX < 60 * 200
 
 
 def test_a_segment_that_does_not_fit_behind_the_context_is_left_out(salts: Salts) -> None:
@@ -514,13 +569,14 @@ def test_a_store_that_fails_is_told_of_once_and_saving_goes_on(
 ) -> None:
     discovery = discovery_of(salts)
     saves, pool = saves_of(discovery)
-    queue(discovery, *map(passage, range(5)))
     outcomes = [Accounting(Outcome.FAILED, reason="Unavailable: down")] * 3 + [Accounting(Outcome.SAVED)]
-    for outcome in outcomes:
+    for number, outcome in enumerate(outcomes):
+        queue(discovery, passage(number))
         assert begin(saves)[0]
         saves.end([outcome], BlendStats())
     assert len(caplog.messages) == 1
     assert "Unavailable: down" in caplog.messages[0]
+    queue(discovery, passage(len(outcomes)))
     assert begin(saves)[0]
     saves.end([outcomes[0]], BlendStats())
     assert len(caplog.messages) == 2, "the store was well in between"
@@ -532,7 +588,7 @@ def test_what_a_store_forgets_is_queued_again(salts: Salts, store: RamStore) -> 
     space, prompts = space_of(), [[0, *passage(1), *passage(seed)] for seed in range(2, 6)]
     queued = [sight(discovery, prompt, store=store).segments_queued for prompt in prompts[:2]]
     assert queued == [0, 1]
-    assert discovery.take() is not None
+    assert discovery.take(1)
     store.put(*make_chunk(passage(1), space))
     assert sight(discovery, prompts[2], store=store).segments_queued == 0
     store.delete("acme", [ChunkKey.of(space, passage(1))])

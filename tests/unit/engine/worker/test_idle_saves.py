@@ -62,7 +62,7 @@ def saves_of(
     passes: list[Pass] = []
     stored: list[Any] = []
 
-    def make_pass(jobs: list[SaveJob]) -> Any:
+    def make_pass(jobs: list[SaveJob], unit_tokens_max: int) -> Any:
         passes.append(Pass(jobs))
         return passes[-1]
 
