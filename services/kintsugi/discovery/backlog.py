@@ -57,6 +57,8 @@ class Backlog:
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
         self._tokens: Counter[str] = Counter()
         """What waits, by namespace; that of parts with their base."""
+        self.num_refused = 0
+        """Segments for which there was no room."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -69,7 +71,10 @@ class Backlog:
         """Whether the segment waits now: not if it did before, and not if there is no room."""
         room, base = _room_of(segment), base_of(segment.space.namespace)
         is_full = self._tokens.total() + room > TOKENS_MAX or self._tokens[base] + room > NAMESPACE_TOKENS_MAX
-        if is_full or segment.name in self._waiting:
+        if segment.name in self._waiting:
+            return False
+        if is_full:
+            self.num_refused += 1
             return False
         self._waiting[segment.name] = segment
         self._tokens[base] += room

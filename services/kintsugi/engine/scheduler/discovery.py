@@ -18,7 +18,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.namespaces.parts import SALT, narrow
+from kintsugi.core.namespaces.parts import SALT, base_of, narrow
 from kintsugi.core.prompt import Domain
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
@@ -54,6 +54,7 @@ class Discovery:
         self._sightings = Sightings(config.ttl_s, clock)
         self._told_of: Domain | None = None
         """The domain that the log has last named for leaving segments out."""
+        self._has_told_of_room = False
         self._under_way: dict[str, int] = {}
         """Hashes of discovered prompts, by request id."""
         self._classes: Future[TokenClasses] | None = None
@@ -143,7 +144,9 @@ class Discovery:
             if outside:
                 self._report_outside(domain, [distinct.pop(key).num_tokens for key in outside])
             match = replace(match, segments_outside=len(outside))
-        counts = self._sightings.count(salt, [key.digest for key in distinct])
+        refused = self.backlog.num_refused
+        owner = base_of(params.namespace)
+        counts = self._sightings.count(owner, salt, [key.digest for key in distinct])
         ttl_s = min(self.config.ttl_s, params.ttl_s or self.config.ttl_s)
         recurring = [
             Recurring(space, prompt[span.start : span.end], params.shared, salt, ttl_s)
@@ -151,7 +154,25 @@ class Discovery:
             if count >= self.config.sights
         ]
         queued = sum(map(self.backlog.add, recurring))
-        return replace(match, segments_counted=len(distinct), segments_queued=queued)
+        self._report_short_of_room()
+        return replace(
+            match,
+            segments_counted=len(distinct),
+            segments_queued=queued,
+            segments_refused=self.backlog.num_refused - refused,
+        )
+
+    def _report_short_of_room(self) -> None:
+        """Log once that what was seen or waits had to be given up."""
+        if self._has_told_of_room or not (self._sightings.num_given_up or self.backlog.num_refused):
+            return
+        self._has_told_of_room = True
+        logger.warning(
+            "More distinct passages, or parts of namespaces, are sent than discovery has memory for: some "
+            "that recur are saved late or not at all. Answers are not affected. Allow discovery in fewer "
+            "namespaces (privacy rules, discover: false), or raise discovery.share so that less waits; "
+            'kintsugi_discovery_segments_total{event="refused"} counts segments that found no room to wait'
+        )
 
     def _report_outside(self, domain: Domain, sizes: Sequence[int]) -> None:
         """Log once per report that segments of these sizes are left out."""

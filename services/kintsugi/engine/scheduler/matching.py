@@ -31,7 +31,7 @@ class Match:
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
-    """Their sources, where the store reported them; it does not for chunks found by content."""
+    """Where each of these would be read from."""
     segments: tuple[Span, ...] = ()
     """The segments in which no chunk was found, where they are to be counted: with the keys that they would
     have as chunks."""
@@ -40,6 +40,8 @@ class Match:
     segments_counted: int = 0
     segments_queued: int = 0
     """What was done about the segments, as `Accounting` says it."""
+    segments_refused: int = 0
+    """Segments that recur and found no room to wait."""
     segments_outside: int = 0
     """Segments left out because the calibration does not hold for chunks of their length."""
 
@@ -142,8 +144,9 @@ def match_content(
     plain copies directly behind the prefix, prepared chunks elsewhere; shared ones where the request's own
     space has none.
 
-    Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate. An
-    anchor only proposes: a candidate counts when the key of the prompt's own tokens is its key.
+    Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate; where
+    something was found, another lookup for each namespace. An anchor only proposes: a candidate counts when
+    the key of the prompt's own tokens is its key, and the store can deliver it now.
     """
     anchors = _anchors(prompt_token_ids, offsets, space.name_key)
     first = space.first_place(prompt_token_ids)
@@ -176,7 +179,27 @@ def match_content(
         key = manifest.key if is_own else ChunkKey.of(copy, prompt_token_ids[offset:end])
         spans.append(Span(offset, end, key))
         manifests[key] = manifest
-    return Match(tuple(spans), manifests)
+    return _locate(store, Match(tuple(spans), manifests))
+
+
+def _locate(store: ChunkStore, match: Match) -> Match:
+    """The match with sources, and without chunks that the store proposed and cannot deliver: their time is
+    over, or only a bucket has them that is out of reach."""
+    found: dict[tuple[str, ChunkKey], ChunkSource] = {}
+    for namespace in dict.fromkeys(manifest.namespace for manifest in match.manifests.values()):
+        keys = [one.key for one in match.manifests.values() if one.namespace == namespace]
+        entries = store.find(namespace, keys)
+        found |= {(namespace, entry.manifest.key): entry.source for entry in entries if entry is not None}
+    located = {
+        key: (manifest, found[manifest.namespace, manifest.key])
+        for key, manifest in match.manifests.items()
+        if (manifest.namespace, manifest.key) in found
+    }
+    return Match(
+        tuple(span for span in match.spans if span.key in located),
+        {key: manifest for key, (manifest, _) in located.items()},
+        {key: source for key, (_, source) in located.items()},
+    )
 
 
 def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key: bytes) -> Mapping[int, int]:

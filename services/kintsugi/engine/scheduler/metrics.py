@@ -55,8 +55,8 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
             self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
 
     def count_segments(self, event: str, number: int) -> None:
-        """Add segments that were `counted`, `queued`, `saved`, could not be saved (`failed`), or were left
-        out because of their length (`outside_calibration`)."""
+        """Add segments that were `counted`, `queued`, found no room to wait (`refused`), were `saved`, could
+        not be saved (`failed`), or were left out because of their length (`outside_calibration`)."""
         if number:
             self._add(f"{SEGMENTS}/{event}", number)
 
@@ -104,8 +104,9 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._segments = counter(
             "kintsugi_discovery_segments",
-            "Segments of prompts that were counted, queued because they recur, saved, failed to be saved, or "
-            "left out because the calibration report does not hold for their length",
+            "Segments of prompts that were counted, queued because they recur, refused because too many "
+            "wait, saved, failed to be saved, or left out because the calibration report does not hold for "
+            "their length",
             labelnames=[*labelnames, "event"],
         )
         self._errors = metric_types[prometheus_client.Histogram](

@@ -346,6 +346,7 @@ class SchedulerSide:
             self._stats.count_segments("counted", match.segments_counted)
             self._stats.count_segments("queued", match.segments_queued)
             self._stats.count_segments("outside_calibration", match.segments_outside)
+            self._stats.count_segments("refused", match.segments_refused)
         match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
         assert state.lookup is not None
         state.lookup.replaced_by = match

@@ -14,10 +14,12 @@ pytest.importorskip("vllm")
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.namespaces.parts import SALT, narrow
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
+from kintsugi.discovery.backlog import SEGMENT_TOKENS_MIN
 from kintsugi.discovery.sightings import BYTES_MAX
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig, EngineConfig
@@ -296,20 +298,41 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
         DiscoveryConfig(**wrong)
 
 
-def test_100_000_distinct_prompts_cost_bounded_memory_and_no_other_namespace_notices(salts: Salts) -> None:
-    """As many as a hostile caller sends in a minute; a tenth of them here, each with ten segments."""
+def test_100_000_distinct_prompts_cost_bounded_memory_and_no_other_namespace_notices(
+    salts: Salts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many as a hostile caller sends in a minute; a tenth of them here, each with ten segments, and in
+    thousands of parts of its namespace."""
     discovery = discovery_of(salts)
     sight(discovery, [0, *passage(1)], "quiet")
-    params, space = KintsugiParams("flood", discover=True), space_of("flood")
     generator = random.Random(7)
     for number in range(10_000):
-        ids = TokenIds.of([number])
+        part = narrow("flood", {SALT: str(number % 5000)})
+        params, space = KintsugiParams(part, discover=True), space_of(part)
         spans = tuple(Span(0, 64, key=_key(generator)) for _ in range(10))
-        discovery.sight("one", params, space, ids, Match((), {}, segments=spans), None)
+        match = Match((), {}, segments=spans)
+        discovery.sight("one", params, space, TokenIds.of([number]), match, None)
         discovery.request_ended("one")
     assert discovery._sightings.num_bytes <= BYTES_MAX
+    assert discovery._sightings.num_given_up
     assert len(discovery.backlog) < 100
+    assert [record.message for record in caplog.records if "has memory for" in record.message] != []
+    assert len(caplog.messages) == 1
     assert sight(discovery, [0, *passage(1)], "quiet").segments_queued == 1
+
+
+def test_segments_that_find_no_room_to_wait_are_counted_and_told_once(
+    salts: Salts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kintsugi.discovery.backlog.NAMESPACE_TOKENS_MAX", 2 * SEGMENT_TOKENS_MIN)
+    discovery = discovery_of(salts)
+    matches = [
+        sight(discovery, [0, *(token for seed in range(5) for token in passage(seed)), end])
+        for end in (0, 1, 1)
+    ]
+    assert [(one.segments_queued, one.segments_refused) for one in matches] == [(0, 0), (2, 3), (0, 3)]
+    assert len(caplog.messages) == 1
+    assert "raise discovery.share" in caplog.messages[0]
 
 
 def _key(generator: random.Random) -> ChunkKey:

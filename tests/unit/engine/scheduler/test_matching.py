@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import FORMAT, Codec, digests_of
-from kintsugi.core.plan import ChunkHit, Selection
+from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of
 from kintsugi.engine.scheduler.matching import (
@@ -23,6 +24,7 @@ from kintsugi.engine.scheduler.matching import (
 )
 from kintsugi.fusor.priors import PRIOR
 from kintsugi.store.client.ram import RamStore
+from kintsugi.store.protocol.interface import Found
 from tests.contracts.store_contract import SPACE, Chunk, make_chunk
 
 
@@ -194,6 +196,39 @@ def test_without_a_shared_space_nobody_elses_chunks_are_found() -> None:
     store.put(*make_chunk(theirs, SHARED_SPACE))
     assert match_content(store, SPACE, theirs).spans == ()
     assert match_spans(store, SPACE, [Span(0, 100, ChunkKey.of(SPACE, theirs))]).manifests == {}
+
+
+class _Forgetful(RamStore):
+    """Proposes chunks that it cannot deliver any more, as a shard whose bucket is out of reach."""
+
+    def __init__(self, lost: list[ChunkKey]) -> None:
+        super().__init__()
+        self._lost = lost
+
+    def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        source = ChunkSource("shard 1", "ssd0")
+        found = super().find(namespace, keys)
+        return [
+            None if one is None or one.manifest.key in self._lost else Found(one.manifest, source)
+            for one in found
+        ]
+
+
+def test_what_is_found_by_content_has_a_source_and_can_be_delivered() -> None:
+    kept, lost = list(range(100, 180)), list(range(300, 380))
+    store = _Forgetful([ChunkKey.of(SPACE, lost)])
+    for tokens in (kept, lost):
+        store.put(*make_chunk(tokens))
+    match = match_content(store, SPACE, [7, *lost, *kept])
+    assert [(span.start, span.end) for span in match.spans] == [(81, 161)]
+    assert match.sources == {ChunkKey.of(SPACE, kept): ChunkSource("shard 1", "ssd0")}
+    assert match.manifests.keys() == match.sources.keys()
+
+
+def test_a_prompt_without_chunks_costs_no_second_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(list(range(100)))
+    monkeypatch.delattr(RamStore, "lookup")
+    assert match_content(store, SPACE, list(range(500, 600))).spans == ()
 
 
 def test_offsets_limit_where_chunks_are_found() -> None:
