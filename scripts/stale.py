@@ -24,11 +24,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = Path("benchmarks/results")
 
-_BLEND = ("core", "fusor", "engine", "models")
+_BLEND = ("core", "fusor", "engine", "models", "discovery")
 _STORE = ("store",)
 _RAM_STORE = ("store/client", "store/protocol")
 """Of engines whose chunks lie in their own process."""
-_SERVICE = ("core", "engine", "fusor", "store", "models", "gateway", "serving", "sdk", "bench")
+_SERVICE = (*_BLEND, *_STORE, "gateway", "serving", "sdk", "bench", "precompute", "quality")
 
 DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "ttft": (*_BLEND, *_RAM_STORE),
@@ -46,9 +46,9 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "precompute": (*_BLEND, *_STORE, "precompute"),
     "quality": (*_BLEND, "quality", "checkpoints"),
     "paper": (*_BLEND, "quality"),
-    "trust": (*_SERVICE, "precompute"),
-    "discovery": (*_SERVICE, "discovery"),
-    "docs": (*_SERVICE, "precompute", "cli", "kintsugi_operator"),
+    "trust": _SERVICE,
+    "discovery": _SERVICE,
+    "docs": (*_SERVICE, "cli", "kintsugi_operator"),
     "kubernetes_operator": ("kintsugi_operator",),
     "scattered_attention": ("fusor",),
 }

@@ -8,6 +8,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.support.engines import cold, engine, say, store_chunks
 from benchmarks.support.figures import Figure
@@ -137,7 +139,8 @@ def measure_oracle(quick: bool) -> list[Figure]:
         prompt = ChunkPrompt.make(QUICK_SIZES, question=21, seed=9)
         oracle = Oracle(make_checkpoint_once(shape))
         hits = [(span.start, span.end) for span in prompt.spans]
-        with engine(shape, max_model_len=4096, dtype="float32") as running:
+        # Without priors, `prior` would recompute every chunk in full.
+        with engine(shape, extra={"priors": True}, max_model_len=4096, dtype="float32") as running:
             store_chunks(running, prompt)
             for selector, ratio in SELECTIONS:
                 params = KintsugiParams(
@@ -146,6 +149,7 @@ def measure_oracle(quick: bool) -> list[Figure]:
                 answer = cold(running, Prompt(prompt.token_ids, params, 1, top_logprobs=20, ignore_eos=True))
                 accounting = answer.accounting or {}
                 active = {int(layer): p for layer, p in accounting["recomputed_positions"].items()}
+                _check_selects(accounting, ratio, active)
                 measured = measured_layers(selector.value, 1, ratio, oracle.num_layers)
                 expected = oracle.blended(prompt.token_ids, PREFIX, hits, active, measured).logprobs[0]
                 for token, logprob in answer.top_logprobs[0].items():
@@ -153,6 +157,16 @@ def measure_oracle(quick: bool) -> list[Figure]:
         say(f"oracle {shape}: worst so far {worst:.2g}")
     detail = f"{len(shapes)} architectures, {len(SELECTIONS)} selections each, float32, top 20 logprobs"
     return [Figure.at_most("oracle_max_abs_dlogprob", worst, 0.02, unit="", detail=detail)]
+
+
+def _check_selects(accounting: Mapping[str, Any], ratio: float, active: Mapping[int, Sequence[int]]) -> None:
+    """Assert that all chunks were loaded, and that some of their tokens, not all, were recomputed in the last
+    layer."""
+    assert accounting["outcome"] == "blended", accounting
+    assert not accounting["chunks_missed"], accounting
+    assert not accounting["chunks_recomputed"], accounting
+    recomputed = len(active[max(active)]) - accounting["tokens_question"]
+    assert (0 < recomputed < accounting["tokens_hit"]) == (ratio > 0), (recomputed, accounting)
 
 
 def measure_stress(quick: bool) -> list[Figure]:

@@ -16,7 +16,6 @@ import pytest
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkSpace
-from kintsugi.engine.scheduler.matching import hits_of, match_content
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys
 from kintsugi.store.protocol import breaker
@@ -33,7 +32,7 @@ from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
 from kintsugi.store.shard.workers import bucket_writer
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests import waiting
-from tests.contracts.store_contract import FINGERPRINT, SPACE, StoreContract, make_chunk, read_all
+from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 from tests.fakes.s3_server import BUCKET, REGION, S3Server
 
 pytest.importorskip("obstore", reason="needs the extra s3: make setup")
@@ -426,25 +425,6 @@ def test_a_bucket_that_hangs_delays_only_its_own_chunks(
     s3.resume()
     wait_until(lambda: shard.bucket.is_in_reach and not shard.tier_failures())
     assert frames_of(store, far[0]) == [far[0][1]], "it was not forgotten"
-
-
-@HANGS
-def test_content_is_found_where_it_can_be_read_from_and_nowhere_else(
-    shard: Shard, store: GrpcStore, s3: S3Server
-) -> None:
-    far, near = list(range(400)), list(range(1000, 1400))
-    put(shard, A)
-    demote(shard)
-    put(shard, B)
-    prompt = [9, *far, 9, *near, 9]
-    match = match_content(store, SPACE, prompt)
-    hits = hits_of(match, len(prompt), 1)
-    assert [(hit.start, hit.source.tier) for hit in hits] == [(1, "bucket"), (402, "ram")]
-    assert shard.bucket is not None
-    shard.bucket.give_up("as if it had failed")
-    s3.hang()
-    assert [span.start for span in match_content(store, SPACE, prompt).spans] == [402]
-    s3.resume()
 
 
 @HANGS

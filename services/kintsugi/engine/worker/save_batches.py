@@ -1,13 +1,30 @@
-"""Which chunks are saved together, and what of them is prefilled once more. Pure."""
+"""Which chunks are saved together, what of them is prefilled once more, and what it took."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kintsugi.engine.protocol import SaveJob
-from kintsugi.fusor.save import SaveItem
+from kintsugi.fusor.save import SaveItem, SavePass
+
+
+@dataclass
+class SaveBatch:
+    """Saves that requests wait for, in hand."""
+
+    jobs: list[SaveJob]
+    work: SavePass
+    cancelled: set[str]
+    advanced_s: float = 0.0
+    """Time in slices. What the engine computes between them is not what a save costs."""
+
+    @property
+    def computed_s(self) -> float:
+        device_s = self.work.watch.seconds()
+        return self.advanced_s if device_s is None else device_s
 
 
 def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:

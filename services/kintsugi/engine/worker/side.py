@@ -36,7 +36,7 @@ from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
-from kintsugi.engine.worker.save_batches import first_items, num_saves_together, second_items
+from kintsugi.engine.worker.save_batches import SaveBatch, first_items, num_saves_together, second_items
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
@@ -70,14 +70,6 @@ class _Blend:
     """Time in slices, waiting for layers included."""
 
 
-@dataclass
-class _SaveBatch:
-    jobs: list[SaveJob]
-    work: SavePass
-    started_s: float
-    cancelled: set[str]
-
-
 class WorkerSide:
     """Owns every pass in flight. Called once per engine step, from the worker's thread."""
 
@@ -105,7 +97,7 @@ class WorkerSide:
         self._blends_waiting: list[BlendJob] = []
         self._blends: dict[str, _Blend] = {}
         self._saves_waiting: list[SaveJob] = []
-        self._save: _SaveBatch | None = None
+        self._save: SaveBatch | None = None
         self._puts: dict[str, Future[Accounting]] = {}
         """Chunks on their way into the store, and audits that read theirs."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
@@ -486,10 +478,10 @@ class WorkerSide:
         task = f"save {len(jobs)} chunks, of which none is stored"
         with contain_defects(task, partial(self._abandon_save, jobs)):
             if self._save is None:
-                self._save = _SaveBatch(
-                    jobs, self._save_pass(jobs, self._unit_tokens_max), time.perf_counter(), set()
-                )
+                self._save = SaveBatch(jobs, self._save_pass(jobs, self._unit_tokens_max), set())
+            began_s = time.perf_counter()
             spent = self._save.work.advance(budget)
+            self._save.advanced_s += time.perf_counter() - began_s
         batch = self._save
         if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
             self._save = None
@@ -528,7 +520,7 @@ class WorkerSide:
         ends = [item.chunk_end for item in items.values()]
         return SecondPrefill(items, VllmStack.without_blocks(self._model, ends))
 
-    def _finish_save(self, batch: _SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
+    def _finish_save(self, batch: SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
         request_id = job.tokens.request_id
         if request_id in batch.cancelled:
             self._released.add(request_id)
@@ -539,7 +531,7 @@ class WorkerSide:
             Outcome.AUDITED if job.is_audit else Outcome.SAVED,
             token_layers_computed=round(batch.work.token_layers * share, 1),
             token_layers_total=round(batch.work.token_layers * share),
-            compute_ms=round((time.perf_counter() - batch.started_s) * 1e3 * share, 3),
+            compute_ms=round(batch.computed_s * 1e3 * share, 3),
             transport=self._store.transport,
         )
         if not is_first_rank():
