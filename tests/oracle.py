@@ -164,14 +164,17 @@ class Oracle:
         hits: Sequence[tuple[int, int]],
         layers: Collection[int],
         left_out: Sequence[range] = (),
+        begins: int | None = None,
+        exact_end: int = 0,
     ) -> Tensor:
-        """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens behind the last
-        hit give each hit token at `layers`, summed over tokens and heads, while every hit keeps its cached
-        KV and nobody sees positions that are `left_out`. Weights are relative to all positions from the first
-        hit on."""
+        """fp32 `[prompt tokens]`, zero outside hits: the attention weights that the tokens from `begins` on,
+        or behind the last hit, give each hit token at `layers`, summed over tokens and heads, while every hit
+        keeps its cached KV and nobody sees positions that are `left_out`. Weights are relative to all
+        positions from the first hit on that does not begin before `exact_end`."""
         hit = sorted({p for first, end in hits for p in range(first, end)})
-        asking = range(hit[-1] + 1, len(prompt))
-        watched = {layer: _Watch(hit[0], asking) for layer in layers}
+        asking = range(begins or hit[-1] + 1, len(prompt))
+        first = min(start for start, _ in hits if start >= exact_end)
+        watched = {layer: _Watch(first, asking) for layer in layers}
         unseen = [position for gap in left_out for position in gap]
         self._run(prompt, prefix, hits, dict.fromkeys(range(self.num_layers), hit), (), watched, unseen)
         total = torch.zeros(len(prompt))

@@ -92,6 +92,9 @@ class BlendPlan:
     exact_end: int = 0
     """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
     recomputes them, and no other counts them."""
+    chunks: tuple[range, ...] = ()
+    """The positions of the prompt's chunks that are known, loaded or not: in order, disjoint, and with text
+    behind the last one."""
     predicted_ttft_s: float | None = None
     """From the moment of planning; None where nothing was known yet."""
 

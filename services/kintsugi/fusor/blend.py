@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
-from kintsugi.fusor.gaps import find_left_out
+from kintsugi.fusor.gaps import find_left_out, find_question
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadedPriors, LoadFailed
 from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from kintsugi.fusor.question import QuestionPass
@@ -277,7 +277,9 @@ class BlendPass(SlicedWork):
         """Run the question's pass. Returns its attention to the hit tokens, fp32 `[hit tokens]`, the same on
         every rank."""
         start, end, stack = self.region.start, self.region.end, self._stack
-        left_out = find_left_out(self.plan.hits, start, self.plan.exact_end) if stack.sees_order_alone else []
+        plan, left_out = self.plan, list[range]()
+        if stack.sees_order_alone:
+            left_out = find_left_out(plan.hits, plan.chunks, start, plan.exact_end)
         tokens = torch.cat((self._must_positions, torch.tensor([end])))
         for gap in left_out:
             tokens = tokens[(tokens < gap.start) | (tokens >= gap.stop)]
@@ -291,7 +293,8 @@ class BlendPass(SlicedWork):
             stack.embed(every_id[tokens - start], tokens),
             selector.query_layers,
             self._unit_tokens_max,
-            self.plan.exact_end,
+            plan.exact_end,
+            find_question(plan.hits, plan.chunks),
             left_out,
         )
         for layer in range(question.num_layers):

@@ -45,12 +45,13 @@ class QuestionPass:
         query_layers: tuple[int, ...],
         unit_tokens_max: int,
         exact_end: int,
+        begins: int,
         left_out: Sequence[range] = (),
     ) -> None:
-        """`positions` of the tokens that pass: int64, ascending, at least one after the last hit; `hidden`:
-        their embedding. Hit tokens before `exact_end` get no weight; at least one hit token lies after it.
-        `left_out`: positions that `stack`'s cache has no places for, in ascending ranges. Positions lie on
-        the host."""
+        """`positions` of the tokens that pass: int64, ascending; `hidden`: their embedding. Hit tokens before
+        `exact_end` get no weight; at least one hit token lies after it. Those from `begins` on ask, behind
+        the last hit and at least one. `left_out`: positions that `stack`'s cache has no places for, in
+        ascending ranges. Positions lie on the host."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions), device=stack.device)
         """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
@@ -58,7 +59,7 @@ class QuestionPass:
         self._query_layers = query_layers
         self._hit_slots = stack.slots(find_places(hit_positions, left_out))
         # Everything ascends, so each part is all that comes behind a row that the host knows.
-        self._queries = slice(_row_behind(positions, int(hit_positions[-1])), None)
+        self._queries = slice(_row_behind(positions, begins - 1), None)
         self._weighed = slice(_row_behind(hit_positions, exact_end - 1), None)
         weighed = hit_positions[self._weighed]
         self._keyed = slice(_row_behind(positions, int(weighed[0]) - 1), None)

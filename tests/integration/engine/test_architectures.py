@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from itertools import pairwise
 
 import pytest
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.fusor.gaps import GAP_TOKENS_MAX
+from kintsugi.fusor.gaps import KEPT_TOKENS
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
@@ -228,32 +227,39 @@ def test_full_ratio_is_full_prefill_in_float32(
 @pytest.mark.engine("{shape} float32")
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("seed", ONE_SEED)
-def test_a_question_that_passes_without_gaps_attends_to_what_the_oracle_says(
+def test_a_question_that_passes_without_missed_chunks_attends_to_what_the_oracle_says(
     float32_engine: LocalEngine, oracle: Oracle, shape: str, seed: int, is_cached: bool
 ) -> None:
-    """Two chunks are missed. One stands before the first approximate token, and so it passes whole: whether
-    vLLM has cached it changes nothing."""
+    """One is missed before the first hit that is approximate, one between two, and one behind the last. The
+    text before them may be in vLLM's prefix cache."""
     prompt = saved(float32_engine, seed)
-    pieces = list(prompt.pieces)
-    pieces[2:2] = [("gap", random_tokens(205, 97))]
-    pieces.insert(1, ("gap", random_tokens(99, 96)))
+    missed = [("chunk", random_tokens(size, 95 + size)) for size in (99, 205, 130)]
+    first, *others = prompt.pieces
+    text = ("gap", random_tokens(99, 96))
+    counts_distances = bool(TINY_SHAPES[shape].sliding_window)
+    last = [] if counts_distances else [missed[2]]  # a window would not reach beyond it
+    pieces = [first, text, missed[0], others[0], missed[1], *others[1:], *last]
     prompt = dataclasses.replace(prompt, pieces=pieces)
-    hits = [(span.start, span.end) for span in prompt.spans]
-    gaps = [range(end + GAP_TOKENS_MAX, start) for (_, end), (start, _) in pairwise(hits[1:])]
+    spans = [range(span.start, span.end) for span in prompt.spans]
+    chunks = [piece for piece in pieces if piece is not text]
+    unstored = [span for span, piece in zip(spans, chunks, strict=True) if piece in missed]
+    hits = [(span.start, span.stop) for span in spans if span not in unstored]
     # Where layers count distances, nothing is left out.
-    left_out = [gap for gap in gaps if gap and not TINY_SHAPES[shape].sliding_window]
-    attended = oracle.attended(prompt.token_ids, PREFIX, hits, QUERY_LAYERS[oracle.num_layers], left_out)
+    left_out = [] if counts_distances else [range(one.start + KEPT_TOKENS, one.stop) for one in unstored]
+    layers = QUERY_LAYERS[oracle.num_layers]
+    question, exact_end = spans[-1].stop, unstored[0].start
+    attended = oracle.attended(prompt.token_ids, PREFIX, hits, layers, left_out, question, exact_end)
     candidates = {p for first, end in hits[1:] for p in range(first, end)}
     attended[: hits[1][0]] = 0  # exact as loaded: no candidates
     float32_engine.reset_prefix_cache()
     if is_cached:
-        ask(float32_engine, prompt.token_ids[: hits[1][0]], KintsugiParams(NAMESPACE, spans=()))
+        ask(float32_engine, prompt.token_ids[: unstored[0].start], KintsugiParams(NAMESPACE, spans=()))
     params = prompt.params(0.3, SelectorName.QUERY, explain=True)
     accounting = ask(float32_engine, prompt.token_ids, params, max_tokens=1).accounting
     assert accounting is not None
     assert accounting["outcome"] == "blended", accounting
     cached = accounting["tokens_prefix_cached"]
-    assert (cached > 0) == (is_cached and not TINY_SHAPES[shape].sliding_window)
+    assert (cached > 0) == (is_cached and not counts_distances)
     chosen = candidates & {*next(iter(accounting["recomputed_positions"].values()))}
     best = set(attended.topk(len(chosen)).indices.tolist())
     assert len(chosen & best) >= 0.95 * len(best)

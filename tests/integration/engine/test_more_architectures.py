@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
-from kintsugi.fusor.gaps import GAP_TOKENS_MAX
+from kintsugi.fusor.gaps import KEPT_TOKENS
 from kintsugi.models.layers import describe_layers
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import (
@@ -170,7 +170,7 @@ def test_a_missed_chunk_passes_once_unless_layers_count_distances(
 ) -> None:
     sizes = (1, 33, 100)
     prompt = saved(engine, *sizes)
-    gap = ("gap", random_tokens(GAP_TOKENS_MAX + 100, 95))
+    gap = ("chunk", random_tokens(KEPT_TOKENS + 100, 95))
     missing = dataclasses.replace(prompt, pieces=[*prompt.pieces[:2], gap, *prompt.pieces[2:]])
     asked: list[float] = []
     for one in (prompt, missing):
@@ -182,13 +182,13 @@ def test_a_missed_chunk_passes_once_unless_layers_count_distances(
         asked.append(got.accounting["token_layers_computed"] - sum(map(len, active.values())))
     others = len(prompt.token_ids) - sum(sizes)
     passing = round(asked[1] / (asked[0] / others))
-    assert passing == others + GAP_TOKENS_MAX + (100 if counts_distances(family) else 0)
+    assert passing == others + KEPT_TOKENS + (100 if counts_distances(family) else 0)
     if oracle is not None:
-        hits = [(span.start, span.end) for span in missing.spans]
+        hits = [(span.start, span.end) for index, span in enumerate(missing.spans) if index != 2]
         expected = oracle.blended(missing.token_ids, PREFIX, hits, active).logprobs[0]
         worst = max(abs(float(expected[token]) - logprob) for token, logprob in got.top_logprobs[0].items())
         assert worst <= ORACLE_DIFFERENCE_MAX
-        gaps = [range(end + GAP_TOKENS_MAX, start) for (_, end), (start, _) in pairwise(hits)]
+        gaps = [range(end + KEPT_TOKENS, start) for (_, end), (start, _) in pairwise(hits)]
         left_out = [gap for gap in gaps if gap and not counts_distances(family)]
         attended = oracle.attended(missing.token_ids, PREFIX, hits, QUERY_LAYERS, left_out)
         attended[: hits[0][1]] = 0  # exact as loaded: no candidates

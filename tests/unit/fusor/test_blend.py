@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,10 +103,10 @@ def stack_until(scene: ToyPrompt, end: int) -> ToyStack:
 
 
 @contextmanager
-def gaps_of(tokens_max: int) -> Iterator[None]:
-    """Gaps of more tokens are left out of the question's pass, in all but their beginning."""
+def kept_of(tokens: int) -> Iterator[None]:
+    """So many tokens of a missed chunk pass with the question."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", tokens_max)
+        patch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", tokens)
         yield
 
 
@@ -183,15 +184,17 @@ def test_a_chunk_behind_its_own_prefix_is_exact(ratio: float) -> None:
     check_layer=st.integers(0, LAYERS),
     cuts=st.lists(st.integers(1, LENGTH), min_size=2, max_size=8, unique=True).map(sorted),
     unit=st.integers(1, 70),
-    gap=st.integers(1, 20),
+    kept=st.integers(1, 20),
 )
 def test_any_blend_is_the_dense_blend(
-    selector: SelectorName, ratio: float, check_layer: int, cuts: list[int], unit: int, gap: int
+    selector: SelectorName, ratio: float, check_layer: int, cuts: list[int], unit: int, kept: int
 ) -> None:
     spans = tuple(itertools.pairwise(cuts))[::2]
     scene = prompt(spans)
-    with gaps_of(gap):
-        work, stack = blended(scene, scene.plan(ratio, selector, check_layer), unit=unit)
+    missed = tuple(range(first, end) for first, end in itertools.pairwise(cuts))
+    plan = replace(scene.plan(ratio, selector, check_layer), chunks=missed)
+    with kept_of(kept):
+        work, stack = blended(scene, plan, unit=unit)
     fresh = fresh_of(work, min(check_layer, LAYERS - 1))
     expected = model().dense(scene.token_ids, fresh=fresh, loaded=scene.loaded)
     assert_cache(stack, expected.keys, expected.values, 1e-5)

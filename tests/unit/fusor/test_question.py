@@ -157,7 +157,8 @@ def passed(
     if left_out:
         stack = stack.with_own_cache(0, LENGTH + 1 - sum(map(len, left_out)))
     hidden = stack.embed(torch.cat((scene.token_ids, torch.tensor([NEXT])))[others], others)
-    question = QuestionPass(stack, hits, others, hidden, layers, unit, 0, left_out)
+    begins = int(hits[-1]) + 1
+    question = QuestionPass(stack, hits, others, hidden, layers, unit, 0, begins, left_out)
     for layer in range(question.num_layers):
         key, value = (kv[hits] for kv in scene.loaded(layer))
         for _ in question.pass_layer(layer, LoadedLayer(layer, key, value, 0, 0.0, 0.0, None)):

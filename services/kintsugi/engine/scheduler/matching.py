@@ -268,6 +268,17 @@ def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
     )
 
 
+def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
+    """`BlendPlan.chunks` of a prompt of ``num_tokens``. The last segment, if it stands behind all that was
+    found, is left out: it may be the question."""
+    spans = {(span.start, span.end) for span in match.spans}
+    last = max((end for _, end in spans), default=0)
+    segments = [(span.start, span.end) for span in match.segments]
+    if segments and segments[-1][0] >= last:
+        segments.pop()
+    return tuple(range(start, end) for start, end in sorted(spans.union(segments)) if end < num_tokens)
+
+
 def count_match(accounting: Accounting, match: Match, job: JobTokens | None, is_declared: bool) -> Accounting:
     """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
     ``is_declared``: whether the request named its chunks."""

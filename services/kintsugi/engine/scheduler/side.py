@@ -40,6 +40,7 @@ from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookups
 from kintsugi.engine.scheduler.matching import (
     Match,
     check_priors,
+    chunks_of,
     count_match,
     hits_of,
     match_content,
@@ -421,7 +422,13 @@ class SchedulerSide:
         self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
         asked = self._plan_request(request, num_computed, usable)
-        asked = dataclasses.replace(asked, options=state.params.options, exact_end=exact, is_trial=is_trial)
+        asked = dataclasses.replace(
+            asked,
+            options=state.params.options,
+            exact_end=exact,
+            chunks=chunks_of(match, request.num_tokens),
+            is_trial=is_trial,
+        )
         plan = state.planner.plan(asked)
         if is_trial:
             self._timing.record_trial()
@@ -490,7 +497,9 @@ class SchedulerSide:
             return
         self.engine = dataclasses.replace(self.engine, projection_share=sample.projection_share)
         tokens, plan = state.job.tokens, state.job.plan
-        region = ForecastRegion(tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end)
+        region = ForecastRegion(
+            tokens.start, tokens.start + len(tokens.token_ids), plan.exact_end, plan.chunks
+        )
         computed = accounting.token_layers_computed
         terms = terms_of(self.engine, plan.selection, plan.hits, region, computed)
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)

@@ -94,8 +94,10 @@ def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
 def _asking_bytes(model: LoadedModel, job: BlendJob, layers: Sequence[Layer], end: int) -> int:
     """Size of the question's own cache (`fusor.question`), of one layer of each group; 0 where it uses that
     of the blend."""
+    if not model.sees_order_alone:
+        return 0
     plan = job.plan
-    left_out = find_left_out(plan.hits, job.tokens.start, plan.exact_end) if model.sees_order_alone else []
+    left_out = find_left_out(plan.hits, plan.chunks, job.tokens.start, plan.exact_end)
     places = end - sum(map(len, left_out))
     return sum(_cache_bytes(layer, places) for layer in layers) if left_out else 0
 

@@ -73,7 +73,7 @@ def predict_full_s(request: PlanRequest) -> float | None:
 
 
 def _region(request: PlanRequest) -> ForecastRegion:
-    return ForecastRegion(request.num_computed, request.num_tokens - 1, request.exact_end)
+    return ForecastRegion(request.num_computed, request.num_tokens - 1, request.exact_end, request.chunks)
 
 
 def _forecast(

@@ -46,7 +46,8 @@ class ForecastRegion:
     start: int
     end: int
     exact_end: int = 0
-    """As in `BlendPlan`."""
+    chunks: tuple[range, ...] = ()
+    """Both as in `BlendPlan`."""
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +122,9 @@ class _Shape:
             self.exact_tokens += max(min(last, region.exact_end) - first, 0)
             self._hit_pairs += count_attention_pairs(first, last)
         self.other_tokens = region.num_tokens - self.hit_tokens
-        left_out = find_left_out(hits, region.start, region.exact_end) if engine.sees_order_alone else []
+        left_out = []
+        if engine.sees_order_alone:
+            left_out = find_left_out(hits, region.chunks, region.start, region.exact_end)
         self.left_out_tokens = sum(map(len, left_out))
         self._other_pairs = _count_other_pairs(hits, region, [])
         self._asking_pairs = _count_other_pairs(hits, region, left_out) if left_out else self._other_pairs
@@ -153,13 +156,12 @@ class _Shape:
 
 def _count_other_pairs(hits: Sequence[ChunkHit], region: ForecastRegion, left_out: Sequence[range]) -> float:
     """`count_attention_pairs` of the tokens that were not loaded, as if those `left_out` were not there."""
-    gone_before = {gap.stop: len(gap) for gap in left_out}
+    away = [(hit.start, hit.end, 0) for hit in hits] + [(gap.start, gap.stop, len(gap)) for gap in left_out]
     pairs, gone, reached = 0.0, 0, region.start
-    for hit in hits:
-        gone_here = gone_before.get(hit.start, 0)
-        pairs += count_attention_pairs(reached - gone, max(hit.start, reached) - gone_here - gone)
-        gone += gone_here
-        reached = max(hit.end, reached)
+    for first, end, leaving in sorted(away):
+        pairs += count_attention_pairs(reached - gone, max(first, reached) - gone)
+        gone += leaving
+        reached = max(end, reached)
     return pairs + count_attention_pairs(reached - gone, region.end - gone)
 
 

@@ -27,6 +27,8 @@ class PlanRequest:
     """The request's options; the planner decides about those that are None."""
     exact_end: int = 0
     """KV loaded for tokens before this position is exact (`BlendPlan.exact_end`)."""
+    chunks: tuple[range, ...] = ()
+    """As in `BlendPlan`."""
     measured: Measured = field(default_factory=Measured)
     ahead_s: float = 0.0
     """Seconds of computing left in passes that go first. They delay a full prefill as well as a blend."""
@@ -53,7 +55,8 @@ class Planner:
         """Plan a blend. Raises `NotBlendable` if a full prefill is better."""
         if not request.hits:
             raise NotBlendable("no_chunk_cached", "the store holds none of the prompt's chunks")
-        return BlendPlan(request.hits, apply_options(self.selection, request.options), request.exact_end)
+        selection = apply_options(self.selection, request.options)
+        return BlendPlan(request.hits, selection, request.exact_end, request.chunks)
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:

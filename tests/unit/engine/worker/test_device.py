@@ -217,6 +217,7 @@ class Scene:
     store: RamStore
     manifests: dict[ChunkKey, ChunkManifest]
     hits: tuple[ChunkHit, ...]
+    chunks: tuple[range, ...]
     token_ids: Tensor
 
 
@@ -225,7 +226,7 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
     generator = torch.Generator().manual_seed(5)
     token_ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
     layout, store = KVLayout(num_layers, KV_HEADS, HEAD_DIM, "float32"), RamStore()
-    manifests, hits, start = {}, [], PREFIX
+    manifests, hits, chunks, start = {}, [], [], PREFIX
     for place, size in enumerate(CHUNKS):
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
         frames = [
@@ -235,10 +236,11 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
         frames.insert(0, memoryview(encode_scores(torch.rand(size, generator=generator)).numpy()))
         manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, frames, (PRIOR,))
         store.put(manifests[key], frames)
+        chunks.append(range(start, start + size))
         if place != missed:
             hits.append(ChunkHit(start, start + size, key))
         start += size
-    return Scene(store, manifests, tuple(hits), token_ids)
+    return Scene(store, manifests, tuple(hits), tuple(chunks), token_ids)
 
 
 def blend(scene: Scene, model: LoadedModel, selection: Selection, unit: int) -> BlendPass:
@@ -260,7 +262,7 @@ def blend(scene: Scene, model: LoadedModel, selection: Selection, unit: int) -> 
     blocks = (list(range(1, -(-LENGTH // BLOCK) + 2)),)
     work = BlendPass(
         PassRegion(scene.token_ids, 0, 7),
-        BlendPlan(scene.hits, selection),
+        BlendPlan(scene.hits, selection, chunks=scene.chunks),
         VllmStack(model, [blocks], [LENGTH + 1]),
         open_loader,
         unit,
@@ -324,7 +326,7 @@ def test_no_layer_waits_and_the_device_computes_what_a_cpu_does(selector: Select
 
 
 def test_a_question_that_passes_without_gaps_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", 4)
+    monkeypatch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", 4)
     check(Selection(0.3, SelectorName.HYBRID, 1, query_layers=(0, 2)), Codec.RAW, 30, missed=1)
 
 

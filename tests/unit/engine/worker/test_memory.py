@@ -117,10 +117,11 @@ def test_a_question_that_passes_without_a_gap_has_a_cache_of_its_own(monkeypatch
     selection, model, gap = asking(SelectorName.QUERY), model_of(), 200
     job = job_of(selection, cached=40)
     (hit,) = job.plan.hits
-    job.plan = replace(job.plan, hits=(replace(hit, end=100), replace(hit, start=100 + gap)))
-    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", gap)
+    hits = (replace(hit, end=100), replace(hit, start=100 + gap))
+    job.plan = replace(job.plan, hits=hits, chunks=(range(100, 100 + gap),))
+    monkeypatch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", gap)
     closed = memory.pass_bytes(model, job, PREFETCH)
-    monkeypatch.setattr("kintsugi.fusor.gaps.GAP_TOKENS_MAX", gap - 30)
+    monkeypatch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", gap - 30)
     blocks = 1 + -(-(TOKENS + 1 - 30) // BLOCK)
     halves = 1 + (blocks - 1) * 2
     own = 2 * (blocks * BLOCK + halves * BLOCK // 2) * HEADS * 2 * HEAD_DIM * 2

@@ -220,14 +220,15 @@ def test_whatever_is_not_loaded_is_computed(request: PlanRequest) -> None:
 
 @anything
 @given(plan_requests())
-def test_the_question_passes_without_the_inside_of_long_gaps(request: PlanRequest) -> None:
+def test_the_question_passes_without_the_inside_of_missed_chunks(request: PlanRequest) -> None:
     start = request.num_computed
-    region = ForecastRegion(start, request.num_tokens - 1)
+    chunks = tuple(range(hit.start, hit.end) for hit in request.hits)
+    region = ForecastRegion(start, request.num_tokens - 1, chunks=chunks)
     query = Selection(0.5, SelectorName.QUERY, query_layers=(2,))
     engine = replace(request.engine, num_layers=4)
     without = replace(engine, sees_order_alone=False)
     for loaded in candidates(request.hits):
-        left_out = {position for gap in find_left_out(loaded, start, 0) for position in gap}
+        left_out = {position for gap in find_left_out(loaded, chunks, start, 0) for position in gap}
         covered = {position for hit in loaded for position in range(hit.start, hit.end)}
         others = [p for p in range(start, region.end) if p not in covered]
         places = {p: place for place, p in enumerate(p for p in range(region.end) if p not in left_out)}
