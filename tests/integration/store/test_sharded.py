@@ -116,6 +116,11 @@ def test_what_a_silent_shard_holds_is_neither_deleted_nor_left_out(stack: ExitSt
     assert any(held.lookup("acme", keys))
 
 
+def test_a_shard_does_not_share_the_port_of_another(stack: ExitStack, servers: list[ShardServer]) -> None:
+    with pytest.raises(Unavailable, match="cannot listen on"):
+        serve(stack, "another", servers[0].address)
+
+
 def test_where_there_is_no_shard_nothing_is_said_to_be_gone(stack: ExitStack) -> None:
     nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
     for ask in (lambda: nowhere.list("acme"), lambda: nowhere.delete("acme", [ChunkKey(bytes(32))])):

@@ -414,7 +414,6 @@ class GatewayServer:
             # No bound on all calls together: it would count strangers' calls. `Places` counts the others.
             options=(
                 *SERVER_OPTIONS,
-                ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
