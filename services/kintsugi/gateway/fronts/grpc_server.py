@@ -428,7 +428,9 @@ class GatewayServer:
             else:
                 port = self._server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
         except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
+            raise Unavailable(
+                f"cannot listen on {self._listen}: {error}; name another gateway.grpc_port (0: any free one)"
+            ) from error
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
         self._health = asyncio.create_task(self._report_health())
