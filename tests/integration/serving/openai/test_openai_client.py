@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.models.bundled import showcase
-from tests.integration.serving.openai.conftest import Served
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from tests.integration.serving.openai.conftest import HUB_NAME, Served
 
 pytestmark = pytest.mark.engine
 
@@ -69,6 +69,19 @@ def test_known_chunks_in_a_message_are_hit_and_the_answer_is_right(served: Serve
     accounting = accounting_of(answer)
     assert (accounting["outcome"], reused(served, accounting)) == ("blended", stored)
     assert answer.usage.prompt_tokens_details.cached_tokens >= stored
+
+
+@pytest.mark.parametrize("name", [BUNDLED_NAME, HUB_NAME, str(BUNDLED_CHECKPOINT)])
+def test_the_engine_answers_to_each_of_the_models_names(served: Served, name: str) -> None:
+    """vLLM looks the name up again, after the gateway."""
+    asked = client(served, "named")
+    messages: Any = [{"role": "user", "content": "What is it?"}]
+    answer = asked.chat.completions.create(model=name, messages=messages, max_tokens=2)
+    assert answer.model == BUNDLED_NAME, "whatever it was asked for as"
+    assert asked.completions.create(model=name, prompt="One, two,", max_tokens=2).usage is not None
+    assert asked.models.retrieve(name).id == name
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        asked.completions.create(model=f"{name}/another", prompt="One", max_tokens=2)
 
 
 @pytest.mark.parametrize("usage", [True, False])
