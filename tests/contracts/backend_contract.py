@@ -23,8 +23,10 @@ from kintsugi.core.exchange import (
     EngineDelta,
     EngineInfo,
     EngineRequest,
+    MatchedChunk,
     OpenAICall,
     OpenAIHead,
+    PromptMatch,
     SaveState,
 )
 from kintsugi.core.request import KintsugiParams
@@ -234,6 +236,24 @@ class BackendContract:
         assert pieces
         assert all(isinstance(piece, bytes) for piece in pieces)
 
+    def test_stored_chunks_are_found_in_a_prompt_that_does_not_mark_them(self, engines: Engines) -> None:
+        info, chunk = engines.run(engines.backend.info()), engines.tokens(80)
+        (outcome,) = engines.run(engines.backend.save("save", "found", [chunk]))
+        assert outcome.state is SaveState.SAVED, outcome.reason
+        ids = [*engines.tokens(7), *chunk, *engines.tokens(9)]
+
+        def find(namespace: str, prompt: list[int], **more: Any) -> PromptMatch:
+            body = {"model": info.model, "prompt": prompt, "max_tokens": 2, **more}
+            call = OpenAICall("find", "/v1/completions", body, KintsugiParams(namespace))
+            return engines.run(engines.backend.find_chunks(call))
+
+        match = find("found", ids)
+        assert match.prompt_tokens == len(ids)
+        key = ChunkKey.of(space_of(info, "found"), chunk)
+        assert match.chunks == (MatchedChunk("found", key, len(chunk)),)
+        assert find("found", engines.tokens(90).to_list()).chunks == ()
+        assert find("contract", ids).chunks == ()
+
     def test_a_closed_backend_answers_nobody(self, engines: Engines) -> None:
         call = OpenAICall("openai", "/v1/completions", {}, KintsugiParams("contract"))
 
@@ -248,5 +268,7 @@ class BackendContract:
                 await anext(backend.generate(engines.request(engines.tokens(5))))
             with pytest.raises(Unavailable):
                 await anext(backend.openai(call))
+            with pytest.raises(Unavailable):
+                await backend.find_chunks(call)
 
         engines.run(ask())

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    PromptMatch,
+    SaveOutcome,
+)
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.client.ram import RamStore
@@ -64,6 +72,9 @@ class ScriptedBackend(EngineBackend):
             self.finished.append(call.request_id)
         finally:
             self.closed.append(call.request_id)
+
+    async def find_chunks(self, call: OpenAICall) -> PromptMatch:
+        raise NotImplementedError
 
     async def info(self) -> EngineInfo:
         if self.info_error is not None:

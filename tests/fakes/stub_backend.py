@@ -20,6 +20,7 @@ from kintsugi.core.exchange import (
     EngineRequest,
     OpenAICall,
     OpenAIHead,
+    PromptMatch,
     SaveOutcome,
     SaveState,
     Usage,
@@ -58,6 +59,8 @@ class StubSeen:
     """Request id, namespace, chunks, priority, tier, lifetime in seconds."""
     running: int = 0
     """Answers in progress."""
+    searched: list[OpenAICall] = field(default_factory=list)
+    """Those of `find_chunks`."""
     ended_early: int = 0
     """Answers that were closed before their last token."""
 
@@ -235,12 +238,33 @@ class StubBackend(EngineBackend):
         }
         yield json.dumps(body).encode()
 
+    async def find_chunks(self, call: OpenAICall) -> PromptMatch:
+        """Tokens are characters, and the template is none. Noted in `StubSeen.searched`."""
+        from kintsugi.engine.locating import match_prompts
+
+        self._check_up()
+        self.seen.searched.append(call)
+        prompts = [TokenIds.of(ids) for ids in _prompts_of(call.body)]
+        if self._store is None:
+            return PromptMatch(sum(map(len, prompts)), ())
+        return match_prompts(self._store, self.space, call.params, prompts)
+
     async def info(self) -> EngineInfo:
         self._check_up()
         return self._info
 
     async def close(self) -> None:
         self._closed = True
+
+
+def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
+    """The token ids of an OpenAI request's prompts."""
+    if "messages" in body:
+        return [[ord(one) for message in body["messages"] for one in message["content"]]]
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [[ord(one) for one in prompt]]
+    return [prompt] if isinstance(prompt, list) else []
 
 
 def _zeros(space: ChunkSpace, token_ids: Sequence[int]) -> tuple[ChunkManifest, list[bytes]]:

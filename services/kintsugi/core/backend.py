@@ -9,7 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    PromptMatch,
+    SaveOutcome,
+)
 from kintsugi.core.tokens import TokenIds
 
 
@@ -49,6 +57,12 @@ class EngineBackend(ABC):
     @abstractmethod
     def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         """vLLM's own handling of an OpenAI request. Closing the generator ends the work in the engine."""
+
+    @abstractmethod
+    async def find_chunks(self, call: OpenAICall) -> PromptMatch:
+        """The stored chunks that `openai` would find by their content in the call's prompts, however they got
+        into the store; nothing is computed. For calls without chunk texts, which are found by those alone.
+        Raises `NotFound` for another model's name."""
 
     @abstractmethod
     async def info(self) -> EngineInfo:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kintsugi.core.errors import NotFound
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 
 
@@ -120,6 +121,28 @@ class OpenAIHead:
 
     status: int
     content_type: str
+
+
+@dataclass(frozen=True)
+class MatchedChunk:
+    """A stored chunk that a prompt holds."""
+
+    namespace: str
+    """The namespace that it is stored in: the request's, or the one that it shares."""
+    key: ChunkKey
+    """The key that it is stored under."""
+    num_tokens: int
+    """Its length."""
+
+
+@dataclass(frozen=True)
+class PromptMatch:
+    """What an engine finds of the store in the prompts of a request, by their content."""
+
+    prompt_tokens: int
+    """All prompts together."""
+    chunks: tuple[MatchedChunk, ...]
+    """In the order of the prompts, each once."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from kintsugi.core.exchange import (
     EngineRequest,
     OpenAICall,
     OpenAIHead,
+    PromptMatch,
     SaveOutcome,
     SaveState,
     Usage,
@@ -47,6 +48,7 @@ from kintsugi.engine.local import (
     save_prompt,
     transfer_config,
 )
+from kintsugi.engine.locating import match_prompts
 from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.scheduler.measurements import measured_salt
@@ -370,6 +372,11 @@ class AsyncEngine(EngineBackend):
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def find_chunks(self, call: OpenAICall) -> PromptMatch:
+        self.check_health()
+        prompts = await self._front.render(call)
+        return await asyncio.to_thread(match_prompts, self.store, self.space, call.params, prompts)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         from vllm import TokensPrompt

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces.parts import SALT, narrow
 from kintsugi.core.plan import Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.schema import STRICT
 
 
@@ -34,7 +34,10 @@ class DiscoveryConfig:
     """Tokens that saving may compute, per token of prompts seen."""
 
     ttl_s: float = 86_400.0
-    """Lifetime of a discovered chunk. Segments are remembered as long."""
+    """The longest lifetime of a discovered chunk. Segments are remembered as long."""
+
+    default_ttl_s: float | None = None
+    """Lifetime of what is discovered in requests that ask for none. None: `ttl_s`."""
 
     def __post_init__(self) -> None:
         if self.namespace:
@@ -47,6 +50,17 @@ class DiscoveryConfig:
             )
         if not 1.0 <= self.ttl_s < math.inf:
             raise InvalidField("discovery.ttl_s", f"{self.ttl_s} must be at least 1 and finite")
+        if self.default_ttl_s is not None and not 1.0 <= self.default_ttl_s <= self.ttl_s:
+            raise InvalidField(
+                "discovery.default_ttl_s",
+                f"{self.default_ttl_s} is outside [1, {self.ttl_s:g}]; raise discovery.ttl_s as well",
+            )
+
+    def with_lifetime(self, params: KintsugiParams) -> KintsugiParams:
+        """The parameters, with the default lifetime where the request asks for none."""
+        if params.ttl_s is not None or self.default_ttl_s is None:
+            return params
+        return replace(params, ttl_s=self.default_ttl_s)
 
 
 def _check_can_be_narrowed(namespace: str) -> None:

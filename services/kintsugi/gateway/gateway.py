@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
-from kintsugi.core.exchange import EngineDelta, EngineInfo, SaveOutcome, SaveState
+from kintsugi.core.exchange import EngineDelta, EngineInfo, OpenAICall, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
@@ -419,19 +419,31 @@ class Gateway:
             return keys, accepted if caller.may(Verb.LIST) and not hides_chunks else 0
 
     async def find_residency(
-        self, caller: Caller, namespace: str, chunks: Sequence[Segment], keys: Sequence[ChunkKey] = ()
+        self,
+        caller: Caller,
+        namespace: str,
+        chunks: Sequence[Segment],
+        keys: Sequence[ChunkKey] = (),
+        call: OpenAICall | None = None,
     ) -> list[ChunkResidence]:
-        """Where chunks lie, those of ``chunks`` first. Padded as a first token is, where the namespace's
-        privacy pads. Raises `PermissionDenied` where the caller may not know what is stored."""
-        began_s = time.perf_counter()
+        """Where chunks lie: those of ``chunks``, of ``keys``, and those that an engine finds by their content
+        in the prompts of ``call``. Padded as a first token is, where the namespace's privacy pads. Raises
+        `PermissionDenied` where the caller may not know what is stored, and what
+        `EngineBackend.find_chunks` raises."""
+        began_s, privacy, prompt_tokens = time.perf_counter(), self._privacy_of(namespace), 0
         with self._serve_told(caller, namespace):
             if chunks or keys:
                 self._check_count("chunks", len(chunks) + len(keys), self.limits.segments_max)
             found = await self._residency.find(namespace, chunks)
             found += await self._residency.find_keys(namespace, keys)
-        privacy = self._privacy_of(namespace)
+            if call is not None:
+                params = replace(call.params, namespace=namespace, shared=privacy.shared)
+                match = await self.backend.find_chunks(replace(call, params=params))
+                prompt_tokens = match.prompt_tokens
+                found += await self._residency.find_matched(match.chunks)
         if privacy.pads:
-            step_s = privacy.step_s(sum(one.num_tokens for one in found))
+            # What an engine finds must not show in the time: the whole prompt counts.
+            step_s = privacy.step_s(max(prompt_tokens, sum(one.num_tokens for one in found)))
             await asyncio.sleep(padding_s(time.perf_counter() - began_s, step_s))
         return found
 

@@ -221,7 +221,9 @@ async def serve(
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise Unavailable(f"cannot listen on {listen}: {error}") from error
+        raise Unavailable(
+            f"cannot listen on {listen}: {error}; name another port with --listen (port 0: any free one)"
+        ) from error
     await server.start()
     for service in ("", SERVICE):
         await health.set(service, HealthCheckResponse.SERVING)

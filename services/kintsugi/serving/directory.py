@@ -201,7 +201,7 @@ class DirectoryActor:
     async def _start(self) -> None:
         if self._server is None:
             check_listen(self._listen, self._tls, self._insecure)
-            server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *SERVER_OPTIONS))
+            server = grpc.aio.server(options=SERVER_OPTIONS)
             server.add_generic_rpc_handlers((DirectoryService(self._membership).generic_handler(),))
             try:
                 if self._tls is None:

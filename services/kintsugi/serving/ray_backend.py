@@ -11,7 +11,15 @@ from typing import Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineInfo, EngineRequest, OpenAICall, OpenAIHead, SaveOutcome
+from kintsugi.core.exchange import (
+    EngineDelta,
+    EngineInfo,
+    EngineRequest,
+    OpenAICall,
+    OpenAIHead,
+    PromptMatch,
+    SaveOutcome,
+)
 from kintsugi.core.tokens import TokenIds
 
 
@@ -42,6 +50,10 @@ class RayBackend(EngineBackend):
             self._handle.save, request_id, namespace, list(chunks), priority, tier, ttl_s
         )
         return outcomes
+
+    async def find_chunks(self, call: OpenAICall) -> PromptMatch:
+        match: PromptMatch = await self._await_answer(self._handle.find_chunks, call)
+        return match
 
     async def info(self) -> EngineInfo:
         info: EngineInfo = await self._await_answer(self._handle.info)

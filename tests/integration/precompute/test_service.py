@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from typer.testing import CliRunner
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.manager import JobManager
 from kintsugi.precompute.policy import JobPolicy
@@ -211,6 +212,19 @@ def test_beyond_loopback_is_refused(tmp_path: Path) -> None:
             asyncio.run(serve(manager, "0.0.0.0:0", print, asyncio.Event().wait))
     finally:
         manager.close()
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_do(tmp_path: Path) -> None:
+    manager = JobManager(tmp_path)
+    running = Running(manager)
+    try:
+        taken = re.escape(running.address)
+        with pytest.raises(
+            Unavailable, match=f"cannot listen on {taken}: .*; name another port with --listen"
+        ):
+            asyncio.run(serve(manager, running.address, print, partial(asyncio.sleep, 0)))
+    finally:
+        running.stop()
 
 
 def test_the_command_line(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

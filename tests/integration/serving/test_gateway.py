@@ -496,7 +496,7 @@ def test_a_port_that_is_taken_and_files_that_are_none() -> None:
     with running() as gateway:
         port = int(gateway.address.rsplit(":", 1)[1])
         second = GatewayServer(gateway.gateway, GatewaySpec(grpc_port=port))
-        with pytest.raises(Unavailable, match="cannot listen"):
+        with pytest.raises(Unavailable, match=r"cannot listen on .*; name another gateway\.grpc_port"):
             gateway.run(second.start())
     spec = GatewaySpec(grpc_port=0, tls_cert="/absent.pem", tls_key="/absent.pem")
     with pytest.raises(InvalidField, match="tls-cert"), running(Setup(spec=spec)):

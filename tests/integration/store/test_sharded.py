@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -27,6 +27,8 @@ from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
+
+SEE_SHARDS = "see which shards answer: kintsugi doctor --url URL"
 
 
 def serve(stack: ExitStack, shard_id: str, listen: str = "127.0.0.1:0") -> ShardServer:
@@ -86,7 +88,7 @@ def test_what_a_silent_shard_owns_is_not_called_missing(stack: ExitStack) -> Non
         assert single.tiers("acme", keys) == twice.tiers("acme", keys) == ["ram"] * len(keys)
     owned = [key for key in keys if shard_map(servers).owners(key)[0].shard_id == "shard-1"]
     assert single.tiers("acme", owned) == ["ram"] * len(owned)
-    with pytest.raises(Unavailable, match="does not answer"):
+    with pytest.raises(Unavailable, match=f"owns chunk .* and does not answer; {SEE_SHARDS}"):
         single.tiers("acme", keys)
     assert twice.tiers("acme", keys) == ["ram"] * len(keys)
     with pytest.raises(Unavailable, match="does not answer"):
@@ -107,9 +109,9 @@ def test_what_a_silent_shard_holds_is_neither_deleted_nor_left_out(stack: ExitSt
         keys = [manifest.key for manifest, _ in fill(store)]
         assert [manifest.key for manifest in store.list("acme")] == sorted(keys)
     silent = f"{address} does not answer .1 of 3 shards.: "
-    with pytest.raises(Unavailable, match=silent + ".* list again"):
+    with pytest.raises(Unavailable, match=silent + f".* list again; {SEE_SHARDS}"):
         store.list("acme")
-    with pytest.raises(Unavailable, match=silent + ".* delete them again"):
+    with pytest.raises(Unavailable, match=silent + f".* delete them again; {SEE_SHARDS}"):
         store.delete("acme", keys)
     for server in servers[1:]:
         assert server.shard.lookup("acme", keys) == [None] * len(keys), "what answers has done it"
@@ -119,7 +121,27 @@ def test_what_a_silent_shard_holds_is_neither_deleted_nor_left_out(stack: ExitSt
 def test_where_there_is_no_shard_nothing_is_said_to_be_gone(stack: ExitStack) -> None:
     nowhere = stack.enter_context(closing(ShardedStore(FixedDirectory(ShardMap(1, ())))))
     for ask in (lambda: nowhere.list("acme"), lambda: nowhere.delete("acme", [ChunkKey(bytes(32))])):
-        with pytest.raises(Unavailable, match="shard map is empty"):
+        with pytest.raises(Unavailable, match=r"shard map is empty; start a shard .kintsugi store serve"):
+            ask()
+
+
+def test_a_shard_does_not_share_the_port_of_another(stack: ExitStack, servers: list[ShardServer]) -> None:
+    with pytest.raises(Unavailable, match="cannot listen on"):
+        serve(stack, "another", servers[0].address)
+
+
+def test_where_no_shard_answers_the_error_names_the_command_that_says_which_do(stack: ExitStack) -> None:
+    with ExitStack() as doomed:
+        servers = [serve(doomed, "shard-0"), serve(doomed, "shard-1")]
+        store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map(servers)))))
+    asked: list[tuple[str, Callable[[], object]]] = [
+        ("no shard answers", lambda: store.erasures("")),
+        ("no shard answers", lambda: store.get_report(FINGERPRINT, "any")),
+        ("no shard took the report", lambda: store.put_report(FINGERPRINT, "any", b"{}")),
+        ("none of the 1 shards that own chunk [0-9a-f]+ answers", lambda: store.put(*make_chunk(range(40)))),
+    ]
+    for problem, ask in asked:
+        with pytest.raises(Unavailable, match=f"^{problem}; {SEE_SHARDS}$"):
             ask()
 
 

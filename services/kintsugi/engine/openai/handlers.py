@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -34,10 +34,11 @@ from vllm.utils.async_utils import make_async
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from kintsugi.core.deploy import OpenAISpec
-from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import PARAMS_KEY, trim_spans
 from kintsugi.core.spaces import Span
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
 from kintsugi.engine.openai.tools import check_tools
 
@@ -118,6 +119,9 @@ class _ChatRequest(_OnOurBehalf, ChatCompletionRequest):  # type: ignore[misc]
 
 class _CompletionRequest(_OnOurBehalf, CompletionRequest):  # type: ignore[misc]
     _asked: Any = PrivateAttr(None)
+
+
+_OurRequest = _ChatRequest | _CompletionRequest
 
 
 class _Chat(OpenAIServingChat):  # type: ignore[misc]
@@ -202,7 +206,7 @@ class OpenAIFront:
         """
         asked = _Asked(call)
         try:
-            response = await self._response(asked)
+            response = await self._ask_vllm(asked, self._create)
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 # vLLM makes an answer of a cancellation that it meets.
                 raise asyncio.CancelledError
@@ -221,23 +225,23 @@ class OpenAIFront:
             for stream in reversed(asked.streams):
                 await stream.aclose()
 
-    async def _response(self, asked: _Asked) -> Any:
-        """vLLM's answer: a stream of events, a response or an error."""
-        call = asked.call
-        body = {**call.body, "request_id": call.request_id}
-        raw = _raw_request(call.trace)
+    async def render(self, call: OpenAICall) -> list[TokenIds]:
+        """The token ids of the call's prompts, as `answer` would send them. Raises `InvalidField` and
+        `NotFound` for what vLLM refuses, and `Unavailable`."""
+        inputs = await self._ask_vllm(_Asked(call), self._render)
+        error = getattr(inputs, "error", None)
+        if error is None:
+            return [TokenIds.of(one.get("prompt_token_ids") or ()) for one in inputs]
+        if error.code == HTTPStatus.NOT_FOUND:
+            raise NotFound(error.message)
+        if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise Unavailable(f"vLLM did not render the prompt: {error.message}")
+        raise InvalidField(error.param or "body", error.message)
+
+    async def _ask_vllm(self, asked: _Asked, ask: Callable[[_OurRequest], Awaitable[Any]]) -> Any:
+        """What vLLM answers to a call's request, or its error."""
         try:
-            if call.path == CHAT_PATH:
-                check_tools(body, self._parses_tools)
-                if not self._template_takes_documents:
-                    body = with_documents(body)
-                chat = _ChatRequest.model_validate(body)
-                chat.take(asked)
-                return await self._chat.create_chat_completion(chat, raw)
-            if call.path == COMPLETIONS_PATH:
-                completion = _CompletionRequest.model_validate(body)
-                completion.take(asked)
-                return await self._completion.create_completion(completion, raw)
+            return await ask(self._request_of(asked))
         except EngineDeadError as error:
             raise Unavailable(_DIED) from error
         except KintsugiError:
@@ -248,9 +252,39 @@ class OpenAIFront:
             # The same table by which vLLM's server answers: a caller's mistake is a 400, ours a 500.
             response = create_error_response(error)
             if response.error.code >= 500:
-                logger.exception("Request %s failed", call.request_id)
+                logger.exception("Request %s failed", asked.call.request_id)
             return response
-        raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
+
+    def _request_of(self, asked: _Asked) -> _OurRequest:
+        """Raises `InvalidField`, and `ValidationError` for a body that vLLM does not accept."""
+        call = asked.call
+        body = {**call.body, "request_id": call.request_id}
+        request: _OurRequest
+        if call.path == CHAT_PATH:
+            check_tools(body, self._parses_tools)
+            if not self._template_takes_documents:
+                body = with_documents(body)
+            request = _ChatRequest.model_validate(body)
+        elif call.path == COMPLETIONS_PATH:
+            request = _CompletionRequest.model_validate(body)
+        else:
+            raise InvalidField("path", f"{call.path!r} is neither {CHAT_PATH} nor {COMPLETIONS_PATH}")
+        request.take(asked)
+        return request
+
+    async def _create(self, request: _OurRequest) -> Any:
+        """A stream of events, a response or an error."""
+        raw = _raw_request(request._asked.call.trace)
+        if isinstance(request, _ChatRequest):
+            return await self._chat.create_chat_completion(request, raw)
+        return await self._completion.create_completion(request, raw)
+
+    async def _render(self, request: _OurRequest) -> Any:
+        """vLLM's inputs, one for each prompt, or an error."""
+        if not isinstance(request, _ChatRequest):
+            return await self._completion.render_completion_request(request)
+        rendered = await self._chat.render_chat_request(request)
+        return rendered[1] if isinstance(rendered, tuple) else rendered
 
     async def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         """Replaces the renderer's own. vLLM calls it for the prompts of a request in order."""

@@ -341,8 +341,9 @@ class SchedulerSide:
         """As `_take_match`, for chunks that were found by content, when their lookup has just been taken."""
         prompt = TokenIds.of(request.prompt_token_ids)
         if self.discovery.covers(state.params):
+            params = self.config.discovery.with_lifetime(state.params)
             match = self.discovery.sight(
-                request.request_id, state.params, state.space, prompt, match, state.gate.domain
+                request.request_id, params, state.space, prompt, match, state.gate.domain
             )
             self._stats.count_segments("counted", match.segments_counted)
             self._stats.count_segments("queued", match.segments_queued)

@@ -414,7 +414,6 @@ class GatewayServer:
             # No bound on all calls together: it would count strangers' calls. `Places` counts the others.
             options=(
                 *SERVER_OPTIONS,
-                ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
@@ -429,7 +428,9 @@ class GatewayServer:
             else:
                 port = self._server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
         except RuntimeError as error:
-            raise Unavailable(f"cannot listen on {self._listen}: {error}") from error
+            raise Unavailable(
+                f"cannot listen on {self._listen}: {error}; name another gateway.grpc_port (0: any free one)"
+            ) from error
         self.address = f"{self._listen.rsplit(':', 1)[0]}:{port}"
         await self._server.start()
         self._health = asyncio.create_task(self._report_health())

@@ -15,6 +15,7 @@ from kintsugi.core.exchange import OpenAICall, OpenAIHead, Usage
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.fronts.openai_request import ANSWERS_MAX
+from kintsugi.gateway.fronts.retention import find_retention_s
 from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
@@ -71,8 +72,11 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
     ) -> AsyncGenerator[OpenAIHead | bytes, None]:
+        own = self._call.params
         params = replace(
-            self._call.params,
+            own,
+            # What the engine discovers. Chunks that it missed are filled with what the caller itself says.
+            ttl_s=find_retention_s(self._call.body) if own.ttl_s is None else own.ttl_s,
             timeline=timeline,
             shared=self.privacy.shared,
             chunk_tokens_multiple=self.privacy.chunk_tokens_multiple,

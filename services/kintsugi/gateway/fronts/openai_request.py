@@ -14,6 +14,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 from kintsugi.gateway.fronts.narrowing import NARROWING_FIELDS
+from kintsugi.gateway.fronts.retention import find_retention_s
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Maximum length of the text that is searched for known chunks: no model reads more."""
@@ -73,6 +74,7 @@ def parse_openai_call(
             raise InvalidField(name, problem)
     _check_answers(body)
     _check_priority(body.get("priority"), allow_negative_priority)
+    find_retention_s(body)  # checks it
     if body.get("use_beam_search") not in (None, False):
         # vLLM's beam search sends the engine a request for every token of every beam, with parameters of its
         # own: none of them would be blended or accounted for.

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineInfo
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.bodies import run_beside
 from kintsugi.gateway.fronts.errors import Problem, http_status_of
@@ -68,8 +68,8 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
         return Route(path, handle, methods=[verb])
 
     async def find_residency(asked: AskedOf, request: Request) -> dict[str, Any]:
-        chunks, keys = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
-        found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys)
+        chunks, keys, call = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
+        found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys, call)
         info = await gateway.recent_info.get()
         return describe_residency(asked.namespace, info, found)
 
@@ -138,12 +138,11 @@ def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]") or address
 
 
-def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey]]:
+def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey], OpenAICall | None]:
     """The chunks that a residency request means. Raises `InvalidField`.
 
-    Of a prompt, those that are marked or whose texts are known here. Others, as discovered ones are, only an
-    engine finds: it has the prompt's token ids, which here would take its chat template and a search of the
-    store at every offset.
+    Of a prompt, those that are marked or whose texts are known here. In a prompt without such an engine looks
+    for stored chunks at every offset, as it does to answer it: this call is for it.
     """
     named = [name for name in NAMED_BY if asked.body.get(name) is not None]
     if len(named) != 1:
@@ -161,12 +160,12 @@ def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[Ch
             asked.namespace,
             lambda text: gateway.find_known_texts(asked.namespace, text),
         )
-        return [Segment(text=text) for text in call.chunk_texts], []
+        return [Segment(text=text) for text in call.chunk_texts], [], None if call.chunk_texts else call
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise InvalidField(name, "must be a list of strings")
     if name == "chunks":
-        return [Segment(text=text) for text in value], []
-    return [], [ChunkKey.from_hex(text) for text in value]
+        return [Segment(text=text) for text in value], [], None
+    return [], [ChunkKey.from_hex(text) for text in value], None
 
 
 def _number(text: str | None, name: str, default: float) -> float:

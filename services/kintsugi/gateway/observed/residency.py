@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kintsugi.core.exchange import MatchedChunk
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.recent_info import Spaces
@@ -63,6 +64,19 @@ class Residency:
         return [
             ChunkResidence(piece.key, piece.num_tokens, place, None if one is None else one.source)
             for piece, place, one in zip(pieces, places, found, strict=True)
+        ]
+
+    async def find_matched(self, chunks: Sequence[MatchedChunk]) -> list[ChunkResidence]:
+        """As `find`, of chunks that an engine has found in a prompt."""
+        found: dict[MatchedChunk, Found | None] = {}
+        for namespace in dict.fromkeys(one.namespace for one in chunks):
+            there = [one for one in chunks if one.namespace == namespace]
+            entries = await self._look_up(namespace, [one.key for one in there])
+            found |= zip(there, entries, strict=True)
+        return [
+            ChunkResidence(one.key, one.num_tokens, one.namespace, None if entry is None else entry.source)
+            for one in chunks
+            for entry in [found[one]]
         ]
 
     async def find_keys(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkResidence]:

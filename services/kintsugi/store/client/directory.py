@@ -24,7 +24,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import directory_pb2 as pb
-from kintsugi.store.protocol.status import error_of_call
+from kintsugi.store.protocol.status import CHECK_ADDRESS, error_of_call
 from kintsugi.store.protocol.tls import TlsFiles, open_channel
 
 log = logging.getLogger(__name__)
@@ -223,7 +223,8 @@ class GrpcDirectory(ShardDirectory):
         with self._known:
             self._known.wait_for(lambda: self._map is not None or self._closed.is_set(), _FIRST_MAP_TIMEOUT_S)
             if self._map is None:
-                raise Unavailable(f"no shard map: {self._failure}")
+                hint = "" if CHECK_ADDRESS in self._failure else f"; {CHECK_ADDRESS}"
+                raise Unavailable(f"no shard map: {self._failure}{hint}")
             return self._map
 
     def _run(self) -> None:

@@ -214,7 +214,9 @@ class ShardedStore(ChunkStore):
                 silent.update(dict.fromkeys(indices, address))
         for index, address in silent.items():
             if found[index] is None:
-                raise Unavailable(f"{address.address} owns chunk {keys[index]} and does not answer")
+                raise Unavailable(
+                    f"{address.address} owns chunk {keys[index]} and does not answer; {_SEE_SHARDS}"
+                )
         return found
 
     def lookup_anchors(
@@ -257,7 +259,9 @@ class ShardedStore(ChunkStore):
             manifest, frames = encrypt_chunk(keys, manifest, frames)  # once for all replicas
         answers = [answer for answer in self._ask_all(owners, put) if answer is not None]
         if not answers:
-            raise Unavailable(f"none of the {len(owners)} shards that own chunk {manifest.key} answers")
+            raise Unavailable(
+                f"none of the {len(owners)} shards that own chunk {manifest.key} answers; {_SEE_SHARDS}"
+            )
         refusals = [answer for answer in answers if isinstance(answer, FormatNotStored)]
         if len(refusals) == len(answers):
             raise refusals[0]
@@ -375,7 +379,7 @@ class ShardedStore(ChunkStore):
         )
         parts = [answer for answer in answers if answer is not None]
         if not parts:
-            raise Unavailable("no shard answers")
+            raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
         erasures = {erasure: None for part in parts for erasure in part.erasures}
         return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
 
@@ -408,14 +412,14 @@ class ShardedStore(ChunkStore):
             return True
 
         if not any(self._ask_all(self.shard_map().shards, put)):
-            raise Unavailable("no shard took the report")
+            raise Unavailable(f"no shard took the report; {_SEE_SHARDS}")
 
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
         shards = self.shard_map().shards
         answers = self._ask_all(shards, lambda store: (store.get_report(fingerprint, name),))
         held = {shard: answer[0] for shard, answer in zip(shards, answers, strict=True) if answer is not None}
         if not held:
-            raise Unavailable("no shard answers")
+            raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
         newest: bytes | None = None
         for document in held.values():
             if document is not None and supersedes(document, newest):
@@ -477,7 +481,8 @@ class ShardedStore(ChunkStore):
 
 
 _CLOSED = "this client is closed"
-_NO_SHARDS = "the shard map is empty; start a shard"
+_SEE_SHARDS = "see which shards answer: kintsugi doctor --url URL"
+_NO_SHARDS = "the shard map is empty; start a shard (kintsugi store serve --help says how)"
 _SHARDS, _LEASE = ",", "="
 """Separators in the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
 
@@ -505,5 +510,5 @@ def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: 
     silent = [shard for shard, answer in zip(shards.shards, answers, strict=True) if answer is None]
     if silent:
         counted = f"{len(silent)} of {len(answers)} shards"
-        raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}")
+        raise Unavailable(f"{silent[0].address} does not answer ({counted}): {otherwise}; {_SEE_SHARDS}")
     return [answer for answer in answers if answer is not None]

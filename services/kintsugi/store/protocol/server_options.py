@@ -1,4 +1,4 @@
-"""What every gRPC server of ours allows a connection before it knows who is there."""
+"""What every gRPC server of ours allows a connection before it knows who is there; its port is its own."""
 
 from __future__ import annotations
 
@@ -15,4 +15,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", int(PING_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(PONG_S * 1000)),
+    # A second server on the same port would take some of the connections, and nobody would notice.
+    ("grpc.so_reuseport", 0),
 )

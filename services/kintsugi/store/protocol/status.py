@@ -20,6 +20,8 @@ ERROR_METADATA = "kintsugi-error"
 RETRY_AFTER = "retry-after"
 """Trailing metadata with whole seconds after which the call may succeed."""
 LAYER_LATE = "the next layer did not arrive in time"
+CHECK_ADDRESS = "check that it runs, and that this is its address (kintsugi status)"
+"""What to do where nobody of ours answered."""
 DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
 
@@ -93,7 +95,7 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     if name is None:
         details = f"{where}: {details}"
         if failure.code() == grpc.StatusCode.UNAVAILABLE:  # gRPC's own word: nobody of ours answered
-            details += "; check that it runs, and that this is its address (kintsugi status)"
+            details += f"; {CHECK_ADDRESS}"
     error = error_of(failure.code(), details, name)
     if isinstance(error, errors.ResourceExhausted) and str(metadata.get(RETRY_AFTER, "")).isdecimal():
         error.retry_after_s = float(metadata[RETRY_AFTER])

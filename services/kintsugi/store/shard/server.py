@@ -117,7 +117,9 @@ class ShardServer:
             if isinstance(error, KintsugiError):
                 raise
             hint = "" if self._options.tls is None else " (or the TLS files are not matching PEM files)"
-            raise Unavailable(f"cannot listen on {self._listen}: {error}{hint}") from error
+            raise Unavailable(
+                f"cannot listen on {self._listen}: {error}{hint}; name another address (port 0: any free one)"
+            ) from error
 
     async def _start_grpc(self) -> None:
         self._server = grpc.aio.server(options=(*wire.CHANNEL_OPTIONS, *SERVER_OPTIONS))

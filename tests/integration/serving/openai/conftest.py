@@ -25,6 +25,7 @@ from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
+from kintsugi.models.names import find_aliases
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store
@@ -37,6 +38,8 @@ from tests.integration.engine.conftest import PATIENT, EngineSlot
 T = TypeVar("T")
 CHUNKING = ChunkingConfig(tokens_max=120)
 CALL_S = 120.0
+HUB_NAME = "kintsugi-tests/bundled"
+"""As if the configuration had named the model so."""
 
 
 class NotingEngine(AsyncEngine):
@@ -163,6 +166,7 @@ async def _engine(store: str) -> NotingEngine:
         extra_config={"loading_controller": False, "report_poll_ms": 100, **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
+        aliases=find_aliases(BUNDLED_NAME, HUB_NAME, BUNDLED_CHECKPOINT),
     )
     engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store)))
     await engine.warm_up()

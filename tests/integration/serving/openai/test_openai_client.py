@@ -12,8 +12,12 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.models.bundled import showcase
-from tests.integration.serving.openai.conftest import Served
+from kintsugi.core.exchange import CHAT_PATH, OpenAICall, SaveState
+from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.requests import RESIDENCY_PATH
+from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from tests.integration.serving.openai.conftest import HUB_NAME, Served
 
 pytestmark = pytest.mark.engine
 
@@ -69,6 +73,43 @@ def test_known_chunks_in_a_message_are_hit_and_the_answer_is_right(served: Serve
     accounting = accounting_of(answer)
     assert (accounting["outcome"], reused(served, accounting)) == ("blended", stored)
     assert answer.usage.prompt_tokens_details.cached_tokens >= stored
+
+
+@pytest.mark.parametrize("name", [BUNDLED_NAME, HUB_NAME, str(BUNDLED_CHECKPOINT)])
+def test_the_engine_answers_to_each_of_the_models_names(served: Served, name: str) -> None:
+    """vLLM looks the name up again, after the gateway."""
+    asked = client(served, "named")
+    messages: Any = [{"role": "user", "content": "What is it?"}]
+    answer = asked.chat.completions.create(model=name, messages=messages, max_tokens=2)
+    assert answer.model == BUNDLED_NAME, "whatever it was asked for as"
+    assert asked.completions.create(model=name, prompt="One, two,", max_tokens=2).usage is not None
+    assert asked.models.retrieve(name).id == name
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        asked.completions.create(model=f"{name}/another", prompt="One", max_tokens=2)
+
+
+def test_routers_see_what_lies_of_a_chat_that_declares_nothing(served: Served) -> None:
+    """An engine renders it, as it will when it is asked, and finds what the gateway was never told of."""
+    content = "".join(showcase().chunks)
+    body = {"model": served.model, "messages": [{"role": "user", "content": content}]}
+    call = OpenAICall("rendered", CHAT_PATH, body, KintsugiParams("routed"))
+    (ids,) = served.run(served.engine._front.render(call))
+    saved = ids[40:140]
+    (outcome,) = served.run(served.engine.save("saved", "routed", [saved]))
+    assert outcome.state is SaveState.SAVED, outcome.reason
+    residency = served.post(RESIDENCY_PATH, body, "routed").json()
+    (chunk,) = residency["chunks"]
+    assert chunk["key"] == ChunkKey.of(served.space("routed"), saved).hex
+    assert (chunk["num_tokens"], chunk["resident"], chunk["namespace"]) == (100, True, "routed")
+    answer = question("routed", served, content)
+    assert answer.usage.prompt_tokens == len(ids)
+    assert accounting_of(answer)["chunks_hit"] == 1, "the answer is made from what was told"
+    assert served.post(RESIDENCY_PATH, body, "another").json()["chunks"] == []
+    assert served.post(RESIDENCY_PATH, {**body, "model": "another"}, "routed").status_code == 404
+    endless = [{"role": "user", "content": content * 100}]
+    refused = served.post(RESIDENCY_PATH, {**body, "messages": endless}, "routed")
+    assert refused.status_code == 400
+    assert str(served.info.max_model_len) in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("usage", [True, False])

@@ -264,6 +264,8 @@ def test_a_salt_makes_a_namespace_of_its_own(salts: Salts) -> None:
         {"sights": 0},
         {"share": 0.0},
         {"ttl_s": 0.0},
+        {"ttl_s": 60.0, "default_ttl_s": 61.0},
+        {"default_ttl_s": 0.0},
         {"namespace": "a b"},
         {"namespace": "a" * 93},
         {"namespace": "a/-"},

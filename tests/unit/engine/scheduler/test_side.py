@@ -570,3 +570,26 @@ def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, st
     side.salts.refresh()
     assert not {*names("acme")} & {*after[0], *before[0]}
     assert names("acme", cache_salt="mine") != names("acme"), "a salt of its own is left alone"
+
+
+def test_discovery_is_told_the_default_lifetime_of_a_request_that_asks_for_none(
+    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side.config = EngineConfig(discovery=DiscoveryConfig(default_ttl_s=60.0))
+    side.discovery._classes.result(30)  # type: ignore[union-attr]
+    told: list[float | None] = []
+
+    def sight(request_id: str, params: KintsugiParams, *more: Any) -> Any:
+        told.append(params.ttl_s)
+        return more[2]
+
+    monkeypatch.setattr(side.discovery, "sight", sight)
+    for name, ttl_s in (("silent", None), ("asking", 7.0)):
+        params = KintsugiParams("acme", discover=True, ttl_s=ttl_s)
+        sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        request = Request(name, PROMPT, sampling, None, block_hasher=hasher)
+        side.on_new_request(request)
+        while considered(side, request)[0] is None:
+            side._lookups.step_began()
+    assert told == [60.0, 7.0]

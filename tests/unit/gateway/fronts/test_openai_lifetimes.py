@@ -86,17 +86,70 @@ def test_nothing_of_a_request_that_says_no_store_is_saved_when_it_missed() -> No
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])
-@pytest.mark.parametrize("retention", ["in_memory", "24h", None])
-def test_what_is_asked_of_openais_own_cache_is_ignored(path: str, retention: str | None) -> None:
-    """`in_memory` could not be kept, and `24h` asks to keep for longer, where a lifetime makes chunks go."""
-
+@pytest.mark.parametrize(
+    ("asked", "kept_s"),
+    [
+        ({"prompt_cache_retention": "24h"}, 86_400.0),
+        ({"prompt_cache_retention": "in_memory"}, 3600.0),
+        ({"prompt_cache_retention": "in-memory"}, 3600.0),
+        ({"prompt_cache_retention": None, "prompt_cache_options": None}, None),
+        ({"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}, 1800.0),
+        ({"prompt_cache_options": {"mode": "explicit"}}, None),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "2d"}}, 172_800.0),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}}, 86_400.0),
+        ({"prompt_cache_retention": "24h", "kintsugi": {"ttl_s": 60}}, 60.0),
+        ({"prompt_cache_retention": "24h", "kintsugi": {"no_store": True}}, 86_400.0),
+    ],
+)
+def test_what_is_discovered_is_kept_as_long_as_openais_fields_ask(
+    asked: dict[str, Any], kept_s: float | None, path: str
+) -> None:
     async def body() -> None:
         backend = ScriptedBackend()
-        options = {"mode": "explicit", "ttl": "30m"}
-        asked = {"prompt_cache_retention": retention, "prompt_cache_options": options}
         assert (await post(backend, {"messages": [], "prompt": "x", **asked}, path)).status_code == 200
         (params,) = [call.params for call in backend.calls]
-        assert (params.namespace, params.ttl_s, params.no_store) == ("default", None, False)
+        assert (params.namespace, params.ttl_s) == ("default", kept_s)
+        assert params.no_store == asked.get("kintsugi", {}).get("no_store", False), "a lifetime lifts nothing"
+
+    run(body)
+
+
+def test_chunks_that_are_filled_are_not_kept_for_less_because_openais_fields_ask_to_keep() -> None:
+    """Without a lifetime they stay until the store needs their room, which is longer."""
+
+    async def body() -> None:
+        backend = MissingBackend(lambda call: answered("fine", {"chunks_missed": 1}))
+        gateway = gateway_over(backend, fill=FillConfig(sights=1))
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            response = await caller.post(CHAT_PATH, json={**QUESTION, "prompt_cache_retention": "24h"})
+        assert response.status_code == 200
+        assert backend.calls[0].params.ttl_s == 86_400.0
+        assert (await backend.saves.get())[1] is None
+        await gateway.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"prompt_cache_retention": "forever"}, "prompt_cache_retention"),
+        ({"prompt_cache_retention": 24}, "prompt_cache_retention"),
+        ({"prompt_cache_options": {"ttl": "0m"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"ttl": "3651d"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
+    ],
+)
+def test_a_retention_that_nobody_can_read_is_refused_with_one_that_is_right(
+    asked: dict[str, Any], param: str
+) -> None:
+    async def body() -> None:
+        backend = ScriptedBackend()
+        response = await post(backend, {"messages": [], **asked}, CHAT_PATH)
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+        assert "30m" in error_of(response)["message"]
+        assert backend.calls == []
 
     run(body)
 

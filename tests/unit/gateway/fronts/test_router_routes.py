@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from threading import current_thread
 from typing import Any
 
 import httpx
 import pytest
 
+from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
 from kintsugi.gateway.observed import chunk_events
@@ -69,8 +72,8 @@ def test_a_prompts_chunks_are_found_where_they_lie() -> None:
             ({"chunks": [TEXTS[0], OTHER]}, [0, None]),
             ({"keys": [keys[1], "ab" * 32]}, [1, None]),
             ({"prompt": "Why?"}, []),
-            # Known by their texts alone: nobody searches token ids here.
-            ({"prompt": [ord(one) for one in prompt]}, []),
+            # Only an engine finds what stands in token ids.
+            ({"prompt": [ord(one) for one in prompt]}, [1, 0]),
         ]
         async with client(gateway) as caller:
             for question, expected in asked:
@@ -89,6 +92,78 @@ def test_a_prompts_chunks_are_found_where_they_lie() -> None:
     run(body)
 
 
+async def discovered(gateway: Gateway, namespace: str, texts: Sequence[str]) -> list[str]:
+    """Store chunks as an engine does that discovers them: the gateway is not told. Their keys."""
+    backend = gateway.backend
+    assert isinstance(backend, StubBackend)
+    chunks = [TokenIds.of([ord(one) for one in text]) for text in texts]
+    outcomes = await backend.save("s", namespace, chunks)
+    assert all(one.state is SaveState.SAVED for one in outcomes)
+    return [ChunkKey.of(backend.space(namespace), chunk).hex for chunk in chunks]
+
+
+def test_discovered_chunks_are_found_in_a_prompt_that_declares_none() -> None:
+    prompt = f"{TEXTS[1]}\n{OTHER}\n{TEXTS[0]}\n{TEXTS[1]}\nWhy?"
+
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        keys = await discovered(gateway, "docs", TEXTS)
+        theirs = await discovered(gateway, "other", [OTHER])
+        async with client(gateway) as caller:
+            for question in ({"messages": [{"role": "user", "content": prompt}]}, {"prompt": prompt}):
+                answer = (await caller.post(RESIDENCY_PATH, json=question)).json()
+                assert [one["key"] for one in answer["chunks"]] == [keys[1], keys[0]], "each once"
+                assert {(one["resident"], one["tier"], one["namespace"]) for one in answer["chunks"]} == {
+                    (True, "ram", "docs")
+                }
+                assert answer["resident_tokens"] == answer["chunk_tokens"] == sum(map(len, TEXTS))
+            narrowed = {"x-tenant-id": "acme", "x-kintsugi-namespace": "docs"}
+            answer = (await caller.post(RESIDENCY_PATH, json={"prompt": prompt}, headers=narrowed)).json()
+            assert answer["chunks"] == [], "a part has chunks of its own"
+            gateway.set_rules(NamespaceRules(privacy={"docs": NamespacePrivacy(shared="other")}))
+            answer = (await caller.post(RESIDENCY_PATH, json={"prompt": prompt})).json()
+            found = [(one["namespace"], one["key"]) for one in answer["chunks"]]
+            assert found == [("docs", keys[1]), ("other", theirs[0]), ("docs", keys[0])]
+        await gateway.close()
+
+    run(body)
+
+
+def test_a_prompt_with_declared_chunks_is_not_searched_for_others() -> None:
+    """Nor is it when it is answered."""
+    part = {"type": "text", "text": OTHER, "kintsugi": {"chunk": True}}
+    message = {"role": "user", "content": [part, {"type": "text", "text": TEXTS[0]}]}
+
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        await discovered(gateway, "docs", TEXTS[:1])
+        async with client(gateway) as caller:
+            answer = (await caller.post(RESIDENCY_PATH, json={"messages": [message]})).json()
+        assert [one["resident"] for one in answer["chunks"]] == [False]
+        assert searched(gateway) == 0
+        await gateway.close()
+
+    run(body)
+
+
+def test_no_engine_answers_is_no_empty_answer() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        async with client(gateway) as caller:
+            assert (await caller.post(RESIDENCY_PATH, json={"prompt": "Why?"})).json()["chunks"] == []
+            gateway.backend.down = True  # type: ignore[attr-defined]
+            assert (await caller.post(RESIDENCY_PATH, json={"prompt": "Why?"})).status_code == 503
+        await gateway.close()
+
+    run(body)
+
+
+def searched(gateway: Gateway) -> int:
+    """How many prompts engines have searched."""
+    assert isinstance(gateway.backend, StubBackend)
+    return len(gateway.backend.seen.searched)
+
+
 def test_residency_is_told_to_nobody_who_may_not_list() -> None:
     async def body() -> None:
         hidden = NamespaceRules(privacy={"docs": NamespacePrivacy(accounting=False)})
@@ -100,6 +175,7 @@ def test_residency_is_told_to_nobody_who_may_not_list() -> None:
                 for text in (TEXTS[0], "Why?"):
                     answer = await caller.post(RESIDENCY_PATH, json={"prompt": text})
                     assert answer.status_code == 403, "whether or not a chunk is known"
+                    assert searched(gateway) == 0
                 assert (await caller.get(EVENTS_PATH)).status_code == 403
             await gateway.close()
 
@@ -146,6 +222,24 @@ def test_the_answer_is_padded_where_first_tokens_are() -> None:
                 began_s = time.perf_counter()
                 assert (await caller.post(RESIDENCY_PATH, json={"chunks": [text]})).status_code == 200
                 assert time.perf_counter() - began_s >= 0.2
+        await gateway.close()
+
+    run(body)
+
+
+def test_what_an_engine_finds_does_not_show_in_when_the_answer_comes() -> None:
+    """The step grows with the prompt, whatever of it is stored."""
+    rules = NamespaceRules(privacy={"docs": NamespacePrivacy(ttft_step_us_per_token=1000)})
+
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens(), rules=rules)
+        await discovered(gateway, "docs", TEXTS[:1])
+        async with client(gateway) as caller:
+            for text in (TEXTS[0], OTHER):
+                prompt = f"{text}{'?' * (300 - len(text))}"
+                began_s = time.perf_counter()
+                assert (await caller.post(RESIDENCY_PATH, json={"prompt": prompt})).status_code == 200
+                assert time.perf_counter() - began_s >= 0.3
         await gateway.close()
 
     run(body)

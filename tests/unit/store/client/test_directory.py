@@ -193,5 +193,6 @@ def test_closing_a_directory_ends_the_wait_for_its_first_map() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(directory.current)
         directory.close()
-        with pytest.raises(Unavailable, match="no shard map"):
+        with pytest.raises(Unavailable, match="no shard map") as caught:
             waiting.result(5.0)
+    assert str(caught.value).count("check that it runs, and that this is its address (kintsugi status)") == 1
