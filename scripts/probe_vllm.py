@@ -1,4 +1,4 @@
-"""Print what some other version of vLLM lacks of what blending needs, from its unpacked wheel.
+"""Print what some other version of vLLM lacks of what Kintsugi needs, from its unpacked wheel.
 
     pip download --no-deps --dest wheels vllm==0.33.0
     python scripts/probe_vllm.py wheels/vllm-0.33.0-*.whl
@@ -22,9 +22,9 @@ from typing import Any
 
 PROBE = """
 import json, vllm
-from kintsugi.engine.worker.hooks import HOOKS, find_missing_hooks
-missing = [str(hook) for hook in find_missing_hooks()]
-print(json.dumps({"vllm": vllm.__version__, "hooks": len(HOOKS), "missing": missing}))
+from kintsugi.engine.worker.hooks import ALL_HOOKS, find_missing_hooks
+missing = [str(hook) for hook in find_missing_hooks(ALL_HOOKS)]
+print(json.dumps({"vllm": vllm.__version__, "hooks": len(ALL_HOOKS), "missing": missing}))
 """
 
 

@@ -165,8 +165,9 @@ VERSIONS = f"""
 ## vLLM versions
 
 When it starts, an engine looks for every name and signature of vLLM that blending needs. Where one is
-missing, or the start-up self-test fails, it prefills every prompt in full and says why. Importing Kintsugi
-never fails.
+missing, or the start-up self-test fails, it prefills every prompt in full and says why. A service without a
+name that OpenAI's routes need closes those and answers over gRPC. Without a name that any engine needs, none
+starts. Each message has the versions that work.
 
 | vLLM | what is known |
 |---|---|

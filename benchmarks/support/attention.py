@@ -68,12 +68,8 @@ def _sample(
 def _ns_per_pair(
     running: LocalEngine, prompt: ChunkPrompt, params: KintsugiParams | None, runs_min: int, layers: int
 ) -> float:
-    before, scattered.RUNS_MIN_PACKED = scattered.RUNS_MIN_PACKED, runs_min
-    try:
-        with _time_attention() as spent:
-            generation = cold(running, Prompt(prompt.token_ids, params, max_tokens=1, ignore_eos=True))
-    finally:
-        scattered.RUNS_MIN_PACKED = before
+    with serve_from(runs_min), _time_attention() as spent:
+        generation = cold(running, Prompt(prompt.token_ids, params, max_tokens=1, ignore_eos=True))
     length = len(prompt.token_ids)
     if params is None:
         pairs = layers * length * (length + 1) // 2
@@ -83,6 +79,16 @@ def _ns_per_pair(
         computed = accounting["recomputed_positions"].values()
         pairs = sum(position + 1 for positions in computed for position in positions)
     return sum(spent) * 1e9 / pairs
+
+
+@contextlib.contextmanager
+def serve_from(runs_min: int) -> Iterator[None]:
+    """Inside the block our kernel serves batches of ``runs_min`` runs or more; `UNSERVED`: none."""
+    before, scattered.RUNS_MIN_PACKED = scattered.RUNS_MIN_PACKED, runs_min
+    try:
+        yield
+    finally:
+        scattered.RUNS_MIN_PACKED = before
 
 
 @contextlib.contextmanager

@@ -405,6 +405,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
             "ramp_s": store.ramp_s,
             **non_default_fields(NamespaceRules(limits=spec.limits)),
             **({"tokens_file": spec.gateway.tokens_file} if spec.gateway.tokens_file else {}),
+            **_placement_ratio(spec.engines),
         },
         **_health(store.drain_s),
     }
@@ -464,6 +465,13 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "host": engines.metrics_host or spec.store.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
+
+
+def _placement_ratio(engines: EngineSpec) -> dict[str, float]:
+    """The ratio behind which shards have loads hide, where engines are told one. Engines refuse what is no
+    ratio, and at 0 no load hides behind anything: shards then keep their own."""
+    ratio = engines.connector.get("ratio")
+    return {"ratio": float(ratio)} if isinstance(ratio, int | float) and 0 < ratio <= 1 else {}
 
 
 def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, Any]:

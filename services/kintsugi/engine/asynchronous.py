@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
-from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.exchange import (
     EngineDelta,
     EngineInfo,
@@ -53,6 +53,7 @@ from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.scheduler.measurements import measured_salt
 from kintsugi.engine.watching import WatchedClient, Watcher, audit_chunk, prefill_in_full
+from kintsugi.engine.worker.hooks import ENGINE_HOOKS, OPENAI_HOOKS, check_vllm, describe_missing
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.layers import DeclineReason
@@ -179,21 +180,19 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
 
     ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
     report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
-    start.
+    start, `VersionMismatch` where it lacks what any engine needs.
     """
     config, began_s = spec.config, time.monotonic()
     # The kernel reads ahead what importing and loading read in small pieces.
     asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
     # A fingerprint reads all weights: from the disk while vLLM is imported.
     digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as error:
-        raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
+    check_vllm(ENGINE_HOOKS)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
-    from kintsugi.engine.worker.support import find_unsupported
 
     imported_s = time.monotonic()
     try:
@@ -216,7 +215,17 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     except Exception as error:
         # vLLM raises many types here, from a bad config value to a failed allocation.
         raise Unavailable(f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}") from error
-    return EngineParts(client, store, gate, find_unsupported(vllm_config))
+    return EngineParts(client, store, gate, why_not_blendable(vllm_config))
+
+
+def why_not_blendable(vllm_config: Any) -> str | None:
+    """`reason: detail` for what rules blending out before a model is looked at; None where nothing does."""
+    missing = describe_missing()
+    if missing is not None:  # then `worker.support` may not even be importable
+        return missing
+    from kintsugi.engine.worker.support import find_unsupported
+
+    return find_unsupported(vllm_config)
 
 
 class AsyncEngine(EngineBackend):
@@ -247,16 +256,19 @@ class AsyncEngine(EngineBackend):
         self._declined = parts.unsupported
         self._submitted = 0
         self._front: Any = None
+        self._without_front: str | None = None
+        """Why OpenAI's routes are closed; None where they are open, or before `warm_up`."""
         self._metrics: Any = None
 
     async def warm_up(self) -> None:
         """Answer two prompts, so that the first that counts finds everything ready: with the first the worker
         says whether it can blend, and the second is answered accordingly. Also import vLLM's OpenAI
-        handlers, which takes seconds."""
-        from kintsugi.engine.openai.handlers import OpenAIFront
-
-        names, options = (self._spec.name, *self._spec.aliases), self._spec.openai
-        self._front = OpenAIFront(self._watched, names, self.prefix_token_ids, options)
+        handlers, which takes seconds; where it lacks some, OpenAI's routes are closed and gRPC's are not."""
+        self._without_front = describe_missing(OPENAI_HOOKS)
+        if self._without_front is None:
+            self._front = self._make_front()
+        else:
+            log.error("OpenAI's routes are closed, gRPC's are open: %s", self._without_front)
         tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -267,6 +279,12 @@ class AsyncEngine(EngineBackend):
             reason = str(accounting.get("reason") or "")
             if reason.split(":", 1)[0] in UNABLE:
                 self._declined = reason
+
+    def _make_front(self) -> Any:
+        from kintsugi.engine.openai.handlers import OpenAIFront
+
+        names, options = (self._spec.name, *self._spec.aliases), self._spec.openai
+        return OpenAIFront(self._watched, names, self.prefix_token_ids, options)
 
     async def info(self) -> EngineInfo:
         self.check_health()
@@ -368,6 +386,8 @@ class AsyncEngine(EngineBackend):
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         # Serve streams from generator functions only: a method that returns a generator runs in a thread.
         self.check_health()
+        if self._without_front is not None:
+            raise VersionMismatch(f"{self._without_front}; until then ask over gRPC")
         _check_op(call.params)
         async with aclosing(self._front.answer(call)) as pieces:
             async for piece in pieces:

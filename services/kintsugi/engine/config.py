@@ -126,7 +126,8 @@ class EngineConfig:
 
     ratio: float = 0.15
     """Share of the hit tokens that a blend recomputes where a request names none. With a calibration report
-    the report's choice counts, not this, nor the two below."""
+    the report's choice counts, not this, nor the two below. A service's shards choose the tiers of chunks by
+    this ratio all the same: give it the report's."""
 
     selector: SelectorName = SelectorName.HKVD
     """Selector of requests that name none; the report's choice goes before it."""

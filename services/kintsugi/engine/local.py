@@ -33,6 +33,7 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
+from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, LOCAL_HOOKS, check_vllm
 from kintsugi.models.reference import resolve_model
 
 if TYPE_CHECKING:
@@ -155,18 +156,17 @@ class LocalEngine:
         plain vLLM. ``vllm_args`` go to `vllm.LLM`. Unless given: eager execution, and `KV_CACHE_BYTES` of
         KV cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared.
         Takes 10-30 s, most of it imports. Raises `NotFound` for a path that is not there, `Unavailable`
-        where vLLM does not start, and what the connector and `reference.fetch_model` raise.
+        where vLLM does not start, `VersionMismatch` where it lacks what any engine needs, and what the
+        connector and `reference.fetch_model` raise.
         """
         if isinstance(model, Path) and not model.is_dir():
             raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
-            from vllm import LLM
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise Unavailable(
-                f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]"
-            ) from error
+        forces = FORCING in vllm_args.get("logits_processors", ())
+        check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS, *(FORCING_HOOKS if forces else ())))
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
         arguments: dict[str, Any] = {"enforce_eager": True, "use_tqdm_on_load": False}
         if current_platform.is_cpu():
             arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES

@@ -26,7 +26,7 @@ from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard.admission import RATIO, ShardConfig
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -152,6 +152,7 @@ class StoreShard:
         assert self._announcer is not None, "Serve configures a replica that it has made"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
         self._rules.configure(config)
+        self._shard.set_ratio(config.get("ratio", RATIO))
 
     def check_health(self) -> None:
         """Serve calls it every few seconds: that is how soon changed limits in the tokens file are seen."""

@@ -143,6 +143,14 @@ def test_spares_of_a_changing_number_of_engines_are_refused() -> None:
         ServiceSpec(ModelSpec("m"), EngineSpec(replicas=Scale(1, 2), spares=1))
 
 
+@pytest.mark.parametrize(("ratio", "told"), [(0.3, 0.3), (1, 1.0), (0, None), (1.5, None), ("most", None)])
+def test_shards_are_told_the_ratio_of_blends_without_a_restart(ratio: object, told: float | None) -> None:
+    other = dataclasses.replace(SMALL, engines=EngineSpec(connector={"ratio": ratio}))
+    assert store_application(other)["args"] == store_application(SMALL)["args"]
+    assert deployments(store_application(other))[SHARD_DEPLOYMENT]["user_config"].get("ratio") == told
+    assert "ratio" not in deployments(store_application(SMALL))[SHARD_DEPLOYMENT]["user_config"]
+
+
 @given(spec=specs())
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
-from kintsugi.serving.store_shard import ShardRules, claim_shard, serve_shard
+from kintsugi.serving.store_shard import ShardRules, StoreShard, claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.protocol import access
+from kintsugi.store.shard.eviction import room
+from kintsugi.store.shard.put import PutOptions
+from tests.contracts.store_contract import make_chunk
 
 MIB = 1 / 1024
 
@@ -140,6 +144,26 @@ def test_the_erase_grace_of_the_service_reaches_the_shard(tmp_path: Path, folder
     store = StoreSpec(ram_gib=16 * MIB, data_dir=data_dir, erase_grace_s=0.25)
     with closing(claim_shard(store)) as shard:
         assert shard._erase_grace_s == 0.25
+
+
+def test_a_shard_places_chunks_by_the_ratio_that_its_deployment_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill takes 100 ms, and loading the chunk from the slow tier 20 ms."""
+    monkeypatch.delattr(StoreShard, "__del__")
+    ssds = tuple(TierSpec(str(tmp_path / name), 16 * MIB) for name in ("fast", "slow"))
+    replica = StoreShard.__new__(StoreShard)
+    manifest, _ = make_chunk(range(32))
+    speeds = [("ssd0", manifest.chunk_bytes / 0.001), ("ssd1", manifest.chunk_bytes / 0.02)]
+    monkeypatch.setattr(room, "speeds_of", lambda _queues: speeds)
+    with closing(claim_shard(spec(tmp_path / "data", tiers=ssds))) as shard:
+        replica._shard, replica._rules, replica._announcer = shard, ShardRules(shard), Mock()
+        for told, tier in (({}, "ssd0"), ({"ratio": 0.25}, "ssd1"), ({}, "ssd0")):
+            replica.reconfigure({"replication": 1, "ramp_s": 60.0, **told})
+            put = shard.table.begin_put(manifest, PutOptions(recompute_ms=100.0), 0.0)
+            assert put is not None
+            assert put.tier == tier
+            shard.table.abort(put)
 
 
 def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:

@@ -132,12 +132,12 @@ def _plugin_check() -> Check:
 
 
 def _hooks_check() -> Check:
-    from kintsugi.engine.worker.hooks import HOOKS, find_missing_hooks
+    from kintsugi.engine.worker.hooks import ALL_HOOKS, find_missing_hooks
 
-    missing = find_missing_hooks()
+    missing = find_missing_hooks(ALL_HOOKS)
     if missing:
         return Check("vllm hooks", CheckResult.FAILED, "missing: " + "; ".join(map(str, missing)))
-    return Check("vllm hooks", CheckResult.OK, f"all {len(HOOKS)} found")
+    return Check("vllm hooks", CheckResult.OK, f"all {len(ALL_HOOKS)} found")
 
 
 def _device_check() -> Check:

@@ -1,12 +1,18 @@
-"""Every name of vLLM that blending uses, so that a version without one is reported at start."""
+"""Every name of vLLM that Kintsugi uses, so that a version without one is reported at start.
+
+Without one of `HOOKS` nothing is blended, without one of `OPENAI_HOOKS` OpenAI's routes are closed, and
+without one of the others what needs it does not start. Each says so, and which versions work.
+"""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kintsugi.core.errors import Unavailable, VersionMismatch
 from kintsugi.engine.versions import WORKING
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -22,12 +28,17 @@ class Hook:
     purpose: str
     parameters: tuple[str, ...] = ()
     """Names of arguments that it has to accept."""
+    former_module: str = ""
+    """Where versions that work have it, too; empty: nowhere else."""
 
     @property
     def is_there(self) -> bool:
         """Whether vLLM has it, with those parameters. Imports the module, whatever that raises."""
+        return any(self._is_in(module) for module in (self.module, self.former_module) if module)
+
+    def _is_in(self, module: str) -> bool:
         try:
-            found = pkgutil.resolve_name(f"{self.module}:{self.attribute}")
+            found = pkgutil.resolve_name(f"{module}:{self.attribute}")
         except Exception:  # noqa: BLE001 - a module that breaks while it is imported is not there either
             return False
         return _accepts(found, self.parameters)
@@ -161,14 +172,94 @@ HOOKS = (
 )
 
 
-def find_missing_hooks() -> list[Hook]:
-    """The hooks that this vLLM lacks. Imports vLLM, which takes seconds the first time."""
-    return [hook for hook in HOOKS if not hook.is_there]
+def _starting(module: str, *names: str) -> tuple[Hook, ...]:
+    return tuple(Hook(module, name, "starting an engine") for name in names)
 
 
-def describe_missing() -> str | None:
-    """Why this vLLM cannot blend, and which can, as `reason: detail`; None where it can."""
-    missing = find_missing_hooks()
+ENGINE_HOOKS = (
+    *_starting("vllm", "SamplingParams", "TokensPrompt"),
+    *_starting("vllm.config", "KVTransferConfig"),
+    *_starting("vllm.engine.arg_utils", "AsyncEngineArgs.create_engine_config"),
+    *_starting("vllm.platforms", "current_platform"),
+    *_starting("vllm.sampling_params", "RequestOutputKind"),
+    *_starting("vllm.usage.usage_lib", "UsageContext"),
+    *_starting("vllm.v1.engine.async_llm", "AsyncLLM.from_vllm_config"),
+    *_starting("vllm.v1.metrics.prometheus", "get_prometheus_registry"),
+)
+"""What any engine needs, whether it blends or not."""
+
+LOCAL_HOOKS = _starting("vllm", "LLM")
+"""What `engine.local` needs beside them."""
+
+FORCING_HOOKS = tuple(
+    Hook("vllm.v1.sample.logits_processor", name, "forcing answers")
+    for name in ("AdapterLogitsProcessor", "RequestLogitsProcessor")
+)
+"""What `engine.forcing` needs, which calibration loads."""
+
+_CHAT, _COMPLETION = "vllm.entrypoints.openai.chat_completion", "vllm.entrypoints.openai.completion"
+_TEMPLATES = ("request_logger", "chat_template", "chat_template_content_format")
+_PARSERS = ("tool_parser", "enable_auto_tools", "reasoning_parser")
+_DETAILS = ("enable_prompt_tokens_details", "online_renderer")
+
+
+def _openai(module: str, attribute: str, *parameters: str, former_module: str = "") -> Hook:
+    return Hook(module, attribute, "OpenAI's routes", parameters, former_module)
+
+
+OPENAI_HOOKS = (
+    _openai(f"{_CHAT}.protocol", "ChatCompletionRequest.build_tok_params"),
+    _openai(f"{_CHAT}.protocol", "ChatCompletionRequest.to_sampling_params"),
+    _openai(f"{_CHAT}.serving", "OpenAIServingChat", *_TEMPLATES, *_PARSERS, *_DETAILS),
+    _openai(f"{_CHAT}.serving", "OpenAIServingChat.create_chat_completion"),
+    _openai(f"{_CHAT}.serving", "OpenAIServingChat.chat_completion_stream_generator"),
+    _openai(f"{_COMPLETION}.protocol", "CompletionRequest.build_tok_params"),
+    _openai(f"{_COMPLETION}.protocol", "CompletionRequest.to_sampling_params"),
+    _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion", "request_logger", *_DETAILS),
+    _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion"),
+    _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator"),
+    _openai("vllm.entrypoints.openai.models.protocol", "BaseModelPath", "name", "model_path"),
+    _openai("vllm.entrypoints.openai.models.serving", "OpenAIServingModels"),
+    _openai("vllm.entrypoints.serve", "create_error_response"),
+    _openai("vllm.renderers", "TokenizeParams"),
+    _openai("vllm.renderers.base", "BaseRenderer._build_tokens_prompt"),
+    _openai("vllm.renderers.chat_utils", "load_chat_template", former_module="vllm.entrypoints.chat_utils"),
+    _openai("vllm.renderers.hf", "resolve_chat_template", "chat_template", "tools", "model_config"),
+    _openai(
+        "vllm.renderers.online_renderer",
+        "OnlineRenderer",
+        "model_config",
+        "renderer",
+        *_TEMPLATES,
+        *_PARSERS,
+    ),
+    _openai("vllm.utils.async_utils", "make_async", "executor"),
+    _openai("vllm.v1.engine.exceptions", "EngineDeadError"),
+)
+"""What `engine.openai` needs beside `ENGINE_HOOKS`."""
+
+ALL_HOOKS = (*HOOKS, *ENGINE_HOOKS, *LOCAL_HOOKS, *FORCING_HOOKS, *OPENAI_HOOKS)
+
+
+def find_missing_hooks(hooks: Sequence[Hook] = HOOKS) -> list[Hook]:
+    """Those that this vLLM lacks. Imports vLLM, which takes seconds the first time."""
+    return [hook for hook in hooks if not hook.is_there]
+
+
+def describe_missing(hooks: Sequence[Hook] = HOOKS) -> str | None:
+    """What of `hooks` this vLLM lacks and which versions work, as `reason: detail`; None where it has all."""
+    missing = find_missing_hooks(hooks)
     if not missing:
         return None
     return f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}. {WORKING}"
+
+
+def check_vllm(hooks: Sequence[Hook]) -> None:
+    """Raises `Unavailable` without vLLM, and `VersionMismatch` with what it lacks and which versions work."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
+    missing = describe_missing(hooks)
+    if missing is not None:
+        raise VersionMismatch(missing)

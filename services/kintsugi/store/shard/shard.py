@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 
 import blake3
 import lmdb
@@ -402,6 +403,10 @@ class Shard:
     def set_rules(self, rules: NamespaceRules) -> None:
         """Replace the rules for namespaces. Chunks beyond a new limit leave when more are put."""
         self.table.shares.rules = rules
+
+    def set_ratio(self, ratio: float) -> None:
+        """Place chunks from now on for blends of this ratio (`ShardConfig.ratio`). Raises `InvalidField`."""
+        self.table.config = replace(self.table.config, ratio=ratio)
 
     def unpin(self, lease_id: str) -> int:
         """End a lease early; how many chunks it held."""

@@ -76,7 +76,8 @@ class EntryTable:
         self._ram = ram
         self._disks = disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
-        self._config = config
+        self.config = config
+        """Its ratio may change (`Shard.set_ratio`)."""
         self._wall_clock = wall_clock
         self._clock = clock
         self._index = Index()
@@ -203,10 +204,9 @@ class EntryTable:
 
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
-        self._config.check_size(manifest, self._ram.capacity_bytes)
+        self.config.check_size(manifest, self._ram.capacity_bytes)
         self.shares.check_size(manifest)
-        recompute_ms = self._config.recompute_ms(manifest, options.recompute_ms)
-        hides_s = self._config.hides_s(recompute_ms)
+        recompute_ms = self.config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         address = (manifest.namespace, manifest.key)
         with self._lock:
@@ -218,7 +218,7 @@ class EntryTable:
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                tier, residence = self._room.make_to_put(manifest, options, hides_s)
+                tier, residence = self._room.make_to_put(manifest, options, self.config.hides_s(recompute_ms))
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
@@ -556,7 +556,7 @@ class EntryTable:
         """A step has ended. `lost`: why the bytes cannot be read; with `is_unreachable`, the chunk stays."""
         with self._lock:
             entry = step.load.entry
-            hides_s, now_s = self._config.hides_s(entry.recompute_ms), self._clock()
+            hides_s, now_s = self.config.hides_s(entry.recompute_ms), self._clock()
             is_newly_lost = life.advance_load(step, lost)
             self.loads.end(step)
             if is_newly_lost and is_unreachable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import reload
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,15 +17,27 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
+from kintsugi.core.errors import Unavailable, VersionMismatch
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.engine import connector, plugin
 from kintsugi.engine.declining_connector import DecliningConnector
 from kintsugi.engine.versions import RUN
-from kintsugi.engine.worker.hooks import HOOKS, Hook, describe_missing, find_missing_hooks
+from kintsugi.engine.worker.hooks import (
+    ALL_HOOKS,
+    ENGINE_HOOKS,
+    HOOKS,
+    OPENAI_HOOKS,
+    Hook,
+    check_vllm,
+    describe_missing,
+    find_missing_hooks,
+)
+
+ENGINE = Path(connector.__file__).parent
 
 
 def test_this_vllm_has_everything() -> None:
-    assert find_missing_hooks() == []
+    assert find_missing_hooks(ALL_HOOKS) == []
     assert describe_missing() is None
 
 
@@ -38,15 +50,31 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from imported(child)
 
 
-def test_every_name_that_blending_imports_is_a_hook() -> None:
-    folder = Path(connector.__file__).parent
-    sources = [folder / "blending_connector.py"]
-    sources += [*folder.glob("scheduler/*.py"), *folder.glob("worker/**/*.py")]
+def unknown_names(sources: Iterable[Path], hooks: Sequence[Hook]) -> set[str]:
+    """What the sources import of vLLM that is none of the hooks."""
     needed = {name for source in sources for name in imported(ast.parse(source.read_text()))}
-    assert len(needed) > 20
-    known = {hook.module for hook in HOOKS}
-    known |= {f"{hook.module}.{hook.attribute.split('.')[0]}" for hook in HOOKS}
-    assert needed - known == set()
+    assert needed
+    modules = {(module, hook) for hook in hooks for module in (hook.module, hook.former_module)}
+    known = {module for module, _ in modules}
+    return needed - known - {f"{module}.{hook.attribute.split('.')[0]}" for module, hook in modules}
+
+
+def test_every_name_that_blending_imports_is_a_hook() -> None:
+    sources = [ENGINE / "blending_connector.py"]
+    sources += [*ENGINE.glob("scheduler/*.py"), *ENGINE.glob("worker/**/*.py")]
+    assert unknown_names(sources, HOOKS) == set()
+
+
+def test_every_name_that_an_engine_or_its_openai_routes_import_is_a_hook() -> None:
+    assert unknown_names(ENGINE.rglob("*.py"), ALL_HOOKS) == set()
+    assert unknown_names(ENGINE.glob("openai/*.py"), OPENAI_HOOKS) == set()
+    sources = [ENGINE / name for name in ("asynchronous.py", "watching.py")]
+    assert unknown_names(sources, ENGINE_HOOKS) == set()
+
+
+def test_a_name_that_moved_is_found_in_either_module() -> None:
+    assert Hook("no.such.module", "OrderedDict", "nothing", former_module="collections").is_there
+    assert not Hook("no.such.module", "OrderedDict", "nothing", former_module="json").is_there
 
 
 def test_a_signature_that_cannot_be_read_is_missed() -> None:
@@ -66,6 +94,22 @@ def test_a_name_that_is_gone_is_named_with_the_versions_that_work(monkeypatch: p
 def test_a_signature_that_changed_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "resolve_kv_cache_block_sizes", lambda config: (16, 16))
     assert [hook.attribute for hook in find_missing_hooks()] == ["resolve_kv_cache_block_sizes"]
+
+
+def test_an_engine_that_cannot_start_says_what_vllm_lacks_and_which_versions_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_vllm(ENGINE_HOOKS)
+    with monkeypatch.context() as another:
+        another.setitem(sys.modules, "vllm.usage.usage_lib", None)
+        with pytest.raises(
+            VersionMismatch, match=r"usage_lib\.UsageContext \(starting an engine\)"
+        ) as raised:
+            check_vllm(ENGINE_HOOKS)
+    assert all(version in str(raised.value) for version in RUN)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(Unavailable, match="vLLM cannot be imported"):
+        check_vllm(ENGINE_HOOKS)
 
 
 def test_a_module_that_breaks_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
