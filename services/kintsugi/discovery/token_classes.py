@@ -23,12 +23,14 @@ ENDS_PARAGRAPH = 4
 BEGINS_BLOCK = 8
 """At the beginning of a line, the token opens a heading, a fence or a rule."""
 IS_SPECIAL = 16
-"""The token stands between messages or at the ends of a prompt."""
+"""The token stands between messages or at the ends of a prompt: a special one, or markup such as
+`<tool_response>` that was added to the vocabulary."""
 
 HEADER_TOKENS_MAX = 4
 """Tokens between a special one and the line break that ends a message's header: `user` and a line break."""
 
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*\Z")
+_MARKUP = re.compile(r"<\S.*>")
 _BLOCK = re.compile(r"\s*(#{1,6}(\s|\Z)|```|~~~|---|===)")
 
 
@@ -51,7 +53,8 @@ class TokenClasses:
     def of_tokenizer(tokenizer: Any) -> TokenClasses:
         """Those of a tokenizer of transformers. Takes up to a second."""
         texts = tokenizer.batch_decode([[token_id] for token_id in range(len(tokenizer))])
-        return TokenClasses.of_texts(texts, tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder.items()
+        return TokenClasses.of_texts(texts, [token_id for token_id, token in added if _is_border(token)])
 
     @staticmethod
     def none() -> TokenClasses:
@@ -87,6 +90,16 @@ def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> n
     headers = padded[behind[:, None] + np.arange(HEADER_TOKENS_MAX)] & ENDS_LINE != 0
     starts = np.where(headers.any(axis=1), behind + headers.argmax(axis=1) + 1, behind)
     return starts[starts < len(classes)]
+
+
+def _is_border(token: Any) -> bool:
+    """Whether an added token, as transformers describes it, is of a prompt's form and not of its texts.
+
+    Those that are need not be special: DeepSeek's token in front of a user's message and Qwen's
+    `<tool_response>` are not. Nor is every added token one: Gemma adds runs of line breaks, GPT-NeoX runs of
+    blanks, and whoever extends a vocabulary adds words.
+    """
+    return bool(token.special or _MARKUP.fullmatch(token.content.strip()))
 
 
 def _class_of(text: str) -> int:
