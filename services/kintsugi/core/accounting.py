@@ -106,7 +106,8 @@ class Accounting:
     """When the pass began by the clock of the engine's host: what `timeline` counts from."""
     audit: ChunkAudit | None = None
     tokens_discovered: int = 0
-    """Tokens among `tokens_hit` whose chunks the request did not declare: their content was found."""
+    """Tokens among `tokens_hit` whose chunks the request did not declare: their content was found, whoever
+    stored them. Discovery did, or a put, a save or precompute; a store does not say."""
     segments_counted: int = 0
     """Segments of the prompt that no stored chunk covers and that were counted, because they may recur."""
     segments_queued: int = 0
