@@ -4,6 +4,7 @@ checked. There is no GPU here: `PretendCuda` counts the waits and says when the 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from types import SimpleNamespace
@@ -184,6 +185,26 @@ def test_a_save_waits_for_nothing(bench: Bench, device: PretendCuda) -> None:
     assert bench.finish()["asked"].outcome is Outcome.SAVED
     assert (device.syncs, device.pageable) == ({}, {})
     assert bench.scene.store.lookup("device", [key]) != [None]
+
+
+def test_a_save_states_what_it_computed_and_not_what_the_engine_did_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, CPU, slice_tokens=20)
+    bench.step(bench.save())
+    assert bench.side._save, "the save needs more steps"
+    time.sleep(1.0)
+    saved = bench.finish()["asked"]
+    assert saved.outcome is Outcome.SAVED
+    assert 0 < saved.compute_ms < 1e3
+    bench.side.close()
+
+
+def test_a_save_states_what_the_device_computed(bench: Bench) -> None:
+    bench.step(bench.save())
+    bench.step_until_launched()
+    saved = bench.finish()["asked"]
+    assert saved.compute_ms >= LAYERS * 20 * OPERATION_S * 1e3
 
 
 def test_discovered_chunks_are_timed_by_the_device(bench: Bench, device: PretendCuda) -> None:
