@@ -311,6 +311,12 @@ def _parse_span(row: Sequence[Any], where: str) -> Span:
         raise InvalidSpan(where, f"the key {error.problem}") from None
 
 
+def check_no_audit(params: KintsugiParams) -> None:
+    """Raises `InvalidField` for an audit, which shadowing alone may ask for, and by another way."""
+    if params.op is Op.AUDIT:
+        raise InvalidField("op", "audit belongs to shadowing; use blend or off")
+
+
 def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
     """Raise `InvalidSpan` unless spans are non-empty, inside the prompt, in order and disjoint."""
     previous_end = 0

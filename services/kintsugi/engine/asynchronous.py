@@ -35,7 +35,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Binding
-from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_no_audit
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.core.tokens import TokenIds
@@ -386,23 +386,26 @@ class AsyncEngine(EngineBackend):
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         # Serve streams from generator functions only: a method that returns a generator runs in a thread.
         self.check_health()
-        if self._without_front is not None:
-            raise VersionMismatch(f"{self._without_front}; until then ask over gRPC")
-        _check_op(call.params)
-        async with aclosing(self._front.answer(call)) as pieces:
+        check_no_audit(call.params)
+        async with aclosing(self._open_front().answer(call)) as pieces:
             async for piece in pieces:
                 yield piece
 
+    def _open_front(self) -> Any:
+        if self._without_front is not None:
+            raise VersionMismatch(f"{self._without_front}; until then ask over gRPC")
+        return self._front
+
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
         self.check_health()
-        prompts = await self._front.render(call)
+        prompts = await self._open_front().render(call)
         return await asyncio.to_thread(match_prompts, self.store, self.space, call.params, prompts)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         from vllm import TokensPrompt
 
         self.check_health()
-        _check_op(request.params)
+        check_no_audit(request.params)
         self._check_model(request.fingerprint)
         self._check_prompt(request.prompt_token_ids)
         sampling = self._sampling(request)
@@ -529,12 +532,6 @@ class AsyncEngine(EngineBackend):
         # vLLM closes its sockets and leaves their context to the garbage collector: two threads, and a
         # warning at whatever runs then.
         await asyncio.to_thread(client.engine_core.resources.ctx.term)
-
-
-def _check_op(params: KintsugiParams) -> None:
-    """Raises `InvalidField` for an audit: shadowing calls `AsyncEngine.audit`, and nobody else may."""
-    if params.op is Op.AUDIT:
-        raise InvalidField("op", "audit belongs to shadowing; use blend or off")
 
 
 def _scored(request: EngineRequest, output: Any, completed: int) -> float | None:

@@ -8,7 +8,6 @@ from kintsugi.core.exchange import MatchedChunk, PromptMatch
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.scheduler.matching import match_content
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -19,6 +18,9 @@ def match_prompts(
     prompts: Sequence[TokenIds],
 ) -> PromptMatch:
     """``space_of``: the chunk space of a namespace. Asks the store, so call it on a thread."""
+    # It imports torch, and a service starts without.
+    from kintsugi.engine.scheduler.matching import match_content
+
     space = space_of(params.namespace)
     shared = space_of(params.shared) if params.shared else None
     found: dict[MatchedChunk, None] = {}

@@ -163,6 +163,8 @@ def test_a_service_on_a_vllm_without_what_openai_needs_answers_over_grpc(
         call = OpenAICall("r", "/v1/completions", {"prompt": "a"}, KintsugiParams("acme"))
         with pytest.raises(VersionMismatch, match="OnlineRenderer \\(OpenAI's routes\\)") as refusal:
             await anext(engine.openai(call))
+        with pytest.raises(VersionMismatch):
+            await engine.find_chunks(call)
         assert all(version in str(refusal.value) for version in RUN)
         return await answer(engine, request())
 
