@@ -178,7 +178,7 @@ def _goodput(model: Path, quick: bool) -> list[Figure]:
 
 def _reuse(quick: bool) -> list[Figure]:
     plan = reuse.QUICK if quick else reuse.FULL
-    setting = replace(QUICK if quick else FULL, shape=plan.shape)
+    setting = replace(QUICK if quick else FULL, shape=plan.shape, kv_cache_bytes=plan.kv_cache_bytes)
     small = replace(setting, ram_gib=plan.small_ram_gib, ssd_gib=0.0)
     bar = None if quick else REUSE_BAR
     with checkpoint(plan.shape) as model:
