@@ -48,7 +48,7 @@ class GoodputPlan:
 
 
 FULL = GoodputPlan(
-    RagWorkload(documents=100, zipf=0.9, chunks=6, chunk_tokens=512, answer_tokens=16),
+    RagWorkload(documents=50, zipf=0.9, chunks=6, chunk_tokens=256, answer_tokens=16),
     slo_s=15.0,
     burst=8,
     loads_of_capacity=(0.7, 0.9),
