@@ -103,7 +103,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="OpenAI's client alone")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has locks/clients.in")
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        # Its clients run in folders of their own. Not resolved: a link is what makes it an environment's.
+        type=os.path.abspath,
+        help="interpreter that has locks/clients.in",
+    )
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results")
     arguments = parser.parse_args()
     tally = run_clients(arguments.python, arguments.quick)
