@@ -30,18 +30,18 @@ class ReusePlan:
     shape: str
     """The model: small, because both servers answer every query."""
     kv_cache_bytes: int
-    """vLLM's, for as many tokens as the other parts have with their model: ten prompts."""
+    """vLLM's, for ten prompts, as the other parts have with their model."""
     small_ram_gib: float
     """Memory of a store that holds about half of the documents, and no disk."""
 
 
 FULL = ReusePlan(
-    RagWorkload(documents=14, chunks=6, chunk_tokens=512, answer_tokens=1),
+    RagWorkload(documents=14, chunks=6, chunk_tokens=256, answer_tokens=1),
     500,
     50,
     "llama-18m",
-    128 << 20,
-    0.014,
+    64 << 20,
+    0.007,
 )
 QUICK = ReusePlan(
     RagWorkload(documents=14, chunks=4, chunk_tokens=128, answer_tokens=1),
