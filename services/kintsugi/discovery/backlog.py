@@ -90,7 +90,7 @@ class Backlog:
         they have at most ``tokens_max`` tokens together. All of them leave."""
         taken: list[Recurring] = []
         room = tokens_max
-        for segment in list(self._waiting.values()):
+        for segment in self._waiting.values():
             room -= len(segment.token_ids)
             if taken and (room < 0 or not segment.is_alike(taken[0])):
                 break

@@ -23,7 +23,7 @@ store, salts = test_discovery.store, test_discovery.salts
 
 
 def distinct_prompts(count: int) -> Iterator[TokenIds]:
-    """Of 131 to 200 tokens each, one segment behind the prefix."""
+    """Prompts of 131 to 200 tokens, each one segment behind the prefix."""
     generator = np.random.default_rng(7)
     for _ in range(0, count, 1000):
         for ids in generator.integers(3, 1000, (1000, 200), np.uint32):
