@@ -21,6 +21,13 @@ LOOPBACK = "127.0.0.1"
 TEMPORARY = Path("/tmp")
 """Ray's own choice, whatever `TMPDIR` is: paths of sockets have at most 107 characters."""
 TOKEN_BYTES = 32
+UNREAD = {
+    "RAY_event_stats": "false",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "false",
+}
+"""Turns off what Ray counts for its dashboard, for `ray list` and for its own metrics: a Ray on loopback
+alone, without a dashboard, has no readers for it. What the environment has of these settings wins."""
 ANSWER_S = 2.0
 """A machine connects to itself at once, or never."""
 
@@ -35,10 +42,12 @@ def start_local_ray(**options: Any) -> None:
     import ray
 
     require_token()
+    for name, value in UNREAD.items():
+        os.environ.setdefault(name, value)
     if "RAY_TMPDIR" not in os.environ:
         # Ray opens its temporary folder to everybody: one inside a folder that it does not know.
         options["_temp_dir"] = str(make_private_folder(TEMPORARY) / "ray")
-    with _keep_loopback():
+    with _keep_loopback(), _leave_out_log_monitor():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -92,6 +101,20 @@ def _keep_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = supported
+
+
+@contextmanager
+def _leave_out_log_monitor() -> Iterator[None]:
+    """It reads all logs ten times a second for drivers that print them, which `log_to_driver` turns off; Ray
+    has no option to leave it out."""
+    from ray._private.node import Node
+
+    start = Node.start_log_monitor
+    Node.start_log_monitor = lambda node: None
+    try:
+        yield
+    finally:
+        Node.start_log_monitor = start
 
 
 def require_token() -> None:

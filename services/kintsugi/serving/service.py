@@ -30,6 +30,16 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
 """Requests and answers are small; chunk KV never passes through Ray."""
+SERVE_ENVIRONMENT = {
+    # A raylet's default niceness of 15 would starve its workers beside other processes.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Each look at the cluster takes 3 ms of CPU. Serve looks ten times a second; to replace a replica takes
+    # it two or three looks.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+}
+"""Settings of Serve and its workers on one machine. What the environment has of them wins."""
 SYSTEM_CPUS = 1
 """CPUs for Serve's controller and the tasks that build applications."""
 POLL_S = 0.25
@@ -62,9 +72,8 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.replicas.max + engines.spares + calibrators) * engines.cpus
     cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
-    # A raylet's default niceness of 15 would starve its workers beside other processes.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    for name, value in SERVE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # Ray raises a plain `Exception` for a node that does not start in time.
     with _expect_ray("start", Exception):
         start_local_ray(

@@ -11,7 +11,13 @@ import pytest
 pytest.importorskip("ray", reason="install the extra `precompute`")
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 
-from kintsugi.precompute.local_ray import make_private_folder, make_token_file, require_token
+from kintsugi.precompute.local_ray import (
+    UNREAD,
+    make_private_folder,
+    make_token_file,
+    require_token,
+    start_local_ray,
+)
 
 
 def mode_of(path: Path) -> int:
@@ -67,3 +73,22 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     folder = make_private_folder(tmp_path)
     assert folder.name.startswith(f"kintsugi-{os.getuid()}-")
     assert (mode_of(folder), mode_of(theirs)) == (0o700, 0o755)
+
+
+def test_what_nobody_reads_is_not_counted_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.node import Node
+
+    start_log_monitor, during = Node.start_log_monitor, []
+    monkeypatch.setattr("ray.init", lambda **options: during.append(Node.start_log_monitor))
+    for name in UNREAD:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_event_stats", "true")
+    start_local_ray()
+    found = {name: os.environ.pop(name) for name in UNREAD}
+    assert found == {**UNREAD, "RAY_event_stats": "true"}
+    assert during != [start_log_monitor]
+    assert Node.start_log_monitor is start_log_monitor, "other users of Ray in this process keep theirs"
