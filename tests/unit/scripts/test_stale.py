@@ -145,19 +145,17 @@ def test_every_benchmark_and_package_in_the_table_exists(stale: ModuleType) -> N
     assert {"tests/fakes/paged_stack.py", "tests/contracts/scattered_attention.py"} <= set(measuring)
 
 
-@pytest.mark.parametrize(
-    "benchmark", ["ttft", "queueing", "loading", "serving", "discovery", "trust", "clients"]
-)
-def test_what_a_listed_package_imports_is_listed(stale: ModuleType, benchmark: str) -> None:
-    """Of the packages whose code runs: those of an in-process store, the store's own or the service's."""
-    listed = [name.split("/")[0] for name in stale.DEPENDS_ON[benchmark]]
-    imported = {
-        match.group(1)
-        for name in listed
-        for file in (SOURCES / "services/kintsugi" / name).rglob("*.py")
-        for match in re.finditer(r"^from kintsugi\.(\w+)", file.read_text(), re.MULTILINE)
-    }
-    assert imported - {"rpc"} <= set(listed)
+def test_what_a_listed_package_imports_is_listed(stale: ModuleType) -> None:
+    """Except for `routing`, which runs one module of `serving`."""
+    for benchmark in stale.DEPENDS_ON.keys() - {"routing"}:
+        listed = [name.split("/")[0] for name in stale.DEPENDS_ON[benchmark]]
+        imported = {
+            match.group(1)
+            for name in listed
+            for file in (SOURCES / "services/kintsugi" / name).rglob("*.py")
+            for match in re.finditer(r"^from kintsugi\.(\w+)", file.read_text(), re.MULTILINE)
+        }
+        assert imported - {"rpc"} <= set(listed), benchmark
 
 
 def test_it_prints_json(stale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
