@@ -65,8 +65,7 @@ class TokenClasses:
         """The positions, ascending and within `[1, len)`, before whose token a new piece begins."""
         if not len(self.table) or len(token_ids) < 2:
             return np.zeros(0, np.intp)
-        classes = self.table[np.minimum(token_ids, len(self.table) - 1)]
-        classes[token_ids >= len(self.table)] = 0
+        classes = self._classes_of(token_ids)
         before, behind = classes[:-1], classes[1:]
         line_ended = (before & ENDS_LINE) != 0
         is_blank = (before & ENDS_PARAGRAPH) != 0
@@ -79,6 +78,18 @@ class TokenClasses:
         simple = np.flatnonzero(is_blank | opens | message_ends) + 1
         contents = _contents(classes, np.flatnonzero(special_before & ~special_behind) + 1)
         return np.unique(np.concatenate((simple, contents)))
+
+    def count_text(self, token_ids: npt.NDArray[np.uint32]) -> int:
+        """How many tokens come before the first that stands between messages; all of them if none does."""
+        if not len(self.table) or not len(token_ids):
+            return len(token_ids)
+        is_special = (self._classes_of(token_ids) & IS_SPECIAL) != 0
+        return int(is_special.argmax()) if is_special.any() else len(token_ids)
+
+    def _classes_of(self, token_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        classes: npt.NDArray[np.uint8] = self.table[np.minimum(token_ids, len(self.table) - 1)]
+        classes[token_ids >= len(self.table)] = 0
+        return classes
 
 
 def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

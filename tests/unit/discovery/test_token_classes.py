@@ -57,3 +57,13 @@ def test_a_run_of_blanks_separates_nothing_and_a_run_of_line_breaks_paragraphs(t
     classes = TokenClasses.of_tokenizer(tokenizer)
     assert classes.find_separators(np.array(indented, np.uint32)).tolist() == []
     assert classes.find_separators(np.array(parted, np.uint32)).tolist() == [11]
+
+
+@pytest.mark.parametrize(
+    ("texts", "count"),
+    [([], 0), (["word", "other"], 2), (["word", "\n", "[INST]", "word"], 2), (["[INST]", "word"], 0)],
+)
+def test_text_is_counted_up_to_the_next_border(tokenizer: Any, texts: list[str], count: int) -> None:
+    ids = np.array(tokenizer.convert_tokens_to_ids(texts), np.uint32)
+    assert TokenClasses.of_tokenizer(tokenizer).count_text(ids) == count
+    assert TokenClasses.none().count_text(ids) == len(texts)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import blake3
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
@@ -34,6 +35,9 @@ from kintsugi.models.prompt_form import load_tokenizer
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)
+
+QUESTION_TOKENS_MIN = 6
+"""So many tokens of text behind the last segment are the question; the label of an answer has fewer."""
 
 
 class Discovery:
@@ -102,8 +106,10 @@ class Discovery:
         of ``tokens_multiple``. Unless ``everywhere``, chunks are looked for only where segments begin, which
         takes a tenth of the time. On a lookup thread."""
         assert self._classes is not None
+        classes = self._classes.result()
         first = space.first_place(prompt)
-        segments = find_segments(prompt, self._classes.result(), first or 0)
+        segments = find_segments(prompt, classes, first or 0)
+        behind = np.frombuffer(prompt.data, "<u4")[segments[-1].end if segments else 0 :]
         starts = None if everywhere else [span.start for span in segments]
         match = match_content(store, space, prompt, shared, starts)
         if first is None and space.prefix_token_ids:
@@ -114,7 +120,8 @@ class Discovery:
             end = span.end - span.num_tokens % tokens_multiple
             if end - span.start >= TOKENS_MIN:
                 keyed.append(Span(span.start, end, ChunkKey.of(space, prompt[span.start : end])))
-        return replace(match, segments=tuple(keyed))
+        asks_behind = classes.count_text(behind) >= QUESTION_TOKENS_MIN
+        return replace(match, segments=tuple(keyed), asks_behind=asks_behind)
 
     def sight(
         self,

@@ -35,6 +35,8 @@ class Match:
     segments: tuple[Span, ...] = ()
     """The segments in which no chunk was found, where they are to be counted: with the keys that they would
     have as chunks."""
+    asks_behind: bool = False
+    """Whether the question stands behind the prompt's last segment. Otherwise that may be the question."""
     num_in_prefix: int = 0
     """Chunks left out because vLLM's prefix cache holds their tokens (`without_prefix`)."""
     segments_counted: int = 0
@@ -269,12 +271,12 @@ def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
 
 
 def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
-    """`BlendPlan.chunks` of a prompt of ``num_tokens``. The last segment, if it stands behind all that was
-    found, is left out: it may be the question."""
+    """`BlendPlan.chunks` of a prompt of ``num_tokens``. A last segment that may be the question is left out,
+    if it stands behind all that was found."""
     spans = {(span.start, span.end) for span in match.spans}
     last = max((end for _, end in spans), default=0)
     segments = [(span.start, span.end) for span in match.segments]
-    if segments and segments[-1][0] >= last:
+    if segments and segments[-1][0] >= last and not match.asks_behind:
         segments.pop()
     return tuple(range(start, end) for start, end in sorted(spans.union(segments)) if end < num_tokens)
 

@@ -22,8 +22,8 @@ from kintsugi.discovery.backlog import SEGMENT_TOKENS_MIN
 from kintsugi.discovery.sightings import BYTES_MAX
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig
-from kintsugi.engine.scheduler.discovery import Discovery
-from kintsugi.engine.scheduler.matching import Match
+from kintsugi.engine.scheduler.discovery import QUESTION_TOKENS_MIN, Discovery
+from kintsugi.engine.scheduler.matching import Match, chunks_of
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import make_chunk
@@ -99,6 +99,30 @@ def test_a_segment_is_queued_at_its_second_sight(salts: Salts) -> None:
     assert segment is not None
     assert segment.token_ids.to_list() == passage(1)
     assert discovery.take(1) == []
+
+
+LABEL, ROLE = [5] * (QUESTION_TOKENS_MIN - 1), [1, 9, 9, 9, 9, 9, 9]
+"""An answer's label behind the question, and markup that opens the answer in a chat form."""
+
+
+@pytest.mark.parametrize(
+    ("behind", "is_chunk"),
+    [
+        ([5] * QUESTION_TOKENS_MIN, True),
+        ([*[5] * QUESTION_TOKENS_MIN, *ROLE], True),
+        ([], False),
+        (LABEL, False),
+        (ROLE, False),
+        ([*LABEL, *ROLE], False),
+    ],
+)
+def test_the_last_segment_is_no_question_where_one_stands_behind_it(
+    salts: Salts, behind: list[int], is_chunk: bool
+) -> None:
+    prompt = TokenIds.of([0, *passage(1), *passage(2), *behind])
+    match = discovery_of(salts).match(RamStore(), space_of(), prompt, None, True)
+    chunks = [range(1, 201), range(201, 401)]
+    assert chunks_of(match, len(prompt)) == tuple(chunks if is_chunk else chunks[:1])
 
 
 def test_the_number_of_sights_is_configured(salts: Salts) -> None:
