@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.support.discovered import agent
-from benchmarks.support.discovered.service import hit_figure
+from benchmarks.support.discovered.service import hit_figure, ttft_figure
 from kintsugi.bench.profile import Request
 from kintsugi.bench.report import Sample
 
@@ -33,6 +33,16 @@ def test_what_the_prefix_cache_holds_counts_only_of_passages_that_are_due() -> N
     coming = [asked(0), asked(0), asked(0, 1), asked(1, 0)]
     figure = hit_figure(coming, [told(0), told(0), told(20, 96), told(50, 96)], [100, 100], bar=None)
     assert figure.value == (100 + 50) / 200
+
+
+def test_requests_that_fail_are_left_out_of_the_means_and_the_figure_does_not_hold() -> None:
+    plain = [Sample(0.0, 4.0, 5.0), Sample(1.0, 2.0, 3.0), Sample(2.0, 9.0, 9.5)]
+    ours = [Sample(0.0, 2.0, 3.0), Sample(1.0, 1.0, 2.0), Sample(2.0, None, 0.1, error="ConnectError")]
+    figure = ttft_figure("ratio", {"plain": plain, "kintsugi": ours}, bar=1.4)
+    assert (figure.value, figure.holds) == (2.0, False)
+    assert figure.detail.endswith("1 failed")
+    assert ttft_figure("ratio", {"plain": plain[:2], "kintsugi": ours[:2]}, bar=1.4).holds is True
+    assert ttft_figure("ratio", {"plain": plain[2:], "kintsugi": ours[2:]}, bar=1.4).value is None
 
 
 METRICS = """# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
