@@ -34,7 +34,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "ttft": (*_BLEND, *_RAM_STORE),
     "queueing": (*_BLEND, *_RAM_STORE),
     "gpu": (*_BLEND, *_RAM_STORE),
-    "loading": (*_BLEND, *_STORE),
+    "loading": (*_BLEND, *_STORE, "quality"),
     "architectures": (*_BLEND, *_STORE),
     "serving": _SERVICE,
     "gateway": ("core", "gateway", "sdk", "models", "precompute", *_STORE),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.store import served
 from benchmarks.support.engines import engine, say, store_chunks
@@ -24,6 +25,7 @@ from benchmarks.support.proxy import hanging_proxy
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.quality import metrics
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY
 
 JUDGED, TINY = "llama-18m", "tiny-llama"
@@ -35,7 +37,6 @@ OPENING = 150
 finds another's blocks."""
 REQUESTS = 1000
 """Pairs behind each judged percentile: so the 50 slowest decide about the 95th."""
-RESAMPLES = 1000
 UNCOUNTED = 10
 BAR = 1.05
 DEADLINES = {"lookup_deadline_ms": 500, "layer_deadline_ms": 2_000}
@@ -130,21 +131,22 @@ def _compared(running: LocalEngine, name: str, reason: str, requests: int, bar: 
 
 def _ratios(name: str, ours: list[float], plain: list[float], bar: float | None) -> list[Figure]:
     """With the interval that holds 95 % of what resampled pairs give."""
-    pairs = np.array([ours, plain])
-    drawn = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
     figures = []
     for percentile in (50, 95):
-        of_ours, of_plain = np.percentile(pairs, percentile, axis=1)
-        resampled = np.percentile(pairs[:, drawn], percentile, axis=2)
-        low, high = np.percentile(resampled[0] / resampled[1], (2.5, 97.5))
+        ratio = metrics.resample(list(zip(ours, plain, strict=True)), partial(_ratio, percentile))
         detail = (
-            f"{of_ours * 1e3:.1f} ÷ {of_plain * 1e3:.1f} ms, {len(ours)} requests each; "
-            f"resampled {low:.3f} to {high:.3f}"
+            f"{_percentile(ours, percentile) * 1e3:.1f} ÷ {_percentile(plain, percentile) * 1e3:.1f} ms, "
+            f"{len(ours)} requests each; resampled {ratio.low:.3f} to {ratio.high:.3f}"
         )
         full_name = f"{name}_ttft_p{percentile}"
-        figures.append(Figure.at_most(full_name, float(of_ours / of_plain), bar, detail=detail))
-        say(f"{full_name}: {of_ours / of_plain:.3f} ({detail})")
+        figures.append(Figure.at_most(full_name, ratio.mean, bar, detail=detail))
+        say(f"{full_name}: {ratio.mean:.3f} ({detail})")
     return figures
+
+
+def _ratio(percentile: int, pairs: Sequence[tuple[float, float]]) -> float:
+    ours, plain = zip(*pairs, strict=True)
+    return _percentile(ours, percentile) / _percentile(plain, percentile)
 
 
 def _ttft_s(running: LocalEngine, prompt: ChunkPrompt, params: KintsugiParams | None, reason: str) -> float:
@@ -153,3 +155,7 @@ def _ttft_s(running: LocalEngine, prompt: ChunkPrompt, params: KintsugiParams | 
         said = str((answer.accounting or {}).get("reason"))
         assert said.startswith(reason), said
     return answer.ttft_s
+
+
+def _percentile(samples: Sequence[float], percentile: int) -> float:
+    return statistics.quantiles(samples, n=100, method="inclusive")[percentile - 1]

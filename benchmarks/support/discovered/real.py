@@ -55,7 +55,7 @@ QUESTION = "What do these passages have in common?"
 
 
 def measure(quick: bool) -> list[Figure]:
-    """With `quick`, a calibration would be too short to pass, and the gate is left open."""
+    """With `quick` the gate is left open: a calibration of that time passes nothing."""
     corpus = read_corpus(MUSIQUE)
     form = load_form(REFERENCE.name, FormName.CHAT)
     texts = _cut(form, corpus.judged[: QUICK_PASSAGES if quick else PASSAGES])

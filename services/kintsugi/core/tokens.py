@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
 from kintsugi.core.errors import InvalidField
 
@@ -59,8 +60,12 @@ class TokenIds(Sequence[int]):
     def join(parts: Iterable[TokenIds]) -> TokenIds:
         return TokenIds(b"".join(part.data for part in parts))
 
+    def to_array(self) -> npt.NDArray[np.uint32]:
+        """The ids, read-only and without a copy."""
+        return np.frombuffer(self.data, "<u4")
+
     def to_list(self) -> list[int]:
-        ids: list[int] = np.frombuffer(self.data, "<u4").tolist()
+        ids: list[int] = self.to_array().tolist()
         return ids
 
     def __len__(self) -> int:
@@ -77,10 +82,10 @@ class TokenIds(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | TokenIds:
         if isinstance(index, int):
-            return int(np.frombuffer(self.data, "<u4")[index])
+            return int(self.to_array()[index])
         start, stop, step = index.indices(len(self))
         if step != 1:
-            return TokenIds(np.frombuffer(self.data, "<u4")[index].tobytes())
+            return TokenIds(self.to_array()[index].tobytes())
         return TokenIds(self.data[ID_BYTES * start : ID_BYTES * max(start, stop)])
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ _Hashes = npt.NDArray[np.uint64]
 def find_segments(token_ids: TokenIds, classes: TokenClasses, offset: int = 0) -> list[Span]:
     """The segments of a prompt from `offset` on, in order: those of `TOKENS_MIN` to `TOKENS_MAX` tokens. What
     is shorter stands at an end of the prompt, or between blocks, and belongs to none."""
-    ids = np.frombuffer(token_ids.data, "<u4")[offset:]
+    ids = token_ids.to_array()[offset:]
     if len(ids) < TOKENS_MIN:
         return []
     edges: list[int] = [0, *find_boundaries(ids, classes).tolist(), len(ids)]

@@ -81,12 +81,12 @@ class TokenClasses:
 
     def count_text(self, token_ids: npt.NDArray[np.uint32]) -> int:
         """How many tokens come before the first that stands between messages; all of them if none does."""
-        if not len(self.table) or not len(token_ids):
-            return len(token_ids)
         is_special = (self._classes_of(token_ids) & IS_SPECIAL) != 0
         return int(is_special.argmax()) if is_special.any() else len(token_ids)
 
     def _classes_of(self, token_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        if not len(self.table):
+            return np.zeros(len(token_ids), np.uint8)
         classes: npt.NDArray[np.uint8] = self.table[np.minimum(token_ids, len(self.table) - 1)]
         classes[token_ids >= len(self.table)] = 0
         return classes

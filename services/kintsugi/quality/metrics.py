@@ -113,7 +113,7 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its bootstrap interval."""
+    """A mean, or another statistic, and its bootstrap interval."""
 
     mean: float
     low: float
@@ -125,7 +125,7 @@ class Interval:
 
 def bootstrap(values: Sequence[float]) -> Interval:
     """95 % interval of a mean. For a paired difference, pass the differences."""
-    return _resample(values, mean)
+    return resample(values, mean)
 
 
 def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float]) -> Interval:
@@ -135,11 +135,11 @@ def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float]) -> Interval
         below = sum(bottom for _, bottom in sample)
         return sum(top for top, _ in sample) / below if below else float("nan")
 
-    return _resample(list(zip(tops, bottoms, strict=True)), share)
+    return resample(list(zip(tops, bottoms, strict=True)), share)
 
 
-def _resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float]) -> Interval:
-    """The bootstrap interval of a statistic."""
+def resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float]) -> Interval:
+    """A statistic and its 95 % bootstrap interval."""
     picks = random.Random(0)
     found = sorted(statistic(picks.choices(sample, k=len(sample))) for _ in range(RESAMPLES))
     tail = (1 - CONFIDENCE) / 2

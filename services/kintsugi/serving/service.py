@@ -34,8 +34,7 @@ SERVE_ENVIRONMENT = {
     # A raylet's default niceness of 15 would starve its workers beside other processes.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Each look at the cluster takes 3 ms of CPU. Serve looks ten times a second; to replace a replica takes
-    # it two or three looks.
+    # Each look at the cluster takes about 3 ms of CPU, and Serve looks ten times a second.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
 }

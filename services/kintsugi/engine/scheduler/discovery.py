@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import blake3
-import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
@@ -109,7 +108,7 @@ class Discovery:
         classes = self._classes.result()
         first = space.first_place(prompt)
         segments = find_segments(prompt, classes, first or 0)
-        behind = np.frombuffer(prompt.data, "<u4")[segments[-1].end if segments else 0 :]
+        segments_end = segments[-1].end if segments else 0
         starts = None if everywhere else [span.start for span in segments]
         match = match_content(store, space, prompt, shared, starts)
         if first is None and space.prefix_token_ids:
@@ -120,7 +119,7 @@ class Discovery:
             end = span.end - span.num_tokens % tokens_multiple
             if end - span.start >= TOKENS_MIN:
                 keyed.append(Span(span.start, end, ChunkKey.of(space, prompt[span.start : end])))
-        asks_behind = classes.count_text(behind) >= QUESTION_TOKENS_MIN
+        asks_behind = classes.count_text(prompt.to_array()[segments_end:]) >= QUESTION_TOKENS_MIN
         return replace(match, segments=tuple(keyed), asks_behind=asks_behind)
 
     def sight(
