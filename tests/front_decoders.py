@@ -19,11 +19,12 @@ import fsspec
 from google.protobuf.message import DecodeError
 
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.core.layout import Codec, HeadRange, KVLayout
 from kintsugi.core.request import KintsugiParams
 from kintsugi.fusor.codecs import decode_frame
 from kintsugi.gateway.fronts import bodies, wire
-from kintsugi.gateway.fronts.openai_request import CHAT_PATH, find_requested_namespace, parse_openai_call
+from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import LENGTH, _read_anything, _send
@@ -59,8 +60,8 @@ def put_request(data: bytes) -> None:
 
 
 def openai_body(data: bytes) -> None:
-    """A body of the HTTP front, for chat and for completions: a call, or `InvalidField`."""
-    for path in (CHAT_PATH, "/v1/completions"):
+    """A body of the HTTP front, for each path that an engine answers: a call, or `InvalidField`."""
+    for path in (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH):
         with contextlib.suppress(InvalidField):
             body = bodies.parse_body(data)
             wanted = find_requested_namespace(body, None)

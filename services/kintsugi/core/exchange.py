@@ -97,6 +97,7 @@ class SaveOutcome:
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class OpenAICall:
 
     request_id: str
     path: str
-    """`COMPLETIONS_PATH` or `CHAT_PATH`."""
+    """`CHAT_PATH`, `COMPLETIONS_PATH` or `RESPONSES_PATH`."""
     body: Mapping[str, Any]
     """The request's JSON, with what is ours (`kintsugi`, `documents` marked as chunks) taken out."""
     params: KintsugiParams

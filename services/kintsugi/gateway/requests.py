@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
@@ -29,6 +29,7 @@ EVENTS_PATH = "/v1/kintsugi/events"
 METHOD_VERBS: Mapping[str, Verb | None] = {
     CHAT_PATH: Verb.GENERATE,
     COMPLETIONS_PATH: Verb.GENERATE,
+    RESPONSES_PATH: Verb.GENERATE,
     RESIDENCY_PATH: Verb.LIST,
     EVENTS_PATH: Verb.LIST,
     "/console/api/compare": Verb.GENERATE,

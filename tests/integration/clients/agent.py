@@ -1,7 +1,8 @@
 """An agent of OpenAI's agent framework that calls a tool and reads its result.
 
-    agent.py URL MODEL LOGIT_BIAS
+    agent.py API URL MODEL LOGIT_BIAS
 
+API is `responses`, as the framework has it unless it is told otherwise, or `chat_completions`.
 A program of its own, because the framework is not among our requirements.
 """
 
@@ -16,6 +17,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -23,6 +25,10 @@ from agents import (
 from openai import AsyncOpenAI
 
 TURNS_MAX = 3
+MODELS = {"responses": OpenAIResponsesModel, "chat_completions": OpenAIChatCompletionsModel}
+STOP = {"stop": ["b", "d", "f", "h"], "include_stop_str_in_output": True}
+"""Random weights end no answer by themselves, and the framework takes one that is cut off for a failure. What
+calls the tool has none of these letters."""
 cities: list[str] = []
 
 
@@ -33,7 +39,7 @@ def look_up(city: Literal["Lima"]) -> str:
     return f"{city} is the capital of Peru."
 
 
-async def main(url: str, model: str, logit_bias: str) -> None:
+async def main(api: str, url: str, model: str, logit_bias: str) -> None:
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     # The first turn must call the tool; the framework lets the model choose in the turns behind it.
@@ -41,12 +47,12 @@ async def main(url: str, model: str, logit_bias: str) -> None:
         tool_choice="look_up",
         max_tokens=128,
         temperature=0,
-        extra_body={"logit_bias": json.loads(logit_bias)},
+        extra_body={"logit_bias": json.loads(logit_bias), **STOP},
     )
     agent = Agent(
         name="geographer",
         instructions="Look cities up.",
-        model=OpenAIChatCompletionsModel(model=model, openai_client=client),
+        model=MODELS[api](model=model, openai_client=client),
         tools=[look_up],
         model_settings=settings,
     )

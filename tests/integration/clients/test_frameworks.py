@@ -64,6 +64,14 @@ def test_langchain_invokes_streams_and_batches(langchain: Any) -> None:
     assert asyncio.run(short.ainvoke(QUESTION)).content == whole.content
 
 
+def test_langchain_asks_for_responses(langchain: Any) -> None:
+    responses = langchain.model_copy(update={"use_responses_api": True, "logit_bias": None, "max_tokens": 6})
+    whole = responses.invoke(QUESTION)
+    assert whole.text
+    assert whole.usage_metadata["output_tokens"] <= 6
+    assert "".join(piece.text for piece in responses.stream(QUESTION)) == whole.text
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_gets_structured_output(langchain: Any, method: str) -> None:
     structured = langchain.with_structured_output(City, method=method, strict=True)
@@ -131,12 +139,13 @@ def test_llama_index_calls_a_tool_and_gets_structured_output(llama_index: Any) -
     assert llama_index.as_structured_llm(City).complete(QUESTION).raw == City(city="Lima")
 
 
+@pytest.mark.parametrize("api", ["responses", "chat_completions"])
 def test_an_agent_reads_what_its_tool_found(
-    service: ServiceUnderTest, clients_python: str, tmp_path: Path
+    service: ServiceUnderTest, clients_python: str, tmp_path: Path, api: str
 ) -> None:
     require(clients_python, "agents")
     program = str(Path(__file__).parent / "agent.py")
     output = run_client(
-        [clients_python, program, service.url, service.model, json.dumps(service.no_blanks)], tmp_path
+        [clients_python, program, api, service.url, service.model, json.dumps(service.no_blanks)], tmp_path
     )
     assert output.splitlines()[-2:] == ["run: ['Lima']", "streamed: ['Lima', 'Lima']"]

@@ -134,6 +134,65 @@ def test_a_tool_call_is_streamed(client: openai.OpenAI, service: ServiceUnderTes
     assert json.loads("".join(function.arguments or "" for function in functions)) == {"city": "Lima"}
 
 
+def test_a_response_whole_and_in_pieces(client: openai.OpenAI, service: ServiceUnderTest) -> None:
+    asked: dict[str, Any] = {"model": service.model, "input": ASKED, "max_output_tokens": 6, "temperature": 0}
+    whole = client.responses.create(**asked, instructions="Answer in one word.")
+    assert whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.output_tokens <= 6
+    with client.responses.stream(**asked, instructions="Answer in one word.") as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == whole.output_text
+    assert "".join(pieces) == whole.output_text
+    likely = client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=2)
+    (message,) = likely.output
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert [len(token.top_logprobs) for token in part.logprobs or ()] == [2] * 6
+
+
+def test_a_response_has_the_structure_that_was_asked_for(
+    client: openai.OpenAI, service: ServiceUnderTest
+) -> None:
+    answer = client.responses.parse(
+        model=service.model, input=ASKED, text_format=City, max_output_tokens=64, temperature=0
+    )
+    assert answer.output_parsed == City(city="Lima")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_a_tool_and_reads_its_result(
+    client: openai.OpenAI, service: ServiceUnderTest, stream: bool
+) -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    asked: dict[str, Any] = {"model": service.model, "tools": [tool], "temperature": 0}
+    more: dict[str, Any] = {
+        "tool_choice": {"type": "function", "name": "look_up"},
+        "max_output_tokens": 128,
+        "extra_body": {"logit_bias": service.no_blanks},
+    }
+    if stream:
+        *_, last = client.responses.create(input=ASKED, stream=True, **asked, **more)
+        assert last.type == "response.completed"
+        answer = last.response
+    else:
+        answer = client.responses.create(input=ASKED, **asked, **more)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("look_up", {"city": "Lima"})
+    result: Any = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": "Lima is the capital of Peru.",
+    }
+    said: Any = [*ASKED, call.model_dump(), result]
+    after = client.responses.create(input=said, max_output_tokens=4, **asked)
+    assert after.usage is not None
+    assert answer.usage is not None
+    assert after.usage.input_tokens > answer.usage.input_tokens
+
+
 def test_plain_completions(client: openai.OpenAI, service: ServiceUnderTest) -> None:
     asked: dict[str, Any] = {"model": service.model, "prompt": "The capital of Peru is", "temperature": 0}
     answer = client.completions.create(**asked, max_tokens=3, n=1, logprobs=2, echo=True)
@@ -181,10 +240,10 @@ def test_what_is_not_served_says_what_is(client: openai.OpenAI, service: Service
         openai.NotFoundError, match=r"POST /v1/embeddings is not served here.*/v1/chat/completions"
     ):
         client.embeddings.create(model=service.model, input="text")
-    with pytest.raises(
-        openai.NotFoundError, match=r"POST /v1/responses is not served here.*/v1/chat/completions"
-    ):
-        client.responses.create(model=service.model, input="text")
+    with pytest.raises(openai.NotFoundError, match=r"GET /v1/responses/one is not served.*/v1/responses"):
+        client.responses.retrieve("one")
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id: names what is not kept here"):
+        client.responses.create(model=service.model, input="text", previous_response_id="one")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="another", messages=ASKED)
     with pytest.raises(openai.BadRequestError, match="temperature"):

@@ -1,4 +1,4 @@
-"""The gateway on HTTP: OpenAI's chat and text completions, the model list, health and metrics.
+"""The gateway on HTTP: OpenAI's chat completions, completions and responses, models, health and metrics.
 
 It checks who calls and finds chunks in messages; everything else in a request is for vLLM's own handlers, in
 the engine. `fronts.limits` bounds requests, `answers` runs them; a caller that leaves ends the work.
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall, OpenAIHead
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.bodies import parse_body, run_beside
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
@@ -51,6 +51,7 @@ class HttpFront:
             routes=[
                 Route(CHAT_PATH, completions, methods=["POST"]),
                 Route(COMPLETIONS_PATH, completions, methods=["POST"]),
+                Route(RESPONSES_PATH, completions, methods=["POST"]),
                 *model_routes(gateway, lambda request: identify(gateway.access, request)),
                 *router_routes(gateway, completions.receive),
                 Route(SERVICE_PATH, self._service, methods=["GET"]),
@@ -94,7 +95,7 @@ class HttpFront:
 
 
 class _Completions:
-    """The ASGI endpoint of chat and text completions."""
+    """The ASGI endpoint of what an engine answers."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -257,7 +258,7 @@ async def _answer_problem(request: Request, error: Exception) -> Response:
 
 async def _answer_unknown_path(request: Request, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 404))
-    served = f"POST {CHAT_PATH}, POST {COMPLETIONS_PATH} and GET /v1/models"
+    served = f"POST {CHAT_PATH}, {RESPONSES_PATH} and {COMPLETIONS_PATH}, and GET /v1/models"
     message = f"{request.method} {request.url.path} is not served here; this gateway answers {served}"
     kind = "NotFoundError" if status == 404 else "MethodNotAllowedError"
     return Problem(status, kind, message).response()

@@ -1,6 +1,7 @@
 """Asks an engine's OpenAI endpoints, and finds what is ours in their answers.
 
-A piece of an answer is a whole response's JSON, or one event of a stream.
+A piece of an answer is a whole response's JSON, or one event of a stream. In both, what is said of the answer
+stands at the top, or, in the events of the Responses API, under `response`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import TIMES, without_times
 from kintsugi.store.protocol.callers import Caller, Verb
 
-_DATA = b"data: "
-_CACHED = b'"prompt_tokens_details"'
+_DATA, _EVENT = b"data: ", b"event: "
+_OPENINGS = tuple(_EVENT + name for name in (b"response.created\n", b"response.in_progress\n"))
+"""Events that vLLM has ready before a request has its turn."""
 _USAGE = b'"usage"'
 _FINISHED = b'"finish_reason":"'
-_USED = ("prompt_tokens", "completion_tokens")
+_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+"""Where a usage says how many of the prompt's tokens were cached: in completions, and in responses."""
+_CACHED = tuple(f'"{name}"'.encode() for name in _DETAILS)
+_NOTHING_CACHED = {"cached_tokens": 0, "cache_write_tokens": 0}
+_PROMPT_FIELDS = ("messages", "documents", "instructions", "input")
+"""Fields of a body that its prompt is made of, beside `prompt`."""
+_TEXT_FIELDS = ("content", "text", "contents", "output")
+_ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
@@ -59,11 +68,11 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._call = call
         self._head: OpenAIHead | None = None
         """Until it has gone out."""
+        self._opening: list[bytes] = []
+        """Events that go out with the head."""
         self._is_stream = False
         self._is_refused = False
         self._pieces = 0
-        self._tokens_used: int | None = None
-        """What a whole answer says of itself."""
         self._usage: Usage | None = None
         self._finish_reasons: list[str] = []
         prompt = call.body.get("prompt")
@@ -86,13 +95,14 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
 
     def read(self, item: OpenAIHead | bytes) -> Sequence[OpenAIHead | bytes]:
         if isinstance(item, OpenAIHead):
-            self._head = item
+            self._head, self._opening = item, []
             self._is_stream = item.content_type.startswith(STREAM_TYPE)
             self._is_refused = item.status >= REFUSED_STATUS_MIN
             return ()
         self._pieces += 1
-        if not self._is_stream:
-            self._tokens_used = tokens_used_in(item)
+        if self._head is not None and item.startswith(_OPENINGS):
+            self._opening.append(item)
+            return ()
         found = accounting_in(item)
         if found is not None:
             self.accounting = found
@@ -104,8 +114,15 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             item = without_accounting_in(item)
         elif found is not None and not self.wants_times:
             item = without_times_in(item)
-        head, self._head = self._head, None
-        return (item,) if head is None else (head, item)
+        return (*self._begin(), item)
+
+    def _begin(self) -> Sequence[OpenAIHead | bytes]:
+        """What goes out before the answer's first token, or its error, and has not yet."""
+        if self._head is None:
+            return ()
+        begun: list[OpenAIHead | bytes] = [self._head, *self._opening]
+        self._head, self._opening = None, []
+        return begun
 
     def describe_request(self) -> Mapping[str, Attribute]:
         return describe_request(self._call.path, self._call.body)
@@ -115,10 +132,18 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
 
     def _note_end(self, document: Any) -> None:
         """Notes what a piece says of how much was used, and why answers ended."""
-        self._usage = usage_in(document) or self._usage
-        choices = document.get("choices") if isinstance(document, dict) else None
-        for choice in choices if isinstance(choices, list) else ():
-            reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+        usage = usage_in(document)
+        self._usage = usage or self._usage
+        answer = _answer_in(document) or {}
+        choices = answer.get("choices")
+        reasons = [
+            choice.get("finish_reason")
+            for choice in (choices if isinstance(choices, list) else ())
+            if isinstance(choice, dict)
+        ]
+        if usage is not None and not reasons:
+            reasons.append(answer.get("status"))
+        for reason in reasons:
             if isinstance(reason, str) and len(self._finish_reasons) < ANSWERS_MAX:
                 self._finish_reasons.append(reason)
 
@@ -130,14 +155,14 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             return first_s
         return min(first_s, self.sent_s + ttft_ms / 1e3)
 
-    def finish(self, first_s: float) -> Sequence[OpenAIHead]:
+    def finish(self, first_s: float) -> Sequence[OpenAIHead | bytes]:
         if self._is_refused:
             self.tokens_unused = self.tokens
+        elif self._usage is not None:
+            self.tokens_unused = self.tokens - self._usage.prompt_tokens - self._usage.completion_tokens
         elif self._is_stream:  # an event is a token, nearly always
             self.tokens_unused = self.tokens - self.tokens_asked - self._pieces
-        elif self._tokens_used is not None:
-            self.tokens_unused = self.tokens - self._tokens_used
-        return () if self._head is None else (self._head,)
+        return self._begin()
 
     async def find_missed(self) -> Sequence[ToSave]:
         if self._call.params.no_store or not self._caller.may(Verb.PUT):
@@ -151,33 +176,23 @@ def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
     return None if holder is None else holder[PARAMS_KEY]
 
 
-def tokens_used_in(piece: bytes) -> int | None:
-    """Tokens of the prompt and the answers, as the usage in a piece has them; None if it has none."""
-    document = None if _USAGE not in piece else _document(piece)
-    usage = document.get("usage") if isinstance(document, dict) else None
-    if not isinstance(usage, dict):
-        return None
-    counts: list[Any] = [usage.get(name, 0) for name in _USED]
-    return sum(counts) if all(type(count) is int and count >= 0 for count in counts) else None
-
-
 def usage_in(document: Any) -> Usage | None:
     """The usage that a response or an event has; None if it has none."""
-    usage = document.get("usage") if isinstance(document, dict) else None
-    if not isinstance(usage, dict):
+    usage = _usage_of(document)
+    if usage is None:
         return None
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-    counts: list[Any] = [usage.get("prompt_tokens"), usage.get("completion_tokens") or 0, cached or 0]
-    return Usage(*counts) if all(type(count) is int for count in counts) else None
+    details = _details_of(usage) or {}
+    asked = usage.get("prompt_tokens", usage.get("input_tokens"))
+    answered = usage.get("completion_tokens", usage.get("output_tokens"))
+    counts: list[Any] = [asked, answered or 0, details.get("cached_tokens") or 0]
+    return Usage(*counts) if all(type(count) is int and count >= 0 for count in counts) else None
 
 
 def with_cached_tokens_in(piece: bytes, accounting: Mapping[str, Any]) -> bytes:
     """The piece with cached tokens that leave out what a blend computed (`genai.count_cached`)."""
-    document = None if _CACHED not in piece else _document(piece)
-    usage = document.get("usage") if isinstance(document, dict) else None
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    if not isinstance(details, dict) or type(details.get("cached_tokens")) is not int:
+    document = _document(piece) if any(name in piece for name in _CACHED) else None
+    details = _details_of(_usage_of(document) or {})
+    if details is None or type(details.get("cached_tokens")) is not int:
         return piece
     reported = details["cached_tokens"]
     details["cached_tokens"] = count_cached(reported, accounting)
@@ -199,16 +214,17 @@ def without_times_in(piece: bytes) -> bytes:
 def without_accounting_in(piece: bytes) -> bytes:
     """The piece for a caller who may not know what was found in the cache: without the accounting, and
     without how many of the prompt's tokens were not computed."""
-    if _NAMED not in piece and _CACHED not in piece:
+    if _NAMED not in piece and not any(name in piece for name in _CACHED):
         return piece
     document = _document(piece)
     if document is None:  # nothing can be taken out of it
         return b""
     while (holder := _holder(document)) is not None:
         del holder[PARAMS_KEY]
-    usage = document.get("usage") if isinstance(document, dict) else None
-    if isinstance(usage, dict):
-        usage.pop("prompt_tokens_details", None)
+    usage = _usage_of(document) or {}
+    usage.pop("prompt_tokens_details", None)
+    if "input_tokens_details" in usage:  # clients of the Responses API count on it
+        usage["input_tokens_details"] = _NOTHING_CACHED
     return _encode_like(piece, document)
 
 
@@ -219,10 +235,9 @@ def estimate_tokens(body: Mapping[str, Any], answer_tokens_max: float = float("i
     prompts = (
         prompt if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else [prompt]
     )
-    asked = sum(_count_tokens(one) for one in (*prompts, body.get("messages"), body.get("documents")))
+    asked = sum(map(_count_tokens, (*prompts, *map(body.get, _PROMPT_FIELDS))))
     most = next(
-        (body[name] for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)),
-        ANSWER_TOKENS_ASSUMED,
+        (body[name] for name in _ANSWER_LIMITS if isinstance(body.get(name), int)), ANSWER_TOKENS_ASSUMED
     )
     n = body.get("n") if isinstance(body.get("n"), int) else 1
     most = most if most <= answer_tokens_max else int(answer_tokens_max)
@@ -236,7 +251,7 @@ def _count_tokens(content: Any) -> int:
     if isinstance(content, list):
         return sum(1 if isinstance(one, int) else _count_tokens(one) for one in content)
     if isinstance(content, Mapping):
-        return sum(_count_tokens(content.get(name)) for name in ("content", "text", "contents"))
+        return sum(_count_tokens(content.get(name)) for name in _TEXT_FIELDS)
     return 0
 
 
@@ -248,21 +263,49 @@ def _is_tokens(prompt: list[Any]) -> bool:
 def _encode_like(piece: bytes, document: Any) -> bytes:
     """The document as JSON, as an event of a stream where ``piece`` is one."""
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    return _DATA + text + b"\n\n" if piece.startswith(_DATA) else text
+    before, _ = _split(piece)
+    return before + text + b"\n\n" if before else text
 
 
 def _document(piece: bytes) -> Any:
     try:
-        return json.loads(piece.removeprefix(_DATA))
+        return json.loads(_split(piece)[1])
     except ValueError:
         return None
 
 
-def _holder(document: Any) -> dict[str, Any] | None:
-    """The mapping whose entry `PARAMS_KEY` is the accounting; None if there is none."""
+def _split(piece: bytes) -> tuple[bytes, bytes]:
+    """What stands before an event's JSON, and the rest. Before that of a whole response stands nothing."""
+    if not piece.startswith((_DATA, _EVENT)):
+        return b"", piece
+    before, data, rest = piece.partition(_DATA)
+    return before + data, rest
+
+
+def _answer_in(document: Any) -> dict[str, Any] | None:
+    """The mapping that says what is said of the answer; None if there is none."""
     if not isinstance(document, dict):
         return None
-    for holder in (document, document.get("kv_transfer_params")):
+    response = document.get("response")
+    return response if isinstance(response, dict) else document
+
+
+def _usage_of(document: Any) -> dict[str, Any] | None:
+    usage = (_answer_in(document) or {}).get("usage")
+    return usage if isinstance(usage, dict) else None
+
+
+def _details_of(usage: Mapping[str, Any]) -> dict[str, Any] | None:
+    details = next((usage[name] for name in _DETAILS if name in usage), None)
+    return details if isinstance(details, dict) else None
+
+
+def _holder(document: Any) -> dict[str, Any] | None:
+    """The mapping whose entry `PARAMS_KEY` is the accounting; None if there is none."""
+    answer = _answer_in(document)
+    if answer is None:
+        return None
+    for holder in (answer, answer.get("kv_transfer_params")):
         if isinstance(holder, dict) and isinstance(holder.get(PARAMS_KEY), dict):
             return holder
     return None

@@ -1,7 +1,8 @@
 """Turns the JSON of an OpenAI request into a call of the engine. Pure.
 
 It takes out what is ours: `kintsugi` (constraints of the blend), the marks of chunks in content parts, and
-chunk texts that the gateway knows, wherever a message holds them. vLLM reads, and refuses, everything else.
+chunk texts that the gateway knows, wherever messages, input or prompt hold them. vLLM reads, and refuses,
+everything else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import CHAT_PATH, OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 from kintsugi.gateway.fronts.narrowing import NARROWING_FIELDS
 from kintsugi.gateway.fronts.retention import find_retention_s
@@ -22,12 +23,24 @@ ANSWERS_MAX = 256
 """Maximum of `n` times the prompts of one request: each is a request in the engine, and all begin at once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
+_PROMPT_FIELDS = {CHAT_PATH: "messages", RESPONSES_PATH: "input"}
+_TEXT_FIELDS = ("content", "output")
+"""Fields of a message or an item that hold its text, or parts with texts; `output` is a tool's."""
+
 Finder = Callable[[str], Sequence[tuple[int, int]]]
 """Finds known chunks in a text: `[start, end)` in characters."""
 
 _RESERVED = {
     "kv_transfer_params": "is set here; say what you want of blending in `kintsugi`",
 }
+
+_KEPT = {
+    "background": "is not served here, as answers are not kept; leave it out and wait for the answer",
+    "conversation": "is not kept here; send all of it in `input`",
+    "previous_response_id": "names what is not kept here; send the whole conversation in `input`",
+}
+"""Fields by which a request to `RESPONSES_PATH` needs an answer to be kept. What vLLM keeps has no bound and
+knows no namespace."""
 
 _GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
 """Parameters that follow from the namespace's privacy."""
@@ -38,6 +51,8 @@ class _Chunks:
     """Chunk texts, each once, in the order of the prompt."""
 
     find: Finder
+    where: str
+    """The field of the body that texts are searched in."""
     texts: dict[str, None] = field(default_factory=dict)
     searched_chars: int = 0
 
@@ -52,7 +67,7 @@ class _Chunks:
         self.searched_chars += len(text)
         if self.searched_chars <= SEARCHED_CHARS_MAX:
             for start, end in self.find(text):
-                self.mark(text[start:end], "messages")
+                self.mark(text[start:end], self.where)
 
 
 def parse_openai_call(
@@ -82,14 +97,21 @@ def parse_openai_call(
     params = _params_of(body.get(PARAMS_KEY), namespace)
     dropped = (PARAMS_KEY, *_RESERVED, *NARROWING_FIELDS)
     passed = {name: value for name, value in body.items() if name not in dropped}
-    chunks = _Chunks(find)
+    chunks = _Chunks(find, _PROMPT_FIELDS.get(path, "prompt"))
     if path == CHAT_PATH:
         if passed.get("documents") is not None:
             passed["documents"] = _documents(passed["documents"], chunks)
-        passed["messages"] = _messages(passed.get("messages"), chunks)
+        passed["messages"] = _items(passed.get("messages"), chunks)
+    elif passed.get("documents") is not None:
+        raise InvalidField("documents", f"belong to {CHAT_PATH}; put their texts into the {chunks.where}")
+    elif path == RESPONSES_PATH:
+        for name, problem in _KEPT.items():
+            if body.get(name) not in (None, False):
+                raise InvalidField(name, problem)
+        for text in _texts([body.get("instructions"), body.get("input")]):
+            chunks.search(text)
+        passed["input"] = _items(body.get("input"), chunks)
     else:
-        if passed.get("documents") is not None:
-            raise InvalidField("documents", f"belong to {CHAT_PATH}; put their texts into the prompt")
         for text in _texts(passed.get("prompt")):
             chunks.search(text)
     return OpenAICall(request_id, path, passed, params, tuple(chunks.texts), dict(trace or {}))
@@ -147,20 +169,22 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
     return KintsugiParams.from_mapping({**extension, "namespace": namespace})
 
 
-def _messages(messages: Any, chunks: _Chunks) -> Any:
-    """The messages without our marks. Searches their texts, tool results among them."""
-    if not isinstance(messages, list):
-        return messages
+def _items(items: Any, chunks: _Chunks) -> Any:
+    """Messages, and whatever else `input` may hold, without our marks. Searches their texts, those of tool
+    results among them."""
+    if not isinstance(items, list):
+        return items
     passed = []
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, str):
-            chunks.search(content)
-        elif isinstance(content, list):
-            where = f"messages[{index}].content"
-            parts = [_part(part, f"{where}[{at}]", chunks) for at, part in enumerate(content)]
-            message = {**message, "content": parts}
-        passed.append(message)
+    for index, item in enumerate(items):
+        for name in _TEXT_FIELDS if isinstance(item, Mapping) else ():
+            content = item.get(name)
+            if isinstance(content, str):
+                chunks.search(content)
+            elif isinstance(content, list):
+                where = f"{chunks.where}[{index}].{name}"
+                parts = [_part(part, f"{where}[{at}]", chunks) for at, part in enumerate(content)]
+                item = {**item, name: parts}
+        passed.append(item)
     return passed
 
 
@@ -201,7 +225,7 @@ def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """The texts of a completion's prompt. The engine finds chunks in token ids itself."""
+    """The texts among ``prompt``, or it alone. The engine finds chunks in token ids itself."""
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one

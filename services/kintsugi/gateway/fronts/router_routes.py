@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineInfo, OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.bodies import run_beside
 from kintsugi.gateway.fronts.errors import Problem, http_status_of
@@ -25,7 +25,9 @@ from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.callers import Caller
 
 EVENTS_DEFAULT = 100
-NAMED_BY = ("messages", "prompt", "chunks", "keys")
+PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLETIONS_PATH}
+"""The fields of a residency request that are a prompt, and where such a prompt is sent to be answered."""
+NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
 """Fields of a residency request that say which chunks are meant; one of them is given."""
 
 
@@ -151,11 +153,10 @@ def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[Ch
         )
     (name,) = named
     value = asked.body[name]
-    if name in ("messages", "prompt"):
-        path = CHAT_PATH if name == "messages" else COMPLETIONS_PATH
+    if name in PROMPT_PATHS:
         call = parse_openai_call(
             "",
-            path,
+            PROMPT_PATHS[name],
             asked.body,
             asked.namespace,
             lambda text: gateway.find_known_texts(asked.namespace, text),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.exchange import CHAT_PATH, Usage
+from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, Usage
 
 Attribute = str | int | float | bool | Sequence[str]
 
@@ -20,6 +20,7 @@ _REQUEST = {
     "model": (str, "gen_ai.request.model"),
     "max_tokens": (int, "gen_ai.request.max_tokens"),
     "max_completion_tokens": (int, "gen_ai.request.max_tokens"),
+    "max_output_tokens": (int, "gen_ai.request.max_tokens"),
     "n": (int, "gen_ai.request.choice.count"),
     "seed": (int, "gen_ai.request.seed"),
     "stream": (bool, "gen_ai.request.stream"),
@@ -36,7 +37,7 @@ def describe_request(path: str, asked: Mapping[str, Any]) -> dict[str, Attribute
     """The attributes of a request: ``path`` is OpenAI's or an RPC's name, ``asked`` its body or sampling
     parameters. Values of another type, which the engine refuses, are left out."""
     found: dict[str, Attribute] = {
-        "gen_ai.operation.name": CHAT if path == CHAT_PATH else COMPLETION,
+        "gen_ai.operation.name": CHAT if path in (CHAT_PATH, RESPONSES_PATH) else COMPLETION,
         "gen_ai.provider.name": PROVIDER,
     }
     for field, (kind, name) in _REQUEST.items():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 OPENAIS_CACHE = {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
 MARKED = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -17,6 +18,7 @@ MARKED = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "expl
     [
         (ChatCompletionRequest, {"messages": [{"role": "user", "content": [MARKED]}]}),
         (CompletionRequest, {"prompt": "x"}),
+        (ResponsesRequest, {"input": "x"}),
     ],
 )
 def test_what_is_asked_of_openais_own_cache_is_accepted(kind: Any, asked: dict[str, Any]) -> None:

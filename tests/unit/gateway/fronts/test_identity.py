@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.console.routes import API_PATH
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.service import SERVICE_PATH
@@ -19,6 +19,7 @@ OPEN = ("GET /healthz", "GET /health", "GET /readyz", "GET /console", "GET /cons
 CLOSED = (
     f"POST {CHAT_PATH}",
     f"POST {COMPLETIONS_PATH}",
+    f"POST {RESPONSES_PATH}",
     "GET /v1/models",
     "GET /v1/models/scripted",
     f"POST {RESIDENCY_PATH}",

@@ -266,6 +266,11 @@ def test_streams_begin_at_the_step_whatever_was_cached() -> None:
         ({"messages": [{"content": [{"type": "text", "text": "x" * 40}]}], "max_tokens": 1}, (11, 1)),
         ({"messages": "no list", "n": "two", "max_tokens": -5}, (2, 0)),
         ({"documents": [{"text": "x" * 40}, "y" * 40], "messages": [], "max_tokens": 1}, (22, 1)),
+        ({"instructions": "x" * 40, "input": "y" * 40, "max_output_tokens": 9}, (22, 9)),
+        (
+            {"input": [{"output": "x" * 40}, {"content": [{"text": "y" * 40}]}], "max_output_tokens": 1},
+            (22, 1),
+        ),
     ],
 )
 def test_what_a_request_may_cost_is_estimated(

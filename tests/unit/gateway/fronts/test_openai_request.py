@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.request import SPANS_MAX, Op, SelectorName
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 
@@ -63,6 +63,42 @@ def test_marked_parts_are_chunks_and_lose_their_mark() -> None:
         {"type": "image_url", "image_url": {"url": "x"}},
         "not even a part",
     ]
+
+
+def test_what_a_response_is_asked_for_is_searched_too() -> None:
+    """Instructions, messages and the results of tools, which have no content but an output."""
+    part = {"type": "input_text", "text": "new one", "kintsugi": {"chunk": True}}
+    items = [
+        {"role": "user", "content": f"see {KNOWN[1]}"},
+        {"type": "function_call", "call_id": "1", "name": "look_up", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": f"found: {KNOWN[0]}"},
+        {"type": "function_call_output", "call_id": "2", "output": [part]},
+        "not even an item",
+    ]
+    call = parsed({"input": items, "background": False}, RESPONSES_PATH)
+    assert call.chunk_texts == (KNOWN[1], KNOWN[0], "new one")
+    assert call.body["input"][:3] == items[:3]
+    assert call.body["input"][3]["output"] == [{"type": "input_text", "text": "new one"}]
+    said = parsed({"instructions": KNOWN[0], "input": f"{KNOWN[1]} Why?"}, RESPONSES_PATH)
+    assert said.chunk_texts == KNOWN
+    assert parsed({"input": 3}, RESPONSES_PATH).body == {"input": 3}, "vLLM says what is wrong"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"documents": ["one"]}, "documents"),
+        ({"input": [{"content": [{"text": "", "kintsugi": {"chunk": True}}]}]}, "input[0].content[0].text"),
+    ],
+)
+def test_a_response_needs_nothing_that_is_kept(more: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parsed({"input": "Why?", **more}, RESPONSES_PATH)
+    assert caught.value.field == field
 
 
 def test_documents_are_chunks_in_the_form_that_templates_read() -> None:

@@ -1,0 +1,93 @@
+"""vLLM's handlers of OpenAI's requests, whose streams can be closed and end with the accounting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from kintsugi.core.request import PARAMS_KEY
+from kintsugi.engine.openai.requests import CallState
+
+_DONE = "data: [DONE]\n\n"
+_DATA = "data: "
+
+
+class OurChat(OpenAIServingChat):  # type: ignore[misc]
+    def chat_completion_stream_generator(self, request: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        state = request.call_state
+        state.streams.append(outputs)
+        return super().chat_completion_stream_generator(
+            request, _note_outputs(outputs, state), *args, **kwargs
+        )
+
+
+class OurCompletion(OpenAIServingCompletion):  # type: ignore[misc]
+    def completion_stream_generator(
+        self, request: Any, engine_inputs: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        state = request.call_state
+        state.streams.append(outputs)
+        return super().completion_stream_generator(
+            request, engine_inputs, _note_outputs(outputs, state), *args, **kwargs
+        )
+
+
+class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
+    """The accounting stands in the last event's response, as in one that is no stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Whatever the environment says: what vLLM keeps has no bound, and whoever knows an id may read it.
+        self.enable_store = False
+
+    def responses_stream_generator(
+        self, request: Any, sampling_params: Any, contexts: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        request.call_state.streams.append(contexts)
+        events = super().responses_stream_generator(request, sampling_params, contexts, *args, **kwargs)
+        request.call_state.streams.append(events)
+        return _encode_events(events)
+
+
+async def _encode_events(events: AsyncIterator[Any]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"event: {event.type}\n{_DATA}{event.model_dump_json(by_alias=True)}\n\n"
+
+
+async def _note_outputs(items: AsyncIterator[Any], state: CallState) -> AsyncIterator[Any]:
+    """``items``: outputs, or pairs of a prompt's index and its output."""
+    try:
+        async for item in items:
+            state.note(item[1] if isinstance(item, tuple) else item)
+            yield item
+    except EngineDeadError:
+        state.engine_died = True
+        raise
+
+
+async def with_accounting(events: AsyncIterator[str], state: CallState) -> AsyncIterator[str]:
+    """Pass events on. From the engine's last output on, hold the newest one back to add the accounting."""
+    held: str | None = None
+    async for event in events:
+        if event == _DONE and held is not None:
+            held = _add_accounting(held, state.accounting)
+        if held is not None:
+            yield held
+            held = None
+        if state.accounting is None or event == _DONE:
+            yield event
+        else:
+            held = event
+    if held is not None:
+        yield held
+
+
+def _add_accounting(event: str, accounting: Mapping[str, Any] | None) -> str:
+    document = json.loads(event.removeprefix(_DATA))
+    return f"{_DATA}{json.dumps({**document, PARAMS_KEY: accounting}, ensure_ascii=False)}\n\n"

@@ -1,0 +1,184 @@
+"""OpenAI's Responses API by OpenAI's own client, over the front end, the engine and the store, all real."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kintsugi.core.exchange import RESPONSES_PATH
+from kintsugi.gateway.requests import RESIDENCY_PATH
+from kintsugi.models.bundled import showcase
+from tests.integration.serving.openai.conftest import Served
+from tests.integration.serving.openai.test_openai_client import TOOL, accounting_of, client, reused
+
+pytestmark = pytest.mark.engine
+
+FUNCTION: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+
+
+def ask(served: Served, namespace: str, given: Any, **more: Any) -> Any:
+    return client(served, namespace).responses.create(
+        **{"model": served.model, "input": given, "max_output_tokens": 2, "temperature": 0, **more}
+    )
+
+
+def test_known_chunks_in_the_input_are_hit_and_the_answer_is_right(served: Served) -> None:
+    show = showcase()
+    stored = served.store("responses", show.chunks)
+    answer = ask(served, "responses", "".join(show.chunks) + show.question)
+    assert answer.output_text.strip().startswith(show.answer)
+    assert answer.id.startswith("resp_")
+    assert answer.usage.input_tokens_details.cached_tokens >= stored
+    accounting = accounting_of(answer)
+    assert (accounting["outcome"], reused(served, accounting)) == ("blended", stored)
+    assert reused(served, accounting_of(ask(served, "another", "".join(show.chunks)))) == 0
+
+
+def test_a_stream_ends_with_the_accounting(served: Served) -> None:
+    show = showcase()
+    stored = served.store("streamed", show.chunks)
+    events = list(ask(served, "streamed", "".join(show.chunks) + show.question, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text.strip().startswith(show.answer)
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    assert (last.output_text, last.usage.output_tokens) == (text, 2)
+    assert reused(served, accounting_of(last)) == stored
+
+
+def test_chunks_in_instructions_messages_and_results_of_tools_are_hit(served: Served) -> None:
+    show = showcase()
+    first, second, *others = show.chunks
+    stored = served.store("items", show.chunks)
+    answer = ask(
+        served,
+        "items",
+        [
+            {"role": "user", "content": [{"type": "input_text", "text": second}]},
+            {"type": "function_call", "call_id": "1", "name": "look_up", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "found:\n" + "\n\n".join(others)},
+            {"role": "user", "content": show.question},
+        ],
+        instructions=first,
+    )
+    assert reused(served, accounting_of(answer)) == stored
+
+
+def test_a_tool_that_was_named_is_called(served: Served) -> None:
+    blanks = {token for blank in (" ", "\n", "\t", "\r") for token in served.chunker.token_ids(blank)}
+    answer = ask(
+        served,
+        "functions",
+        "Where?",
+        tools=[FUNCTION],
+        tool_choice={"type": "function", "name": "look_up"},
+        max_output_tokens=200,
+        extra_body={"logit_bias": {str(token): -100 for token in blanks}},
+    )
+    (call,) = answer.output
+    assert (call.type, call.name, json.loads(call.arguments)) == (
+        "function_call",
+        "look_up",
+        {"city": "Lima"},
+    )
+
+
+def test_routers_see_what_lies_of_an_input(served: Served) -> None:
+    show = showcase()
+    served.store("responses-routed", show.chunks)
+    body = {"model": served.model, "input": "".join(show.chunks)}
+    residency = served.post(RESIDENCY_PATH, body, "responses-routed").json()
+    assert [one["resident"] for one in residency["chunks"]] == [True] * len(show.chunks)
+    unknown = served.post(RESIDENCY_PATH, {**body, "input": "Where is it, then?"}, "responses-routed").json()
+    assert unknown["chunks"] == [], "an engine has rendered and searched it"
+    endless = served.post(RESIDENCY_PATH, {**body, "input": "a " * 4200}, "responses-routed")
+    assert endless.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "field"),
+    [
+        ({"model": "another"}, 404, "model"),
+        ({"input": "a " * 4200}, 400, "input_tokens"),
+        ({"input": 3}, 400, "input"),
+        ({"input": None}, 400, "input"),
+        ({"max_output_tokens": "many"}, 400, "max_output_tokens"),
+        ({"temperature": -1, "stream": True}, 400, "temperature"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ({"background": True}, 400, "background"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
+    ],
+)
+def test_bad_input_is_refused_and_the_next_request_is_served(
+    served: Served, change: dict[str, Any], status: int, field: str
+) -> None:
+    body = {"model": served.model, "input": "Where?", "max_output_tokens": 1}
+    refused = served.post(RESPONSES_PATH, {**body, **change})
+    assert refused.status_code == status, refused.text
+    param = refused.json()["error"]["param"]
+    assert param == field or param.startswith(f"{field}."), refused.text
+    fine = served.post(RESPONSES_PATH, {**body, "store": True, "an_unknown_field": 1})
+    assert fine.status_code == 200
+
+
+def test_no_answer_is_kept(served: Served) -> None:
+    """Whoever knew its id would read another tenant's."""
+    api = client(served, "responses").responses
+    answer = api.create(model=served.model, input="Where?", max_output_tokens=1, store=True)
+    assert not served.engine._front._responses.response_store
+    with pytest.raises(openai.NotFoundError):
+        api.retrieve(answer.id)
+
+
+def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
+    body = {
+        "model": served.model,
+        "input": "The old ships",
+        "max_output_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    url = f"http://{served.address}{RESPONSES_PATH}"
+    with httpx.stream("POST", url, json=body, headers=served.headers("left"), timeout=60) as response:
+        lines = response.iter_lines()  # kept: without a reader, httpx would leave at once
+        assert next(line for line in lines if "output_text.delta" in line)
+        assert served.engine.stats().running == 1
+    deadline_s = time.monotonic() + 10
+    while served.engine.stats().running and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert served.engine.stats().running == 0
+    assert not served.engine.client.output_processor.has_unfinished_requests()
+
+
+def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    generate, tried = served.engine.client.generate, 0
+
+    async def dying(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            raise EngineDeadError
+        async for output in generate(*args, **more):
+            yield output
+            if tried == 3 and output.outputs[0].text:
+                raise EngineDeadError
+
+    monkeypatch.setattr(served.engine.client, "generate", dying)
+    more: Any = {"max_output_tokens": 8, "stream": True, "extra_body": {"ignore_eos": True}}
+    *_, last = ask(served, "dying", "Where?", **more)
+    assert (last.type, tried) == ("response.completed", 2)
+    with pytest.raises(openai.APIError, match="the engine has died"):
+        list(ask(served, "dying", "Where?", **more))
+    assert tried == 3
