@@ -3,7 +3,8 @@
 Templates, tools, sampling, streaming, usage, logprobs and errors are vLLM's. Three things are ours, each at
 one place of vLLM's code: what a rendered prompt is tokenised to (`BaseRenderer._tokenize_prompt_async`, an
 attribute of the renderer), the `kv_transfer_params` of a request (`to_sampling_params`, called once the
-prompt is tokenised), and the accounting of a streamed completion, which vLLM leaves out (stream generators).
+prompt is tokenised), and what its streams leave out (`engine.openai.serving`). What vLLM would ignore or trip
+over is refused or mended before it sees it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavaila
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import trim_spans
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents
+from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents, with_whole_messages
 from kintsugi.engine.openai.requests import (
     CallState,
     OurChatRequest,
@@ -39,7 +40,7 @@ from kintsugi.engine.openai.requests import (
     OurResponsesRequest,
 )
 from kintsugi.engine.openai.serving import OurChat, OurCompletion, OurResponses, with_accounting
-from kintsugi.engine.openai.tools import check_tools, check_tools_are_callers
+from kintsugi.engine.openai.tools import check_response_tools, check_tools
 
 try:
     from vllm.renderers.chat_utils import load_chat_template
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 _DIED = "the engine has died; send the request to another"
+_UNREADABLE = "vLLM made no answer of what was generated; the engine's log says why"
+_SERVER_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
+_NO_ITEM = "is neither a message (role and content) nor a tool's call or output as OpenAI has them"
 
 
 class OpenAIFront:
@@ -148,7 +152,10 @@ class OpenAIFront:
         except KintsugiError:
             raise
         except ValidationError as error:
-            return create_error_response(*_problem_of(error))
+            if state.sampled:  # it is of an answer, which an engine has given
+                logger.exception("Request %s failed", state.call.request_id)
+                return create_error_response(_UNREADABLE, "InternalServerError", _SERVER_ERROR)
+            return create_error_response(*_problem_of(error, state.call.body))
         except Exception as error:
             # The same table by which vLLM's server answers: a caller's mistake is a 400, ours a 500.
             response = create_error_response(error)
@@ -169,10 +176,13 @@ class OpenAIFront:
         elif call.path == COMPLETIONS_PATH:
             request = OurCompletionRequest.model_validate(body)
         elif call.path == RESPONSES_PATH:
-            check_tools_are_callers(body)
+            check_response_tools(body)
             check_tools(body, self._parses_tools)
+            # Answers cannot be made of all that may be null in a request.
+            body = {name: value for name, value in body.items() if value is not None}
             # vLLM names responses as their requests, completions with a prefix.
             body["request_id"] = f"resp_{call.request_id}"
+            body["input"] = with_whole_messages(body.get("input"))
             request = OurResponsesRequest.model_validate(body)
         else:
             raise InvalidField("path", f"{call.path!r} is no path that an engine answers")
@@ -193,7 +203,8 @@ class OpenAIFront:
         if isinstance(request, OurCompletionRequest):
             return await self._completion.render_completion_request(request)
         if isinstance(request, OurResponsesRequest):
-            result = await self._responses.online_renderer.render_responses(request)
+            error = await self._responses._check_model(request)
+            result = error or await self._responses.online_renderer.render_responses(request)
             return [result.engine_input] if hasattr(result, "engine_input") else result
         rendered = await self._chat.render_chat_request(request)
         return rendered[1] if isinstance(rendered, tuple) else rendered
@@ -224,9 +235,15 @@ def _raw_request(trace: Mapping[str, str]) -> Request:
     return Request({"type": "http", "headers": headers})
 
 
-def _problem_of(error: ValidationError) -> tuple[Any, ...]:
+def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> tuple[Any, ...]:
     """Message, type, status and field of a body that vLLM's request does not accept."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    first = errors[0]
+    if first["loc"][:1] == ("input",) and isinstance(body.get("input"), list):
+        # One error for each kind of item that it might have been.
+        index = next((part for one in errors for part in one["loc"] if isinstance(part, int)), 0)
+        where = f"input[{index}]"
+        return f"{where}: {_NO_ITEM}", "BadRequestError", HTTPStatus.BAD_REQUEST, where
     where = ".".join(str(part) for part in first["loc"] if re.fullmatch(r"\w+", str(part)))
     cause = first.get("ctx", {}).get("error")
     where = getattr(cause, "parameter", None) or where

@@ -62,6 +62,26 @@ def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "messages": messages, "documents": None}
 
 
+def with_whole_messages(items: Any) -> Any:
+    """The items of a response's `input`, each of the assistant's messages with one part: vLLM reads the first
+    alone, and stumbles over a refusal and over none."""
+    if not isinstance(items, list):
+        return items
+    return [_with_one_part(item) if isinstance(item, Mapping) else item for item in items]
+
+
+def _with_one_part(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    parts = item.get("content")
+    if item.get("role") != "assistant" or not isinstance(parts, list):
+        return item
+    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, Mapping)]
+    texts = [text for text in texts if isinstance(text, str)]
+    if len(texts) < len(parts):
+        return item  # vLLM refuses it
+    part = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    return {**item, "type": "message", "content": [part]}
+
+
 def _is_user_message(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "user"
 

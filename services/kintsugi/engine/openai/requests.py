@@ -16,6 +16,9 @@ from kintsugi.core.exchange import OpenAICall
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.core.spaces import Span
 
+ANSWER_ROOM_TOKENS = 256
+"""What a truncated prompt leaves for an answer that the request does not bound."""
+
 
 @dataclass
 class CallState:
@@ -89,6 +92,16 @@ class OurCompletionRequest(_OurRequest, CompletionRequest):  # type: ignore[misc
 
 class OurResponsesRequest(_OurRequest, ResponsesRequest):  # type: ignore[misc]
     _call_state: Any = PrivateAttr(None)
+
+    def build_tok_params(self, model_config: Any) -> Any:
+        """A prompt that is truncated loses its beginning, as with OpenAI, and leaves room for an answer: vLLM
+        would cut the question off, and leave one token."""
+        params = super().build_tok_params(model_config)
+        if params.truncate_prompt_tokens is None:
+            return params
+        room = min(self.max_output_tokens or ANSWER_ROOM_TOKENS, model_config.max_model_len // 2)
+        kept = model_config.max_model_len - room
+        return dataclasses.replace(params, truncate_prompt_tokens=kept, truncation_side="left")
 
 
 OurRequest = OurChatRequest | OurCompletionRequest | OurResponsesRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.engine.openai.requests import CallState
+
+logger = logging.getLogger(__name__)
 
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
@@ -52,12 +55,19 @@ class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
         request.call_state.streams.append(contexts)
         events = super().responses_stream_generator(request, sampling_params, contexts, *args, **kwargs)
         request.call_state.streams.append(events)
-        return _encode_events(events)
+        return self._encode_events(events, request)
 
-
-async def _encode_events(events: AsyncIterator[Any]) -> AsyncIterator[str]:
-    async for event in events:
-        yield f"event: {event.type}\n{_DATA}{event.model_dump_json(by_alias=True)}\n\n"
+    async def _encode_events(self, events: AsyncIterator[Any], request: Any) -> AsyncIterator[str]:
+        """The events as they are sent. A failure is the last one, as in vLLM's other streams."""
+        try:
+            async for event in events:
+                yield f"event: {event.type}\n{_DATA}{event.model_dump_json(by_alias=True)}\n\n"
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("Request %s failed", request.request_id)
+            yield f"{_DATA}{self.create_streaming_error_response(error)}\n\n"
+            yield _DONE
 
 
 async def _note_outputs(items: AsyncIterator[Any], state: CallState) -> AsyncIterator[Any]:

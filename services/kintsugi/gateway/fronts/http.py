@@ -46,14 +46,14 @@ class HttpFront:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        completions = _Completions(gateway)
+        answers = _Answers(gateway)
         self.app = Starlette(
             routes=[
-                Route(CHAT_PATH, completions, methods=["POST"]),
-                Route(COMPLETIONS_PATH, completions, methods=["POST"]),
-                Route(RESPONSES_PATH, completions, methods=["POST"]),
+                Route(CHAT_PATH, answers, methods=["POST"]),
+                Route(COMPLETIONS_PATH, answers, methods=["POST"]),
+                Route(RESPONSES_PATH, answers, methods=["POST"]),
                 *model_routes(gateway, lambda request: identify(gateway.access, request)),
-                *router_routes(gateway, completions.receive),
+                *router_routes(gateway, answers.receive),
                 Route(SERVICE_PATH, self._service, methods=["GET"]),
                 Route("/healthz", self._health, methods=["GET"]),
                 # Where vLLM's own server answers, and load generators look first.
@@ -94,7 +94,7 @@ class HttpFront:
         return JSONResponse(await describe_service(self._gateway, caller))
 
 
-class _Completions:
+class _Answers:
     """The ASGI endpoint of what an engine answers."""
 
     def __init__(self, gateway: Gateway) -> None:

@@ -12,10 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.exchange import OpenAICall, OpenAIHead, Usage
+from kintsugi.core.exchange import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    OpenAICall,
+    OpenAIHead,
+    Usage,
+)
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.fronts.openai_request import ANSWERS_MAX
+from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX
 from kintsugi.gateway.fronts.retention import find_retention_s
 from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
 from kintsugi.gateway.prompts import Prompts
@@ -32,16 +39,19 @@ _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 """Where a usage says how many of the prompt's tokens were cached: in completions, and in responses."""
 _CACHED = tuple(f'"{name}"'.encode() for name in _DETAILS)
 _NOTHING_CACHED = {"cached_tokens": 0, "cache_write_tokens": 0}
-_PROMPT_FIELDS = ("messages", "documents", "instructions", "input")
-"""Fields of a body that its prompt is made of, beside `prompt`."""
-_TEXT_FIELDS = ("content", "text", "contents", "output")
-_ANSWER_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_COUNTED = {
+    CHAT_PATH: ("messages", "documents"),
+    COMPLETIONS_PATH: ("prompt",),
+    RESPONSES_PATH: ("instructions", "input"),
+}
+"""Fields of a body that its prompt is made of."""
+_COUNTED_WITHIN = ("content", "text", "contents", "output", "arguments", "summary")
 CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
 """Length of an answer whose request does not bound it."""
-REFUSED_STATUS_MIN = 400
-"""HTTP statuses from here on say that nothing was generated."""
+REFUSED = range(400, 500)
+"""HTTP statuses that say that nothing was generated."""
 STREAM_TYPE = "text/event-stream"
 _NAMED = f'"{PARAMS_KEY}"'.encode()
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
@@ -62,7 +72,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self.may_overtake = isinstance(priority, int) and priority < 0
         # Before an engine has told what its model can write, a caller's number is not believed.
         answer_tokens_max = prompts.tokens_max or ANSWER_TOKENS_ASSUMED
-        self.tokens_asked, answer_tokens = estimate_tokens(call.body, answer_tokens_max)
+        self.tokens_asked, answer_tokens = estimate_tokens(call.path, call.body, answer_tokens_max)
         self.tokens = self.tokens_asked + answer_tokens
         self._prompts = prompts
         self._call = call
@@ -97,7 +107,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         if isinstance(item, OpenAIHead):
             self._head, self._opening = item, []
             self._is_stream = item.content_type.startswith(STREAM_TYPE)
-            self._is_refused = item.status >= REFUSED_STATUS_MIN
+            self._is_refused = item.status in REFUSED
             return ()
         self._pieces += 1
         if self._head is not None and item.startswith(_OPENINGS):
@@ -228,20 +238,20 @@ def without_accounting_in(piece: bytes) -> bytes:
     return _encode_like(piece, document)
 
 
-def estimate_tokens(body: Mapping[str, Any], answer_tokens_max: float = float("inf")) -> tuple[int, int]:
+def estimate_tokens(
+    path: str, body: Mapping[str, Any], answer_tokens_max: float = float("inf")
+) -> tuple[int, int]:
     """About how many tokens the prompts and the answers of a request have. ``answer_tokens_max``: the most
     that one answer can have, whatever the request asks for."""
-    prompt = body.get("prompt")
-    prompts = (
-        prompt if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else [prompt]
-    )
-    asked = sum(map(_count_tokens, (*prompts, *map(body.get, _PROMPT_FIELDS))))
+    prompt = body.get("prompt") if path == COMPLETIONS_PATH else None
+    prompts = len(prompt) if isinstance(prompt, list) and not _is_tokens(prompt) else 1
+    asked = sum(_count_tokens(body.get(name)) for name in _COUNTED[path])
     most = next(
-        (body[name] for name in _ANSWER_LIMITS if isinstance(body.get(name), int)), ANSWER_TOKENS_ASSUMED
+        (body[name] for name in ANSWER_LIMITS[path] if isinstance(body.get(name), int)), ANSWER_TOKENS_ASSUMED
     )
     n = body.get("n") if isinstance(body.get("n"), int) else 1
     most = most if most <= answer_tokens_max else int(answer_tokens_max)
-    return asked, max(0, most) * max(1, n or 1) * max(1, len(prompts))
+    return asked, max(0, most) * max(1, n or 1) * max(1, prompts)
 
 
 def _count_tokens(content: Any) -> int:
@@ -251,7 +261,7 @@ def _count_tokens(content: Any) -> int:
     if isinstance(content, list):
         return sum(1 if isinstance(one, int) else _count_tokens(one) for one in content)
     if isinstance(content, Mapping):
-        return sum(_count_tokens(content.get(name)) for name in _TEXT_FIELDS)
+        return sum(_count_tokens(content.get(name)) for name in _COUNTED_WITHIN)
     return 0
 
 

@@ -1,8 +1,8 @@
 """Turns the JSON of an OpenAI request into a call of the engine. Pure.
 
 It takes out what is ours: `kintsugi` (constraints of the blend), the marks of chunks in content parts, and
-chunk texts that the gateway knows, wherever messages, input or prompt hold them. vLLM reads, and refuses,
-everything else.
+chunk texts that the gateway knows, wherever messages, instructions, input or prompt hold them. vLLM reads,
+and refuses, everything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, OpenAICall
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 from kintsugi.gateway.fronts.narrowing import NARROWING_FIELDS
 from kintsugi.gateway.fronts.retention import find_retention_s
@@ -23,7 +23,13 @@ ANSWERS_MAX = 256
 """Maximum of `n` times the prompts of one request: each is a request in the engine, and all begin at once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
-_PROMPT_FIELDS = {CHAT_PATH: "messages", RESPONSES_PATH: "input"}
+ANSWER_LIMITS = {
+    CHAT_PATH: ("max_completion_tokens", "max_tokens"),
+    COMPLETIONS_PATH: ("max_tokens",),
+    RESPONSES_PATH: ("max_output_tokens",),
+}
+"""Fields that say how long an answer may be; the first one given counts."""
+_PROMPT_FIELDS = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input"}
 _TEXT_FIELDS = ("content", "output")
 """Fields of a message or an item that hold its text, or parts with texts; `output` is a tool's."""
 
@@ -38,6 +44,7 @@ _KEPT = {
     "background": "is not served here, as answers are not kept; leave it out and wait for the answer",
     "conversation": "is not kept here; send all of it in `input`",
     "previous_response_id": "names what is not kept here; send the whole conversation in `input`",
+    "previous_input_messages": "are read for one kind of model alone; send the whole conversation in `input`",
 }
 """Fields by which a request to `RESPONSES_PATH` needs an answer to be kept. What vLLM keeps has no bound and
 knows no namespace."""
@@ -52,7 +59,7 @@ class _Chunks:
 
     find: Finder
     where: str
-    """The field of the body that texts are searched in."""
+    """The field of the body that most texts are in."""
     texts: dict[str, None] = field(default_factory=dict)
     searched_chars: int = 0
 
@@ -88,6 +95,8 @@ def parse_openai_call(
         if body.get(name) is not None:
             raise InvalidField(name, problem)
     _check_answers(body)
+    for name in ANSWER_LIMITS[path]:
+        _check_whole_number(body.get(name), name)
     _check_priority(body.get("priority"), allow_negative_priority)
     find_retention_s(body)  # checks it
     if body.get("use_beam_search") not in (None, False):
@@ -97,32 +106,38 @@ def parse_openai_call(
     params = _params_of(body.get(PARAMS_KEY), namespace)
     dropped = (PARAMS_KEY, *_RESERVED, *NARROWING_FIELDS)
     passed = {name: value for name, value in body.items() if name not in dropped}
-    chunks = _Chunks(find, _PROMPT_FIELDS.get(path, "prompt"))
-    if path == CHAT_PATH:
-        if passed.get("documents") is not None:
-            passed["documents"] = _documents(passed["documents"], chunks)
-        passed["messages"] = _items(passed.get("messages"), chunks)
-    elif passed.get("documents") is not None:
-        raise InvalidField("documents", f"belong to {CHAT_PATH}; put their texts into the {chunks.where}")
-    elif path == RESPONSES_PATH:
-        for name, problem in _KEPT.items():
-            if body.get(name) not in (None, False):
-                raise InvalidField(name, problem)
-        for text in _texts([body.get("instructions"), body.get("input")]):
-            chunks.search(text)
-        passed["input"] = _items(body.get("input"), chunks)
-    else:
-        for text in _texts(passed.get("prompt")):
-            chunks.search(text)
+    chunks = _Chunks(find, _PROMPT_FIELDS[path])
+    _take_chunks(path, passed, chunks)
     return OpenAICall(request_id, path, passed, params, tuple(chunks.texts), dict(trace or {}))
+
+
+def _take_chunks(path: str, body: dict[str, Any], chunks: _Chunks) -> None:
+    """Finds the chunks of a body, and takes their marks out of it. Raises `InvalidField`, also for what needs
+    an answer to be kept."""
+    if path == CHAT_PATH:
+        if body.get("documents") is not None:
+            body["documents"] = _documents(body["documents"], chunks)
+        body["messages"] = _items(body.get("messages"), chunks)
+        return
+    if body.get("documents") is not None:
+        raise InvalidField("documents", f"belong to {CHAT_PATH}; put their texts into the {chunks.where}")
+    if path == COMPLETIONS_PATH:
+        for text in _texts(body.get("prompt")):
+            chunks.search(text)
+        return
+    for name, problem in _KEPT.items():
+        if body.pop(name, None):
+            raise InvalidField(name, problem)
+    for text in _texts([body.get("instructions"), body.get("input")]):
+        chunks.search(text)
+    body["input"] = _items(body.get("input"), chunks)
 
 
 def _check_answers(body: Mapping[str, Any]) -> None:
     """Raises `InvalidField` for more than `ANSWERS_MAX`, and for an `n` of another type, which vLLM would
     convert. A prompt of another type is left for vLLM to refuse."""
     n, prompt = body.get("n"), body.get("prompt")
-    if not isinstance(n, int | None):
-        raise InvalidField("n", "must be a whole number, 1 by default")
+    _check_whole_number(n, "n")
     each = 1 if n is None else n
     prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     if each * prompts > ANSWERS_MAX:
@@ -133,12 +148,16 @@ def _check_answers(body: Mapping[str, Any]) -> None:
 
 
 def _check_priority(priority: Any, allow_negative_priority: bool) -> None:
-    """Raises `InvalidField`, also for a priority of another type, which vLLM would convert."""
-    if priority is None:
-        return
-    if not isinstance(priority, int):
-        raise InvalidField("priority", "must be a whole number, 0 by default")
-    check_priority(priority, allow_negative_priority)
+    """Raises `InvalidField`."""
+    _check_whole_number(priority, "priority")
+    if priority is not None:
+        check_priority(priority, allow_negative_priority)
+
+
+def _check_whole_number(value: Any, name: str) -> None:
+    """Raises `InvalidField` for another type, which vLLM would convert."""
+    if not isinstance(value, int | None):
+        raise InvalidField(name, "must be a whole number")
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
@@ -158,7 +177,7 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
     if not isinstance(extension, Mapping):
         raise InvalidField(PARAMS_KEY, 'must be an object such as {"ratio": 0.15}')
     if "spans" in extension:
-        raise InvalidField(f"{PARAMS_KEY}.spans", "are found by the gateway; mark chunks in the messages")
+        raise InvalidField(f"{PARAMS_KEY}.spans", "are found by the gateway; mark chunks in content parts")
     for name in _GATEWAYS_OWN:
         if name in extension:
             raise InvalidField(f"{PARAMS_KEY}.{name}", "is set by the gateway; leave it out")

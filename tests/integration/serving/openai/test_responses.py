@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from kintsugi.core.exchange import RESPONSES_PATH
+from kintsugi.engine.openai.serving import OurResponses
 from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.models.bundled import showcase
 from tests.integration.serving.openai.conftest import Served
@@ -20,6 +21,10 @@ from tests.integration.serving.openai.test_openai_client import TOOL, accounting
 pytestmark = pytest.mark.engine
 
 FUNCTION: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"properties": {"x": nested(levels - 1) if levels else {}}}
 
 
 def ask(served: Served, namespace: str, given: Any, **more: Any) -> Any:
@@ -100,6 +105,10 @@ def test_routers_see_what_lies_of_an_input(served: Served) -> None:
     assert unknown["chunks"] == [], "an engine has rendered and searched it"
     endless = served.post(RESIDENCY_PATH, {**body, "input": "a " * 4200}, "responses-routed")
     assert endless.status_code == 400
+    other = served.post(
+        RESIDENCY_PATH, {"model": "another", "input": "Where is it, then?"}, "responses-routed"
+    )
+    assert other.status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,11 @@ def test_routers_see_what_lies_of_an_input(served: Served) -> None:
         ({"input": "a " * 4200}, 400, "input_tokens"),
         ({"input": 3}, 400, "input"),
         ({"input": None}, 400, "input"),
+        ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]}, 400, "input[1]"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": None}]}, 400, "input[0]"),
+        ({"input": [None]}, 400, "input[0]"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": nested(90)}]}, 400, "body"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, 400, "tool_choice.type"),
         ({"max_output_tokens": "many"}, 400, "max_output_tokens"),
         ({"temperature": -1, "stream": True}, 400, "temperature"),
         ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
@@ -129,11 +143,102 @@ def test_bad_input_is_refused_and_the_next_request_is_served(
     assert fine.status_code == 200
 
 
-def test_no_answer_is_kept(served: Served) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_clients_leave_empty_is_as_if_it_were_not_there(served: Served, stream: bool) -> None:
+    """vLLM's request allows null where no answer can be made of it, and says so behind the answer."""
+    names = ("background", "truncation", "tools", "tool_choice", "service_tier", "instructions", "text")
+    body = {"model": served.model, "input": "Where?", "max_output_tokens": 1, "stream": stream}
+    answer = served.post(RESPONSES_PATH, {**body, **dict.fromkeys(names)})
+    assert answer.status_code == 200, answer.text
+    assert '"status":"incomplete"' in answer.text
+
+
+def test_an_answer_that_cannot_be_made_is_not_the_callers_mistake(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it given back what was generated."""
+    from kintsugi.engine.openai.requests import OurResponsesRequest
+
+    def checked(value: Any) -> Any:
+        request = validate(value)
+        request.service_tier = "no tier"
+        return request
+
+    validate = OurResponsesRequest.model_validate
+    monkeypatch.setattr(OurResponsesRequest, "model_validate", checked)
+    refused = served.post(RESPONSES_PATH, {"model": served.model, "input": "Where?", "max_output_tokens": 1})
+    assert refused.status_code == 500
+    assert "the engine's log says why" in refused.json()["error"]["message"]
+
+
+def test_a_conversation_as_clients_send_it_back(served: Served) -> None:
+    """With parts, with a refusal, and with nothing said: vLLM reads a message's first part alone."""
+    show = showcase()
+    first, second, *others = show.chunks
+    stored = served.store("sent-back", show.chunks)
+    said = [{"type": "output_text", "text": text} for text in (first, second)]
+    items = [
+        {"role": "assistant", "content": said},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "message", "role": "assistant", "content": []},
+        {"role": "user", "content": "".join(others) + show.question},
+    ]
+    assert reused(served, accounting_of(ask(served, "sent-back", items))) == stored
+
+
+def test_a_truncated_input_leaves_room_for_an_answer(served: Served) -> None:
+    show = showcase()
+    *_, last = served.chunker.token_ids(show.question)
+    content = "a " * 4200 + show.question
+    asked = {"model": served.model, "input": content, "truncation": "auto", "enable_response_messages": True}
+    for limit, room in (({}, 256), ({"max_output_tokens": 2}, 2)):
+        answer = served.post(RESPONSES_PATH, {**asked, **limit})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["input_tokens"] == served.info.max_model_len - room
+        assert last in answer.json()["input_messages"][0]["tokens"][-8:], "the question is still there"
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), "error"], ids=["raised", "reported"])
+def test_a_stream_that_fails_ends_with_an_event_that_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    generate = served.engine.client.generate
+
+    async def failing(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        count = 0
+        async for output in generate(*args, **more):
+            count += 1
+            if count == 3 and isinstance(error, Exception):
+                raise error
+            if count == 3:
+                output.outputs[0].finish_reason = error
+            yield output
+
+    monkeypatch.setattr(served.engine.client, "generate", failing)
+    with pytest.raises(openai.APIError):
+        list(ask(served, "failing", "Where?", stream=True, max_output_tokens=8))
+
+
+def test_no_answer_is_kept_whatever_the_environment_says(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever knew its id would read another tenant's."""
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_ENABLE_RESPONSES_API_STORE", True, raising=False)
+    front = served.engine._front
+    handler = OurResponses(
+        front._responses.engine_client,
+        front._responses.models,
+        online_renderer=front._responses.online_renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+    monkeypatch.setattr(front, "_responses", handler)
     api = client(served, "responses").responses
     answer = api.create(model=served.model, input="Where?", max_output_tokens=1, store=True)
-    assert not served.engine._front._responses.response_store
+    assert not handler.response_store
     with pytest.raises(openai.NotFoundError):
         api.retrieve(answer.id)
 

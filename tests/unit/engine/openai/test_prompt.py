@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import FOUND_CHARS_MIN, SPANS_MAX, check_spans
-from kintsugi.engine.openai.prompt import SegmentTokenizer, TextPiece, cut_at_chunks, with_documents
+from kintsugi.engine.openai.prompt import (
+    SegmentTokenizer,
+    TextPiece,
+    cut_at_chunks,
+    with_documents,
+    with_whole_messages,
+)
 from kintsugi.models.vocabulary import BOS_ID, train_tokenizer
 from kintsugi.precompute.chunking import Chunker
 
@@ -129,3 +135,34 @@ def test_messages_that_are_none_are_left_to_the_engine(message: Any) -> None:
     assert messages[1] == message
     with pytest.raises(InvalidField, match="user message"):
         with_documents({"documents": [{"text": "one"}], "messages": ["hello"]})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}], "ab"),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
+        ([{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
+        ([], ""),
+    ],
+)
+def test_an_assistants_message_has_all_of_its_parts(content: list[Any], text: str) -> None:
+    asked = {"role": "user", "content": [{"text": "q"}, {"text": "r"}]}
+    said = {"role": "assistant", "content": content, "status": "incomplete"}
+    part = {"type": "output_text", "text": text, "annotations": []}
+    whole = {"role": "assistant", "type": "message", "content": [part], "status": "incomplete"}
+    assert with_whole_messages([asked, said]) == [asked, whole]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        "text",
+        None,
+        [3, {}, {"role": "assistant", "content": "a"}],
+        [{"role": "assistant", "content": ["a"]}],
+        [{"role": "assistant", "content": [{"text": 3}]}],
+    ],
+)
+def test_what_is_no_such_message_is_left_to_vllm(items: Any) -> None:
+    assert with_whole_messages(items) == items

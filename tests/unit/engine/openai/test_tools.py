@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.engine.openai.tools import check_tools, check_tools_are_callers
+from kintsugi.engine.openai.tools import check_response_tools, check_tools
 
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
@@ -28,14 +28,37 @@ def test_requests_that_call_no_tool_pass(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["web_search", "file_search", "mcp", "code_interpreter", "x" * 500])
-def test_tools_that_a_server_would_run_are_refused(kind: str) -> None:
-    """vLLM would answer as if they had not been offered."""
-    with pytest.raises(InvalidField, match="run by nobody here") as caught:
-        check_tools_are_callers({"tools": [{"type": "function", "name": "look_up"}, {"type": kind}]})
+def test_tools_that_vllm_would_leave_out_are_refused(kind: str) -> None:
+    with pytest.raises(InvalidField, match="is not served here") as caught:
+        check_response_tools({"tools": [{"type": "function", "name": "look_up"}, {"type": kind}]})
     assert caught.value.field == "tools[1].type"
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("tools", [None, [], "none", [{"type": "function"}, {"type": "custom"}, {}, 3]])
-def test_what_is_no_such_tool_is_left_to_vllm(tools: Any) -> None:
-    check_tools_are_callers({"tools": tools})
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": 3}, "tools"),
+        ({"tools": {"type": "function"}}, "tools"),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}}, "tool_choice.type"),
+        ({"tool_choice": {"type": ["function"]}}, "tool_choice.type"),
+        ({"tool_choice": {}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function", "name": ["look_up"]}}, "tool_choice.name"),
+    ],
+)
+def test_what_a_response_cannot_offer_or_choose_names_its_field(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        check_response_tools(body)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"tools": tools} for tools in (None, [], [{"type": "function"}, {"type": "custom"}, {}, 3])),
+        *({"tool_choice": choice} for choice in (None, "auto", {"type": "function", "name": "look_up"})),
+    ],
+)
+def test_everything_else_about_tools_is_left_to_vllm(body: dict[str, Any]) -> None:
+    check_response_tools(body)

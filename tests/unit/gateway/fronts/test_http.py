@@ -213,7 +213,8 @@ def test_a_stream_that_breaks_says_so_in_its_last_event() -> None:
         (b"", "not JSON"),
         (b"[1]", "must be a JSON object"),
         (b"\xff\xfe\xfa", "not JSON"),
-        (b"[" * 200_000, "nested too deeply"),
+        (b"[" * 200_000, "nested more than 100 levels"),
+        (b'{"input": ' + b"[" * 100 + b"]" * 100 + b"}", "nested more than 100 levels"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
     ],
 )

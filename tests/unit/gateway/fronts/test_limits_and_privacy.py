@@ -13,14 +13,22 @@ import httpx
 import pytest
 
 from kintsugi.core import errors
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, EngineDelta, EngineRequest, OpenAIHead
+from kintsugi.core.exchange import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    EngineDelta,
+    EngineRequest,
+    OpenAIHead,
+)
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED, estimate_tokens
+from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED as ASSUMED
+from kintsugi.gateway.fronts.openai_answer import estimate_tokens
 from kintsugi.gateway.prompts import GenerateCall
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
@@ -256,27 +264,36 @@ def test_streams_begin_at_the_step_whatever_was_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_body", "expected"),
+    ("path", "request_body", "expected"),
     [
-        ({"prompt": "x" * 400, "max_tokens": 5}, (101, 5)),
-        ({"prompt": [1, 2, 3], "max_tokens": 5}, (3, 5)),
-        ({"prompt": [[1, 2], [3]], "max_tokens": 5, "n": 2}, (3, 20)),
-        ({"prompt": ["x" * 40, "y" * 40]}, (22, 2 * ANSWER_TOKENS_ASSUMED)),
-        ({"messages": [{"content": "x" * 40}], "max_completion_tokens": 7}, (11, 7)),
-        ({"messages": [{"content": [{"type": "text", "text": "x" * 40}]}], "max_tokens": 1}, (11, 1)),
-        ({"messages": "no list", "n": "two", "max_tokens": -5}, (2, 0)),
-        ({"documents": [{"text": "x" * 40}, "y" * 40], "messages": [], "max_tokens": 1}, (22, 1)),
-        ({"instructions": "x" * 40, "input": "y" * 40, "max_output_tokens": 9}, (22, 9)),
+        (COMPLETIONS_PATH, {"prompt": "x" * 400, "max_tokens": 5}, (101, 5)),
+        (COMPLETIONS_PATH, {"prompt": [1, 2, 3], "max_tokens": 5}, (3, 5)),
+        (COMPLETIONS_PATH, {"prompt": [[1, 2], [3]], "max_tokens": 5, "n": 2}, (3, 20)),
+        (COMPLETIONS_PATH, {"prompt": ["x" * 40, "y" * 40]}, (22, 2 * ASSUMED)),
+        (CHAT_PATH, {"messages": [{"content": "x" * 40}], "max_completion_tokens": 7}, (11, 7)),
         (
-            {"input": [{"output": "x" * 40}, {"content": [{"text": "y" * 40}]}], "max_output_tokens": 1},
-            (22, 1),
+            CHAT_PATH,
+            {"messages": [{"content": [{"text": "x" * 40}]}], "max_tokens": 1},
+            (11, 1),
         ),
+        (CHAT_PATH, {"messages": "no list", "n": "two", "max_tokens": -5}, (2, 0)),
+        (CHAT_PATH, {"documents": [{"text": "x" * 40}, "y" * 40], "messages": [], "max_tokens": 1}, (22, 1)),
+        (RESPONSES_PATH, {"instructions": "x" * 40, "input": "y" * 40, "max_output_tokens": 9}, (22, 9)),
+        (
+            RESPONSES_PATH,
+            {"input": [{"output": "x" * 40}, {"arguments": "y" * 40}]},
+            (22, ASSUMED),
+        ),
+        # What a path does not read counts for nothing.
+        (RESPONSES_PATH, {"input": "q", "max_tokens": 1, "max_output_tokens": 3000}, (1, 3000)),
+        (CHAT_PATH, {"messages": [], "input": "x" * 400, "max_output_tokens": 0}, (0, ASSUMED)),
+        (CHAT_PATH, {"messages": [], "prompt": [[1]] * 9, "max_tokens": 2}, (0, 2)),
     ],
 )
 def test_what_a_request_may_cost_is_estimated(
-    request_body: dict[str, Any], expected: tuple[int, int]
+    path: str, request_body: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    assert estimate_tokens(request_body) == expected
+    assert estimate_tokens(path, request_body) == expected
 
 
 def test_retry_after_crosses_grpc() -> None:
@@ -354,7 +371,7 @@ def test_a_whole_answer_is_charged_what_it_says_it_used(usage: Any, used: int | 
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
             assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
         (account,) = gateway.shares.accounts
-        assert account.tokens_charged > ANSWER_TOKENS_ASSUMED
+        assert account.tokens_charged > ASSUMED
         expected = account.tokens_charged if used is None else used
         assert account.tokens_charged - account.tokens_unused == expected
         await gateway.close()

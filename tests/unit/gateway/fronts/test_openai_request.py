@@ -75,7 +75,9 @@ def test_what_a_response_is_asked_for_is_searched_too() -> None:
         {"type": "function_call_output", "call_id": "2", "output": [part]},
         "not even an item",
     ]
-    call = parsed({"input": items, "background": False}, RESPONSES_PATH)
+    empty = {"background": False, "conversation": None, "previous_response_id": ""}
+    call = parsed({"input": items, **empty}, RESPONSES_PATH)
+    assert set(call.body) == {"input"}, "some clients send what they leave empty"
     assert call.chunk_texts == (KNOWN[1], KNOWN[0], "new one")
     assert call.body["input"][:3] == items[:3]
     assert call.body["input"][3]["output"] == [{"type": "input_text", "text": "new one"}]
@@ -91,6 +93,8 @@ def test_what_a_response_is_asked_for_is_searched_too() -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"conversation": {"id": "conv_1"}}, "conversation"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages"),
+        ({"max_output_tokens": "3000"}, "max_output_tokens"),
         ({"documents": ["one"]}, "documents"),
         ({"input": [{"content": [{"text": "", "kintsugi": {"chunk": True}}]}]}, "input[0].content[0].text"),
     ],
