@@ -19,6 +19,12 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.fusor.control.estimates import Transfer
 from kintsugi.fusor.control.metering import Meter
 
+TICKET = "kintsugi_ticket"
+"""Among a request's extra arguments: under what its accounting is told once its first token is there. Where a
+stop string ends the answer, vLLM aborts the request in its core, and drops what that says of it."""
+TOLD = "told"
+"""Among the connector's statistics: the accountings of requests that go on, by their tickets."""
+
 
 @dataclass(frozen=True)
 class JobTokens:

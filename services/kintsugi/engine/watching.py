@@ -1,4 +1,5 @@
-"""Counts the requests of an engine's client, gRPC's and OpenAI's, and shows some answers to a watcher.
+"""Counts the requests of an engine's client, gRPC's and OpenAI's, finds the accounting of those that a stop
+string ends, and shows some answers to a watcher.
 
 A sampled request asks vLLM for logprobs that its caller does not see: vLLM's handlers return only what the
 caller's own request asks for.
@@ -11,9 +12,10 @@ cache, computes the answer's tokens alone, and reports the logprobs of each.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -22,9 +24,12 @@ from kintsugi.core.accounting import WEIGHTS_CHANGED
 from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op, parse_spans
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
+from kintsugi.engine.protocol import TICKET, TOLD
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
+TOLD_S = 0.2
+"""The accounting comes with the first token. Where that one ends the answer, it may be a moment behind it."""
 
 
 class Watcher(Protocol):
@@ -50,6 +55,11 @@ class WatchedClient:
         self._client = client
         self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
+        self._told: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """What is told of requests with stop strings, by their tickets."""
+        manager = getattr(client, "logger_manager", None)
+        if manager is not None:
+            manager.stat_loggers.append(_told_logger(self._take_told))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -65,6 +75,7 @@ class WatchedClient:
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         answer = None if watcher is None or asked is None else _Answer(watcher.positions, asked.top_logprobs)
+        stopped, has_begun = self._expect_told(sampling), False
         self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
         try:
             async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
@@ -74,13 +85,43 @@ class WatchedClient:
                         answer.take(output.outputs[0], sampling.output_kind)
                     accounting = None
                     if output.finished:
+                        if stopped and not output.kv_transfer_params:
+                            is_first = not has_begun and len(output.outputs[0].token_ids) <= 1
+                            output.kv_transfer_params = await self._find_told(stopped, is_first)
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
                         self._note_reason(accounting)
                     if watcher is not None and asked is not None and answer and output.finished:
                         watcher.take(asked, answer.generation(output, accounting))
+                    has_begun = True
                     yield output
         finally:
+            self._told.pop(stopped, None)
             self._load.record_end(request_id)
+
+    def _expect_told(self, sampling: Any) -> str:
+        """The ticket of a request with stop strings; empty for one that has none, or no accounting."""
+        extra = sampling.extra_args or {}
+        params = (extra.get("kv_transfer_params") or {}).get(PARAMS_KEY)
+        if not sampling.stop or params is None or params["op"] == Op.OFF:
+            return ""
+        ticket = uuid.uuid4().hex
+        sampling.extra_args = {**extra, TICKET: ticket}
+        self._told[ticket] = asyncio.get_running_loop().create_future()
+        return ticket
+
+    def _take_told(self, ticket: str, accounting: dict[str, Any]) -> None:
+        told = self._told.get(ticket)
+        if told is not None and not told.done():  # each answer of several has the ticket
+            told.set_result(accounting)
+
+    async def _find_told(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
+        """`kv_transfer_params` of a request that a stop string has ended; None where nothing was told.
+        ``is_first``: it may still be, as the first token has ended it."""
+        told = self._told[ticket]
+        if is_first:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(told, TOLD_S)
+        return {PARAMS_KEY: told.result()} if told.done() and not told.cancelled() else None
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
         reason = str((accounting or {}).get("reason") or "")
@@ -108,6 +149,25 @@ class WatchedClient:
         plain = Prompt(token_ids, KintsugiParams(params["namespace"], spans=spans))
         marked = watcher.prepare_prompt(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:
+    """A logger of vLLM's statistics that passes on what is told of requests, in the client's event loop."""
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+    class ToldLogger(AggregateStatLoggerBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            """vLLM's own take a configuration."""
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+            counted = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+            for ticket, accounting in ((counted or {}).get(TOLD) or {}).items():
+                take(ticket, accounting)
+
+        def log_engine_initialized(self) -> None:
+            """Nothing."""
+
+    return ToldLogger()
 
 
 def _logprobs_max(model_config: Any) -> int:

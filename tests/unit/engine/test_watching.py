@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.watching import WatchedClient, prefill_in_full
+from kintsugi.engine.protocol import TICKET, TOLD
+from kintsugi.engine.watching import TOLD_S, WatchedClient, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}
 
@@ -79,7 +81,14 @@ class Noting:
 
 def sampling(params: KintsugiParams | None = KintsugiParams("acme"), **more: Any) -> Any:
     extra = None if params is None else {"kv_transfer_params": params.to_mapping()}
-    values = {"n": 1, "logprobs": None, "logprob_token_ids": None, "structured_outputs": None, **more}
+    values = {
+        "n": 1,
+        "logprobs": None,
+        "logprob_token_ids": None,
+        "structured_outputs": None,
+        "stop": [],
+        **more,
+    }
     values.setdefault("output_kind", SimpleNamespace(name="DELTA"))
     return SimpleNamespace(extra_args=extra, **values)
 
@@ -209,6 +218,73 @@ def test_an_answer_that_tells_of_changed_weights_is_remembered(
     ask(client, sampling())
     reason = accounting["reason"] if accounting and noted else None
     assert client.weights_changed == reason
+
+
+class StoppedClient:
+    """Ends an answer with a stop string. What vLLM's core tells of it comes with the first token, or a moment
+    later."""
+
+    def __init__(self, pieces: int, moment_s: float = 0.0) -> None:
+        self.model_config = ScriptedClient().model_config
+        self.logger_manager = SimpleNamespace(stat_loggers=[])
+        self.pieces, self.moment_s = pieces, moment_s
+
+    def tell(self, sampling: Any) -> None:
+        (logger,) = self.logger_manager.stat_loggers
+        logger.record(None, None)
+        told = {TOLD: {"another": {}, (sampling.extra_args or {}).get(TICKET): ACCOUNTING}}
+        for counted in (None, {}, told, told):  # each answer of several has the ticket
+            logger.record(SimpleNamespace(kv_connector_stats=counted), None, engine_idx=0)
+
+    async def generate(self, prompt: Any, sampling: Any, *args: Any) -> AsyncGenerator[Any, None]:
+        if self.moment_s:
+            asyncio.get_running_loop().call_later(self.moment_s, self.tell, sampling)
+        for number in range(1, self.pieces + 1):
+            yield _output(None, finished=number == self.pieces)
+            if number == 1 and not self.moment_s:
+                self.tell(sampling)
+
+
+async def last_of(client: WatchedClient, wanted: Any) -> Any:
+    async for output in client.generate({"prompt_token_ids": [1]}, wanted, "r"):
+        last = output
+    return last.kv_transfer_params
+
+
+@pytest.mark.parametrize(("pieces", "moment_s"), [(2, 0.0), (3, 0.0), (1, 0.01)])
+def test_an_answer_that_a_stop_string_ends_has_its_accounting(pieces: int, moment_s: float) -> None:
+    """vLLM aborts the request in its core, and drops what that says of it."""
+
+    async def run() -> None:
+        client = WatchedClient(StoppedClient(pieces, moment_s), LoadMeter())
+        assert await last_of(client, sampling(stop=["x"])) == {"kintsugi": ACCOUNTING}
+        assert not client._told
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [sampling(), sampling(None, stop=["x"]), sampling(KintsugiParams("acme", Op.OFF), stop=["x"])],
+)
+def test_nothing_is_told_of_who_has_no_stop_string_or_nothing_of_ours(wanted: Any) -> None:
+    async def run() -> None:
+        client = WatchedClient(StoppedClient(2), LoadMeter())
+        assert await last_of(client, wanted) is None
+        assert TICKET not in (wanted.extra_args or {})
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_tells_nothing_delays_a_first_token_by_a_moment_and_no_other() -> None:
+    async def run() -> None:
+        began_s = time.monotonic()
+        for pieces, waits in ((2, False), (1, True)):
+            silent = StoppedClient(pieces, moment_s=60.0)
+            assert await last_of(WatchedClient(silent, LoadMeter()), sampling(stop=["x"])) is None
+            assert (time.monotonic() - began_s >= TOLD_S) == waits
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("pieces", [1, 2])

@@ -13,10 +13,13 @@ import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kintsugi.core.accounting import Accounting, Outcome, label_of_reason
+from kintsugi.engine.protocol import TOLD
 
 REQUESTS = "requests"
 SEGMENTS = "segments"
 ERRORS = "prediction_errors"
+ERRORS_MAX = 1000
+"""The latest of an outcome, which are kept for vLLM's log line. A service may never write it."""
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 AMOUNTS = (
     "chunks_hit",
@@ -34,12 +37,10 @@ AMOUNTS = (
 """Fields of `Accounting` that add up over requests."""
 
 
-"""Text that names keys or numbers would make a time series of every request."""
-
-
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
     """Since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per name in
-    `AMOUNTS`, and lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`."""
+    `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as `told` the
+    accountings of requests that go on, by their tickets (`engine.protocol.TICKET`)."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -54,6 +55,10 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
             error = abs(accounting.predicted_ttft_ms - accounting.ttft_ms) / accounting.ttft_ms
             self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
 
+    def tell(self, ticket: str, accounting: Accounting) -> None:
+        """Report a request before it ends. It is not counted."""
+        self.data.setdefault(TOLD, {})[ticket] = accounting.to_mapping()
+
     def count_segments(self, event: str, number: int) -> None:
         """Add segments that were `counted`, `queued`, found no room to wait (`refused`), were `saved`, could
         not be saved (`failed`), or were left out because of their length (`outside_calibration`)."""
@@ -66,13 +71,19 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorStats) -> BlendStats:
         for name, amount in other.data.items():
             known = self.data.get(name)
-            self.data[name] = amount if known is None else known + amount
+            if isinstance(amount, dict):
+                self.data[name] = {**(known or {}), **amount}
+            elif isinstance(amount, list):
+                self.data[name] = [*(known or ()), *amount][-ERRORS_MAX:]
+            else:
+                self._add(name, amount)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         return {
             name: round(statistics.median(amount), 3) if isinstance(amount, list) else amount
             for name, amount in self.data.items()
+            if name != TOLD
         }
 
     def is_empty(self) -> bool:
@@ -133,5 +144,5 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             elif name.startswith(f"{ERRORS}/"):
                 for error in amount:
                     self._errors.labels(*labels, name.split("/", 1)[1]).observe(error)
-            else:
+            elif name != TOLD:
                 self._amounts[name].labels(*labels).inc(amount)

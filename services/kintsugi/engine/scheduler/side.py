@@ -52,7 +52,7 @@ from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lead, save_job, saved_copy
-from kintsugi.engine.scheduler.state import RequestState, values_of
+from kintsugi.engine.scheduler.state import RequestState, ticket_of, values_of
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
@@ -521,7 +521,11 @@ class SchedulerSide:
     def end_step(self) -> BlendStats | None:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
-        self._timing.step_ended()
+        for request, ttft in self._timing.step_ended():
+            state, ticket = self._states.get(request.request_id), ticket_of(request)
+            found = state.accounting if state else self._refused.get(request.request_id)
+            if ticket and found:
+                self._stats.tell(ticket, ttft.added_to(found))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, BlendStats()

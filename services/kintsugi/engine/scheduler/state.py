@@ -9,7 +9,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.gate import GateState
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.spaces import ChunkSpace
-from kintsugi.engine.protocol import BlendJob
+from kintsugi.engine.protocol import TICKET, BlendJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
 from kintsugi.fusor.control.planner import Planner
@@ -64,6 +64,13 @@ class RequestState:
         KV was blended and is gone, it is blended again, or its answer would change midway."""
         repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
         return (self.accounting and self.accounting.outcome) not in repeatable
+
+
+def ticket_of(request: Request) -> str | None:
+    """Under what the request's accounting is told before the request ends; None where nobody asks for it."""
+    extra = None if request.sampling_params is None else request.sampling_params.extra_args
+    ticket = (extra or {}).get(TICKET)
+    return ticket if isinstance(ticket, str) else None
 
 
 def values_of(request: Request) -> Any:

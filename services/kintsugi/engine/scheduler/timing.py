@@ -150,8 +150,9 @@ class Timing:
             if len(computing) > (request_id in computing):
                 awaited.planned_s = None
 
-    def step_ended(self) -> None:
-        """Steps end in the order in which they began."""
+    def step_ended(self) -> list[tuple[Request, Ttft]]:
+        """The requests that have had their first token since the last step. Steps end in the order in which
+        they began."""
         now_s = self.clock()
         if self._steps:
             step = self._steps.popleft()
@@ -159,16 +160,16 @@ class Timing:
                 took_s = now_s - max(step.began_s, self._last_end_s)
                 self.estimates.observe_step(step.tokens, step.pairs, took_s)
         self._last_end_s = now_s
-        for request_id, awaited in list(self._awaited.items()):
-            if awaited.request.num_output_tokens:
-                self._first_token(request_id, awaited)
+        begun = [one for one in self._awaited.items() if one[1].request.num_output_tokens]
+        return [(awaited.request, self._first_token(name, awaited)) for name, awaited in begun]
 
-    def _first_token(self, request_id: str, awaited: _Awaited) -> None:
+    def _first_token(self, request_id: str, awaited: _Awaited) -> Ttft:
         del self._awaited[request_id]
         now_s = self.clock()
         self._first_tokens[request_id] = Ttft(now_s - awaited.admitted_s, awaited.predicted_s)
         if awaited.planned_s is not None and awaited.pass_s is not None:
             self.estimates.observe_tail(now_s - awaited.planned_s - awaited.pass_s)
+        return self._first_tokens[request_id]
 
     def trial_is_due(self) -> bool:
         """Whether the next prompt is blended although computing it so is predicted to be slower."""

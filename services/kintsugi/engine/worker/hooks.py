@@ -184,6 +184,7 @@ ENGINE_HOOKS = (
     *_starting("vllm.sampling_params", "RequestOutputKind"),
     *_starting("vllm.usage.usage_lib", "UsageContext"),
     *_starting("vllm.v1.engine.async_llm", "AsyncLLM.from_vllm_config"),
+    *_starting("vllm.v1.metrics.loggers", "AggregateStatLoggerBase.record"),
     *_starting("vllm.v1.metrics.prometheus", "get_prometheus_registry"),
 )
 """What any engine needs, whether it blends or not."""
@@ -198,6 +199,7 @@ FORCING_HOOKS = tuple(
 """What `engine.forcing` needs, which calibration loads."""
 
 _CHAT, _COMPLETION = "vllm.entrypoints.openai.chat_completion", "vllm.entrypoints.openai.completion"
+_RESPONSES = "vllm.entrypoints.openai.responses"
 _TEMPLATES = ("request_logger", "chat_template", "chat_template_content_format")
 _PARSERS = ("tool_parser", "enable_auto_tools", "reasoning_parser")
 _DETAILS = ("enable_prompt_tokens_details", "online_renderer")
@@ -218,6 +220,13 @@ OPENAI_HOOKS = (
     _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion", "request_logger", *_DETAILS),
     _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion.create_completion"),
     _openai(f"{_COMPLETION}.serving", "OpenAIServingCompletion.completion_stream_generator"),
+    _openai(f"{_RESPONSES}.protocol", "ResponsesRequest.build_tok_params"),
+    _openai(f"{_RESPONSES}.protocol", "ResponsesRequest.to_sampling_params"),
+    _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses", *_TEMPLATES, *_PARSERS, *_DETAILS),
+    _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.create_responses"),
+    _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.responses_stream_generator"),
+    _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.create_streaming_error_response"),
+    _openai("vllm.renderers.online_renderer", "OnlineRenderer.render_responses"),
     _openai("vllm.entrypoints.openai.models.protocol", "BaseModelPath", "name", "model_path"),
     _openai("vllm.entrypoints.openai.models.serving", "OpenAIServingModels"),
     _openai("vllm.entrypoints.serve", "create_error_response"),

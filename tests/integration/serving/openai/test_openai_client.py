@@ -127,6 +127,30 @@ def test_a_stream_ends_with_the_accounting(served: Served, usage: bool) -> None:
     assert (events[-1].usage is not None) is usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at", [0, 1], ids=["first token", "later"])
+def test_an_answer_that_a_stop_string_ends_has_its_accounting(served: Served, stream: bool, at: int) -> None:
+    """vLLM's core is told to abort such a request, and what it says of it then is dropped."""
+    show = showcase()
+    namespace = f"stopped-{stream}-{at}"
+    stored = served.store(namespace, show.chunks)
+    content = "".join(show.chunks) + show.question
+    whole = question("stopped", served, content, logprobs=True).choices[0]
+    stop = whole.logprobs.content[at].token
+    answer = question(namespace, served, content, stop=[stop], stream=stream)
+    if stream:
+        *_, last = answer
+        reason, accounting = last.choices[0].finish_reason, last.kintsugi
+    else:
+        reason, accounting = answer.choices[0].finish_reason, accounting_of(answer)
+    assert reason == "stop"
+    assert (accounting["outcome"], reused(served, accounting)) == ("blended", stored)
+    assert accounting["ttft_ms"] > 0
+    unused = question(namespace, served, content, stop=["\x00"]).kv_transfer_params["kintsugi"]
+    assert unused["outcome"] in ("blended", "prefix_hit")
+    assert not served.engine._watched._told
+
+
 def test_marked_chunks_that_are_missed_twice_are_stored_and_then_hit(served: Served) -> None:
     """Each time in another order: vLLM's prefix cache would have the whole prompt otherwise."""
     show = showcase()

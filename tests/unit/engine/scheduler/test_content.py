@@ -22,6 +22,7 @@ from kintsugi.core.plan import BlendPlan, Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import DiscoveryConfig
+from kintsugi.engine.protocol import TICKET, TOLD
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.planner import Planner, PlanRequest
@@ -134,6 +135,28 @@ def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(
     stats = side.end_step()
     assert stats is not None
     assert stats.data["segments/counted"] > 0
+
+
+def test_the_accounting_is_told_with_the_first_token_to_who_gave_a_ticket(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    """Once, and it is counted when the request ends."""
+    asks, silent = content_request("one", list(range(200))), content_request("two", list(range(200)))
+    asks.sampling_params.extra_args[TICKET] = "ticket"
+    for request in (asks, silent):
+        plan(side, request)
+    assert side.end_step() is None
+    for request in (asks, silent):
+        request.append_output_token_ids(1)
+    stats = side.end_step()
+    assert stats is not None
+    ((ticket, told),) = stats.data.pop(TOLD).items()
+    assert (ticket, told["reason"].split(":")[0]) == ("ticket", "no_chunk_cached")
+    assert told["ttft_ms"] > 0
+    assert not stats.data
+    asks.append_output_token_ids(2)
+    assert side.end_step() is None
+    assert said(side, asks) == told
 
 
 def test_an_engine_with_requests_is_not_idle(side: SchedulerSide) -> None:

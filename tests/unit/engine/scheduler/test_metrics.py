@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
+from kintsugi.engine.scheduler.metrics import ERRORS_MAX, BlendPromMetrics, BlendStats
 
 
 def stats_of(*accountings: Accounting) -> BlendStats:
@@ -35,6 +35,26 @@ def test_counts_and_errors_of_several_reports_are_put_together() -> None:
     assert both.reduce()["prediction_errors/blended"] == 0.3
 
 
+def test_what_a_service_never_logs_does_not_grow() -> None:
+    both = stats_of(*[BLENDED] * ERRORS_MAX).aggregate(stats_of(BLENDED, DECLINED))
+    assert len(both.data["prediction_errors/blended"]) == ERRORS_MAX
+    assert both.data["requests/blended/none"] == ERRORS_MAX + 1
+
+
+def test_what_is_told_of_requests_that_go_on_is_neither_counted_nor_logged() -> None:
+    told = BlendStats()
+    told.tell("ticket", BLENDED)
+    assert not told.is_empty()
+    other = BlendStats()
+    other.tell("another", DECLINED)
+    both = told.aggregate(other)
+    assert {name: one["outcome"] for name, one in both.data["told"].items()} == {
+        "ticket": "blended",
+        "another": "declined",
+    }
+    assert both.reduce() == {}
+
+
 def test_a_request_without_a_prediction_has_no_error() -> None:
     assert not [name for name in stats_of(Accounting(Outcome.BLENDED, ttft_ms=1.0)).data if "error" in name]
 
@@ -51,7 +71,9 @@ def test_prometheus_gets_a_histogram_of_errors() -> None:
     }
     config: Any = SimpleNamespace(kv_transfer_config=None)
     metrics = BlendPromMetrics(config, kinds, ["engine"], {0: ["0"]})
-    metrics.observe(stats_of(BLENDED, DECLINED).data)
+    counted = stats_of(BLENDED, DECLINED)
+    counted.tell("ticket", BLENDED)
+    metrics.observe(counted.data)
     labels = {"engine": "0", "outcome": "blended"}
     name = "kintsugi_ttft_prediction_error"
     assert registry.get_sample_value(f"{name}_count", labels) == 1
