@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -55,11 +55,7 @@ class WatchedClient:
         self._client = client
         self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
-        self._told: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """What is told of requests with stop strings, by their tickets."""
-        manager = getattr(client, "logger_manager", None)
-        if manager is not None:
-            manager.stat_loggers.append(_told_logger(self._take_told))
+        self._told = _ToldAccountings(getattr(client, "logger_manager", None))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -75,7 +71,7 @@ class WatchedClient:
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         answer = None if watcher is None or asked is None else _Answer(watcher.positions, asked.top_logprobs)
-        stopped, has_begun = self._expect_told(sampling), False
+        stopped, has_begun = self._told.expect(sampling), False
         self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
         try:
             async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
@@ -87,7 +83,7 @@ class WatchedClient:
                     if output.finished:
                         if stopped and not output.kv_transfer_params:
                             is_first = not has_begun and len(output.outputs[0].token_ids) <= 1
-                            output.kv_transfer_params = await self._find_told(stopped, is_first)
+                            output.kv_transfer_params = await self._told.find(stopped, is_first)
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
                         self._note_reason(accounting)
                     if watcher is not None and asked is not None and answer and output.finished:
@@ -95,33 +91,8 @@ class WatchedClient:
                     has_begun = True
                     yield output
         finally:
-            self._told.pop(stopped, None)
+            self._told.forget(stopped)
             self._load.record_end(request_id)
-
-    def _expect_told(self, sampling: Any) -> str:
-        """The ticket of a request with stop strings; empty for one that has none, or no accounting."""
-        extra = sampling.extra_args or {}
-        params = (extra.get("kv_transfer_params") or {}).get(PARAMS_KEY)
-        if not sampling.stop or params is None or params["op"] == Op.OFF:
-            return ""
-        ticket = uuid.uuid4().hex
-        sampling.extra_args = {**extra, TICKET: ticket}
-        self._told[ticket] = asyncio.get_running_loop().create_future()
-        return ticket
-
-    def _take_told(self, ticket: str, accounting: dict[str, Any]) -> None:
-        told = self._told.get(ticket)
-        if told is not None and not told.done():  # each answer of several has the ticket
-            told.set_result(accounting)
-
-    async def _find_told(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
-        """`kv_transfer_params` of a request that a stop string has ended; None where nothing was told.
-        ``is_first``: it may still be, as the first token has ended it."""
-        told = self._told[ticket]
-        if is_first:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(told, TOLD_S)
-        return {PARAMS_KEY: told.result()} if told.done() and not told.cancelled() else None
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
         reason = str((accounting or {}).get("reason") or "")
@@ -149,6 +120,48 @@ class WatchedClient:
         plain = Prompt(token_ids, KintsugiParams(params["namespace"], spans=spans))
         marked = watcher.prepare_prompt(ticket, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+class _ToldAccountings:
+    """What the scheduler's side tells of requests with stop strings. For the client's event loop."""
+
+    def __init__(self, manager: Any | None) -> None:
+        """``manager``: of the client's statistics, in which it is told; None: nothing is."""
+        self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """By the tickets of requests that have not ended."""
+        if manager is not None:
+            manager.stat_loggers.append(_told_logger(self._take))
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def expect(self, sampling: Any) -> str:
+        """The ticket of a request with stop strings; empty for one that has none, or no accounting."""
+        extra = sampling.extra_args or {}
+        params = (extra.get("kv_transfer_params") or {}).get(PARAMS_KEY)
+        if not sampling.stop or params is None or params["op"] == Op.OFF:
+            return ""
+        ticket = uuid.uuid4().hex
+        sampling.extra_args = {**extra, TICKET: ticket}
+        self._expected[ticket] = asyncio.get_running_loop().create_future()
+        return ticket
+
+    def _take(self, ticket: str, accounting: dict[str, Any]) -> None:
+        told = self._expected.get(ticket)
+        if told is not None and not told.done():  # each answer of several has the ticket
+            told.set_result(accounting)
+
+    async def find(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
+        """`kv_transfer_params` of a request that a stop string has ended; None where nothing was told.
+        ``is_first``: it may still be, as the first token has ended it."""
+        told = self._expected[ticket]
+        if is_first:
+            await asyncio.wait((told,), timeout=TOLD_S)
+        return {PARAMS_KEY: told.result()} if told.done() else None
+
+    def forget(self, ticket: str) -> None:
+        """The request has ended."""
+        self._expected.pop(ticket, None)
 
 
 def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:

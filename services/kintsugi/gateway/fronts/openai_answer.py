@@ -50,8 +50,8 @@ CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
 """Length of an answer whose request does not bound it."""
-REFUSED = range(400, 500)
-"""HTTP statuses that say that nothing was generated."""
+ANSWERED = (200, 500)
+"""HTTP statuses with which something may have been generated."""
 STREAM_TYPE = "text/event-stream"
 _NAMED = f'"{PARAMS_KEY}"'.encode()
 _TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
@@ -107,7 +107,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         if isinstance(item, OpenAIHead):
             self._head, self._opening = item, []
             self._is_stream = item.content_type.startswith(STREAM_TYPE)
-            self._is_refused = item.status in REFUSED
+            self._is_refused = item.status not in ANSWERED
             return ()
         self._pieces += 1
         if self._head is not None and item.startswith(_OPENINGS):

@@ -379,6 +379,26 @@ def test_a_whole_answer_is_charged_what_it_says_it_used(usage: Any, used: int | 
     run(body)
 
 
+@pytest.mark.parametrize(("status", "is_charged"), [(400, False), (404, False), (503, False), (500, True)])
+def test_an_answer_that_failed_behind_an_engine_is_charged(status: int, is_charged: bool) -> None:
+    """Or whoever finds a request of which no answer can be made computes for nothing."""
+
+    async def body() -> None:
+        head = OpenAIHead(status, "application/json")
+        gateway = gateway_over(
+            ScriptedBackend(lambda call: [head, b'{"error": {}}']),
+            access=Tokens(limited(tokens_per_s=10_000)),
+        )
+        transport = httpx.ASGITransport(HttpFront(gateway).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
+            assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == status
+        (account,) = gateway.shares.accounts
+        assert (account.tokens_unused < account.tokens_charged) == is_charged
+        await gateway.close()
+
+    run(body)
+
+
 def test_a_request_that_got_nothing_is_charged_nothing() -> None:
     """An engine that refused it, none that answered, or no room in the queue."""
 
