@@ -31,7 +31,7 @@ from kintsugi.core.errors import InvalidField, SelfTestFailed
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
-from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
+from kintsugi.engine.protocol import TOLD, StepMetadata, WorkerFacts, WorkerReport
 from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of, prior_text_of
@@ -239,7 +239,8 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return BlendStats(data=data or {})
+        # For vLLM's log line, which a service may never write: it keeps what it is given until then.
+        return BlendStats(data={name: amount for name, amount in (data or {}).items() if name != TOLD})
 
     @classmethod
     def build_prom_metrics(

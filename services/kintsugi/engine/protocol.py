@@ -20,10 +20,10 @@ from kintsugi.fusor.control.estimates import Transfer
 from kintsugi.fusor.control.metering import Meter
 
 TICKET = "kintsugi_ticket"
-"""Among a request's extra arguments: under what its accounting is told once its first token is there. Where a
-stop string ends the answer, vLLM aborts the request in its core, and drops what that says of it."""
+"""An extra argument of a request: the scheduler's side reports its accounting under this at the first token.
+Where a stop string ends the answer, vLLM aborts the request in its core, whose own report is lost."""
 TOLD = "told"
-"""Among the connector's statistics: the accountings of requests that go on, by their tickets."""
+"""An entry of the connector's statistics: accountings of requests that are still running, by ticket."""
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,13 @@ class WatchedClient:
         """As vLLM's. Closing it ends the work in the engine."""
         watcher = self.watcher
         # Callers choose their request's id, and must not choose with it whether they are sampled.
-        ticket = "" if watcher is None else uuid.uuid4().hex
-        asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, ticket)
+        sample_id = "" if watcher is None else uuid.uuid4().hex
+        asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, sample_id)
         if asked is not None:
             sampling.logprobs = asked.top_logprobs
         answer = None if watcher is None or asked is None else _Answer(watcher.positions, asked.top_logprobs)
-        stopped, has_begun = self._told.expect(sampling), False
         self._load.record_start(request_id, len(prompt.get("prompt_token_ids") or ()))
+        ticket, has_begun = self._told.expect(sampling), False
         try:
             async with aclosing(self._client.generate(prompt, sampling, request_id, **more)) as outputs:
                 async for output in outputs:
@@ -81,9 +81,9 @@ class WatchedClient:
                         answer.take(output.outputs[0], sampling.output_kind)
                     accounting = None
                     if output.finished:
-                        if stopped and not output.kv_transfer_params:
+                        if ticket and _is_stopped(output) and not output.kv_transfer_params:
                             is_first = not has_begun and len(output.outputs[0].token_ids) <= 1
-                            output.kv_transfer_params = await self._told.find(stopped, is_first)
+                            output.kv_transfer_params = await self._told.find(ticket, is_first)
                         accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
                         self._note_reason(accounting)
                     if watcher is not None and asked is not None and answer and output.finished:
@@ -91,7 +91,7 @@ class WatchedClient:
                     has_begun = True
                     yield output
         finally:
-            self._told.forget(stopped)
+            self._told.forget(ticket)
             self._load.record_end(request_id)
 
     def _note_reason(self, accounting: dict[str, Any] | None) -> None:
@@ -99,7 +99,7 @@ class WatchedClient:
         if reason.startswith(f"{WEIGHTS_CHANGED}:"):
             self.weights_changed = reason
 
-    def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, ticket: str) -> Prompt | None:
+    def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, sample_id: str) -> Prompt | None:
         """The prompt as the watcher wants it, None for a request that it does not sample.
 
         Never sampled are requests that choose their own blend options, of which calibration says nothing,
@@ -118,26 +118,31 @@ class WatchedClient:
         rows = params.get("spans")
         spans = None if rows is None else parse_spans(rows)
         plain = Prompt(token_ids, KintsugiParams(params["namespace"], spans=spans))
-        marked = watcher.prepare_prompt(ticket, plain)
+        marked = watcher.prepare_prompt(sample_id, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
+
+
+def _is_stopped(output: Any) -> bool:
+    """Whether a stop string has ended an answer."""
+    return any(isinstance(one.stop_reason, str) for one in output.outputs)
 
 
 class _ToldAccountings:
     """What the scheduler's side tells of requests with stop strings. For the client's event loop."""
 
     def __init__(self, manager: Any | None) -> None:
-        """``manager``: of the client's statistics, in which it is told; None: nothing is."""
+        """``manager``: vLLM's `StatLoggerManager`; None where statistics are off, and nothing is told."""
         self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """By the tickets of requests that have not ended."""
         if manager is not None:
             manager.stat_loggers.append(_told_logger(self._take))
 
-    def __len__(self) -> int:
-        return len(self._expected)
-
     def expect(self, sampling: Any) -> str:
-        """The ticket of a request with stop strings; empty for one that has none, or no accounting."""
-        extra = sampling.extra_args or {}
+        """The ticket of a request with stop strings; empty for one that has none, or no accounting. What a
+        caller sent in its place is removed."""
+        extra = dict(sampling.extra_args or {})
+        if extra.pop(TICKET, None) is not None:
+            sampling.extra_args = extra
         params = (extra.get("kv_transfer_params") or {}).get(PARAMS_KEY)
         if not sampling.stop or params is None or params["op"] == Op.OFF:
             return ""
@@ -152,8 +157,9 @@ class _ToldAccountings:
             told.set_result(accounting)
 
     async def find(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
-        """`kv_transfer_params` of a request that a stop string has ended; None where nothing was told.
-        ``is_first``: it may still be, as the first token has ended it."""
+        """`kv_transfer_params` of a request that a stop string has ended, None where nothing was told; of
+        several answers, those that were told first. ``is_first``: the first token has ended it, so the report
+        may still be on its way."""
         told = self._expected[ticket]
         if is_first:
             await asyncio.wait((told,), timeout=TOLD_S)

@@ -51,10 +51,15 @@ class ScriptedClient:
             self.closed += 1
 
 
-def _output(logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None = None) -> Any:
+def _output(
+    logprobs: Any, finished: bool, accounting: Mapping[str, Any] | None = None, stop: str | None = None
+) -> Any:
     token_ids = [next(iter(row)) for row in logprobs or ()]
     completion = SimpleNamespace(
-        logprobs=logprobs, token_ids=token_ids, finish_reason="length" if finished else None
+        logprobs=logprobs,
+        token_ids=token_ids,
+        finish_reason="length" if finished else None,
+        stop_reason=stop,
     )
     transfer = {"kintsugi": accounting} if accounting else None
     return SimpleNamespace(
@@ -224,10 +229,10 @@ class StoppedClient:
     """Ends an answer with a stop string. What vLLM's core tells of it comes with the first token, or a moment
     later."""
 
-    def __init__(self, pieces: int, moment_s: float = 0.0) -> None:
+    def __init__(self, pieces: int, moment_s: float = 0.0, stop: str | None = "x") -> None:
         self.model_config = ScriptedClient().model_config
         self.logger_manager = SimpleNamespace(stat_loggers=[])
-        self.pieces, self.moment_s = pieces, moment_s
+        self.pieces, self.moment_s, self.stop = pieces, moment_s, stop
 
     def tell(self, sampling: Any) -> None:
         (logger,) = self.logger_manager.stat_loggers
@@ -240,7 +245,8 @@ class StoppedClient:
         if self.moment_s:
             asyncio.get_running_loop().call_later(self.moment_s, self.tell, sampling)
         for number in range(1, self.pieces + 1):
-            yield _output(None, finished=number == self.pieces)
+            is_last = number == self.pieces
+            yield _output(None, finished=is_last, stop=self.stop if is_last else None)
             if number == 1 and not self.moment_s:
                 self.tell(sampling)
 
@@ -258,7 +264,7 @@ def test_an_answer_that_a_stop_string_ends_has_its_accounting(pieces: int, momen
     async def run() -> None:
         client = WatchedClient(StoppedClient(pieces, moment_s), LoadMeter())
         assert await last_of(client, sampling(stop=["x"])) == {"kintsugi": ACCOUNTING}
-        assert not client._told
+        assert not client._told._expected
 
     asyncio.run(run())
 
@@ -272,6 +278,30 @@ def test_nothing_is_told_of_who_has_no_stop_string_or_nothing_of_ours(wanted: An
         client = WatchedClient(StoppedClient(2), LoadMeter())
         assert await last_of(client, wanted) is None
         assert TICKET not in (wanted.extra_args or {})
+
+    asyncio.run(run())
+
+
+def test_a_ticket_is_no_callers_to_choose() -> None:
+    """With a stop string it gets another one, and without it none."""
+
+    async def run() -> None:
+        for stop in ([], ["x"]):
+            wanted = sampling(stop=stop)
+            wanted.extra_args[TICKET] = "mine"
+            await last_of(WatchedClient(StoppedClient(2), LoadMeter()), wanted)
+            assert wanted.extra_args.get(TICKET) != "mine"
+            assert (TICKET in wanted.extra_args) == bool(stop)
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_something_else_ends_waits_for_nothing() -> None:
+    async def run() -> None:
+        began_s = time.monotonic()
+        aborted = StoppedClient(1, moment_s=60.0, stop=None)
+        assert await last_of(WatchedClient(aborted, LoadMeter()), sampling(stop=["x"])) is None
+        assert time.monotonic() - began_s < TOLD_S
 
     asyncio.run(run())
 

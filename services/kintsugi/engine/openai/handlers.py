@@ -39,7 +39,14 @@ from kintsugi.engine.openai.requests import (
     OurRequest,
     OurResponsesRequest,
 )
-from kintsugi.engine.openai.serving import OurChat, OurCompletion, OurResponses, with_accounting
+from kintsugi.engine.openai.serving import (
+    CALL,
+    NotingClient,
+    OurChat,
+    OurCompletion,
+    OurResponses,
+    with_accounting,
+)
 from kintsugi.engine.openai.tools import check_response_tools, check_tools
 
 try:
@@ -87,9 +94,10 @@ class OpenAIFront:
         paths = [BaseModelPath(name=name, model_path=model_config.model) for name in names]
         models = OpenAIServingModels(client, paths)
         details = {"enable_prompt_tokens_details": True, "online_renderer": online}
-        self._chat = OurChat(client, models, "assistant", **shared, **details)
-        self._completion = OurCompletion(client, models, request_logger=None, **details)
-        self._responses = OurResponses(client, models, **shared, **details)
+        noted = NotingClient(client)
+        self._chat = OurChat(noted, models, "assistant", **shared, **details)
+        self._completion = OurCompletion(noted, models, request_logger=None, **details)
+        self._responses = OurResponses(noted, models, **shared, **details)
         self._tokenizer = SegmentTokenizer(renderer.get_tokenizer(), prefix_token_ids)
         self._renderer = renderer
         self._whole = renderer._tokenize_prompt_async
@@ -145,23 +153,26 @@ class OpenAIFront:
 
     async def _ask_vllm(self, state: CallState, ask: Callable[[OurRequest], Awaitable[Any]]) -> Any:
         """What vLLM answers to a call's request, or its error."""
+        running = CALL.set(state)
         try:
             return await ask(self._request_of(state))
         except EngineDeadError as error:
             raise Unavailable(_DIED) from error
         except KintsugiError:
             raise
-        except ValidationError as error:
-            if state.sampled:  # it is of an answer, which an engine has given
+        except Exception as error:
+            if state.has_begun:  # whatever it is, it is no mistake of the request's
                 logger.exception("Request %s failed", state.call.request_id)
                 return create_error_response(_UNREADABLE, "InternalServerError", _SERVER_ERROR)
-            return create_error_response(*_problem_of(error, state.call.body))
-        except Exception as error:
+            if isinstance(error, ValidationError):
+                return create_error_response(*_problem_of(error, state.call.body))
             # The same table by which vLLM's server answers: a caller's mistake is a 400, ours a 500.
             response = create_error_response(error)
             if response.error.code >= 500:
                 logger.exception("Request %s failed", state.call.request_id)
             return response
+        finally:
+            CALL.reset(running)
 
     def _request_of(self, state: CallState) -> OurRequest:
         """Raises `InvalidField`, and `ValidationError` for a body that vLLM does not accept."""
@@ -241,7 +252,8 @@ def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> tuple[Any, .
     first = errors[0]
     if first["loc"][:1] == ("input",) and isinstance(body.get("input"), list):
         # One error for each kind of item that it might have been.
-        index = next((part for one in errors for part in one["loc"] if isinstance(part, int)), 0)
+        places = [one["loc"] for one in errors if one["loc"][:1] == ("input",)]
+        index = next((part for place in places for part in place if isinstance(part, int)), 0)
         where = f"input[{index}]"
         return f"{where}: {_NO_ITEM}", "BadRequestError", HTTPStatus.BAD_REQUEST, where
     where = ".".join(str(part) for part in first["loc"] if re.fullmatch(r"\w+", str(part)))

@@ -63,23 +63,28 @@ def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_whole_messages(items: Any) -> Any:
-    """The items of a response's `input`, each of the assistant's messages with one part: vLLM reads the first
-    alone, and stumbles over a refusal and over none."""
+    """The items of a response's `input`, each of the assistant's messages with one part and without null
+    fields: vLLM reads the first part alone, and fails on a refusal, on no part and on a null. Raises
+    `InvalidField` for a part without text."""
     if not isinstance(items, list):
         return items
-    return [_with_one_part(item) if isinstance(item, Mapping) else item for item in items]
+    return [
+        _with_one_part(item, f"input[{index}]") if isinstance(item, Mapping) else item
+        for index, item in enumerate(items)
+    ]
 
 
-def _with_one_part(item: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_one_part(item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     parts = item.get("content")
     if item.get("role") != "assistant" or not isinstance(parts, list):
         return item
-    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, Mapping)]
-    texts = [text for text in texts if isinstance(text, str)]
-    if len(texts) < len(parts):
-        return item  # vLLM refuses it
-    part = {"type": "output_text", "text": "".join(texts), "annotations": []}
-    return {**item, "type": "message", "content": [part]}
+    texts = [part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None for part in parts]
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidField(f"{where}.content[{index}]", "of the assistant must have a text or a refusal")
+    part = {"type": "output_text", "text": "".join(map(str, texts)), "annotations": []}
+    given = {name: value for name, value in item.items() if value is not None}
+    return {"type": "message", **given, "content": [part]}
 
 
 def _is_user_message(message: Any) -> bool:

@@ -34,6 +34,8 @@ class CallState:
     accounting: dict[str, Any] | None = None
     engine_died: bool = False
     """Whether the engine died during the answer; vLLM turns the error into an event."""
+    has_begun: bool = False
+    """Whether the engine has generated anything."""
 
     def next_params(self) -> dict[str, Any]:
         """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
@@ -63,6 +65,7 @@ class _OurRequest:
 
     _call_state: Any
     cache_salt: str | None
+    vllm_xargs: dict[str, Any] | None
 
     @property
     def call_state(self) -> CallState:
@@ -79,6 +82,8 @@ class _OurRequest:
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
         self.kv_transfer_params = self._call_state.next_params()
+        # Of these vLLM makes the parameters' extra arguments, one mapping for all prompts of a request.
+        self.vllm_xargs = dict(self.vllm_xargs or {})
         return super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -94,14 +99,16 @@ class OurResponsesRequest(_OurRequest, ResponsesRequest):  # type: ignore[misc]
     _call_state: Any = PrivateAttr(None)
 
     def build_tok_params(self, model_config: Any) -> Any:
-        """A prompt that is truncated loses its beginning, as with OpenAI, and leaves room for an answer: vLLM
-        would cut the question off, and leave one token."""
+        """A truncated prompt loses its beginning, as with OpenAI, and leaves room for an answer. vLLM would
+        cut off the question instead."""
         params = super().build_tok_params(model_config)
         if params.truncate_prompt_tokens is None:
             return params
         room = min(self.max_output_tokens or ANSWER_ROOM_TOKENS, model_config.max_model_len // 2)
         kept = model_config.max_model_len - room
-        return dataclasses.replace(params, truncate_prompt_tokens=kept, truncation_side="left")
+        return dataclasses.replace(
+            params, max_output_tokens=room, truncate_prompt_tokens=kept, truncation_side="left"
+        )
 
 
 OurRequest = OurChatRequest | OurCompletionRequest | OurResponsesRequest

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -19,6 +21,29 @@ logger = logging.getLogger(__name__)
 
 _DONE = "data: [DONE]\n\n"
 _DATA = "data: "
+
+
+CALL: ContextVar[CallState | None] = ContextVar("CALL", default=None)
+"""The call whose request vLLM's handlers work on in this task."""
+
+
+class NotingClient:
+    """An engine's client that notes which calls the engine has begun to answer."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """As vLLM's."""
+        state = CALL.get()
+        async with aclosing(self._client.generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                if state is not None:
+                    state.has_begun = True
+                yield output
 
 
 class OurChat(OpenAIServingChat):  # type: ignore[misc]

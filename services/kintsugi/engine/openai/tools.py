@@ -7,8 +7,8 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField
 
-TOOLS, CHOSEN_TOOLS = ("function", "custom", "namespace"), ("function", "custom")
-"""Types that a model is told of, and those that a request may have it call."""
+FUNCTION, NAMESPACE = "function", "namespace"
+"""Types of tools that every vLLM tells a model of: functions, and namespaces of functions."""
 SHOWN_CHARS_MAX = 40
 
 
@@ -31,16 +31,19 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
     if not isinstance(tools, list | None):
         raise InvalidField("tools", "must be a list")
     for index, tool in enumerate(tools or ()):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if isinstance(kind, str) and kind not in TOOLS:
-            raise InvalidField(f"tools[{index}].type", f"{_clip(kind)} is not served here; offer functions")
+        if not isinstance(tool, Mapping):
+            continue
+        _check_type(tool.get("type"), f"tools[{index}].type", FUNCTION, NAMESPACE)
+        inner = tool.get("tools") if tool.get("type") == NAMESPACE else None
+        for at, one in enumerate(inner if isinstance(inner, list) else ()):
+            kind = one.get("type") if isinstance(one, Mapping) else None
+            _check_type(kind, f"tools[{index}].tools[{at}].type", FUNCTION)
     if isinstance(choice, Mapping):
-        kind = choice.get("type")
-        if kind not in CHOSEN_TOOLS:
-            raise InvalidField("tool_choice.type", f"{_clip(kind)} is not served here; name a function")
+        _check_type(choice.get("type"), "tool_choice.type", FUNCTION)
         if not isinstance(choice.get("name"), str):
             raise InvalidField("tool_choice.name", "must be the name of a tool")
 
 
-def _clip(value: Any) -> str:
-    return repr(value)[:SHOWN_CHARS_MAX]
+def _check_type(kind: Any, where: str, *known: str) -> None:
+    if kind not in known:
+        raise InvalidField(where, f"{repr(kind)[:SHOWN_CHARS_MAX]} is not served here; offer functions")

@@ -19,7 +19,7 @@ REQUESTS = "requests"
 SEGMENTS = "segments"
 ERRORS = "prediction_errors"
 ERRORS_MAX = 1000
-"""The latest of an outcome, which are kept for vLLM's log line. A service may never write it."""
+"""Errors of an outcome that are kept until vLLM logs them."""
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 AMOUNTS = (
     "chunks_hit",
@@ -40,7 +40,7 @@ AMOUNTS = (
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
     """Since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per name in
     `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as `told` the
-    accountings of requests that go on, by their tickets (`engine.protocol.TICKET`)."""
+    accountings of requests that are still running, by their tickets (`engine.protocol.TICKET`)."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -55,9 +55,10 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
             error = abs(accounting.predicted_ttft_ms - accounting.ttft_ms) / accounting.ttft_ms
             self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
 
-    def tell(self, ticket: str, accounting: Accounting) -> None:
-        """Report a request before it ends. It is not counted."""
-        self.data.setdefault(TOLD, {})[ticket] = accounting.to_mapping()
+    def tell(self, ticket: str | None, accounting: Accounting) -> None:
+        """Report a request before it ends, if it has a ticket. It is not counted."""
+        if ticket is not None:
+            self.data.setdefault(TOLD, {})[ticket] = accounting.to_mapping()
 
     def count_segments(self, event: str, number: int) -> None:
         """Add segments that were `counted`, `queued`, found no room to wait (`refused`), were `saved`, could
@@ -83,7 +84,6 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         return {
             name: round(statistics.median(amount), 3) if isinstance(amount, list) else amount
             for name, amount in self.data.items()
-            if name != TOLD
         }
 
     def is_empty(self) -> bool:

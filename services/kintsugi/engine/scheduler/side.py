@@ -126,11 +126,15 @@ class SchedulerSide:
             if params.op is not Op.OFF:
                 self._admit(request, params)
         except (InvalidField, NotBlendable) as error:
-            self._refused[request.request_id] = decline(error)
+            self._refuse(request, error)
         except Exception as defect:
             logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
             self._states.pop(request.request_id, None)
-            self._refused[request.request_id] = decline(defect)
+            self._refuse(request, defect)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        accounting = self._refused[request.request_id] = decline(error)
+        self._stats.tell(ticket_of(request), accounting)
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
         """Start the lookup, or raise why this request cannot be blended."""
@@ -522,10 +526,9 @@ class SchedulerSide:
         """Called once per engine step, when its output is known; counts since the last call, None where there
         are none."""
         for request, ttft in self._timing.step_ended():
-            state, ticket = self._states.get(request.request_id), ticket_of(request)
-            found = state.accounting if state else self._refused.get(request.request_id)
-            if ticket and found:
-                self._stats.tell(ticket, ttft.added_to(found))
+            state = self._states.get(request.request_id)
+            if state is not None and state.accounting is not None:
+                self._stats.tell(ticket_of(request), ttft.added_to(state.accounting))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, BlendStats()

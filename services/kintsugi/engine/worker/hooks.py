@@ -226,6 +226,7 @@ OPENAI_HOOKS = (
     _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.create_responses"),
     _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.responses_stream_generator"),
     _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses.create_streaming_error_response"),
+    _openai(f"{_RESPONSES}.serving", "OpenAIServingResponses._check_model"),
     _openai("vllm.renderers.online_renderer", "OnlineRenderer.render_responses"),
     _openai("vllm.entrypoints.openai.models.protocol", "BaseModelPath", "name", "model_path"),
     _openai("vllm.entrypoints.openai.models.serving", "OpenAIServingModels"),

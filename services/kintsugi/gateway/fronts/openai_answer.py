@@ -45,7 +45,7 @@ _COUNTED = {
     RESPONSES_PATH: ("instructions", "input"),
 }
 """Fields of a body that its prompt is made of."""
-_COUNTED_WITHIN = ("content", "text", "contents", "output", "arguments", "summary")
+_COUNTED_WITHIN = ("content", "text", "contents", "output", "input", "arguments", "summary")
 CHARS_PER_TOKEN = 4
 """About, of English text: what a prompt costs is estimated before it is tokenised."""
 ANSWER_TOKENS_ASSUMED = 256
@@ -249,7 +249,7 @@ def estimate_tokens(
     most = next(
         (body[name] for name in ANSWER_LIMITS[path] if isinstance(body.get(name), int)), ANSWER_TOKENS_ASSUMED
     )
-    n = body.get("n") if isinstance(body.get("n"), int) else 1
+    n = body.get("n") if isinstance(body.get("n"), int) and path != RESPONSES_PATH else 1
     most = most if most <= answer_tokens_max else int(answer_tokens_max)
     return asked, max(0, most) * max(1, n or 1) * max(1, prompts)
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.core.exchange import RESPONSES_PATH
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.engine.openai.serving import OurResponses
 from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.models.bundled import showcase
@@ -28,15 +28,11 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def ask(served: Served, namespace: str, given: Any, **more: Any) -> Any:
-    return client(served, namespace).responses.create(
-        **{"model": served.model, "input": given, "max_output_tokens": 2, "temperature": 0, **more}
-    )
-
-
-def drain(stream: Any) -> list[Any]:
-    """Its events. Closed where it fails, too: a client that is left keeps its connection."""
-    with stream:
-        return list(stream)
+    """The response, or all events of a stream."""
+    asked = {"model": served.model, "input": given, "max_output_tokens": 2, "temperature": 0, **more}
+    with client(served, namespace) as api:  # an error would keep it, and its connection
+        answer = api.responses.create(**asked)
+        return list(answer) if asked.get("stream") else answer
 
 
 def test_known_chunks_in_the_input_are_hit_and_the_answer_is_right(served: Served) -> None:
@@ -54,7 +50,7 @@ def test_known_chunks_in_the_input_are_hit_and_the_answer_is_right(served: Serve
 def test_a_stream_ends_with_the_accounting(served: Served) -> None:
     show = showcase()
     stored = served.store("streamed", show.chunks)
-    events = drain(ask(served, "streamed", "".join(show.chunks) + show.question, stream=True))
+    events = ask(served, "streamed", "".join(show.chunks) + show.question, stream=True)
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text.strip().startswith(show.answer)
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
@@ -197,11 +193,33 @@ def test_a_truncated_input_leaves_room_for_an_answer(served: Served) -> None:
     *_, last = served.chunker.token_ids(show.question)
     content = "a " * 4200 + show.question
     asked = {"model": served.model, "input": content, "truncation": "auto", "enable_response_messages": True}
-    for limit, room in (({}, 256), ({"max_output_tokens": 2}, 2)):
+    half = served.info.max_model_len // 2
+    for most, room in ((None, 256), (2, 2), (half + 100, half)):
+        limit = {"max_output_tokens": most, "stop": ["."]}
         answer = served.post(RESPONSES_PATH, {**asked, **limit})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["input_tokens"] == served.info.max_model_len - room
         assert last in answer.json()["input_messages"][0]["tokens"][-8:], "the question is still there"
+
+
+@pytest.mark.parametrize("path", [RESPONSES_PATH, CHAT_PATH, COMPLETIONS_PATH])
+def test_a_failure_behind_the_engine_is_not_the_callers_mistake(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Whatever its type: vLLM takes a `ValueError` for one."""
+    generate = served.engine.client.generate
+
+    async def failing(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        async for output in generate(*args, **more):
+            yield output
+        raise ValueError("odd")
+
+    monkeypatch.setattr(served.engine.client, "generate", failing)
+    asked = {"input": "Where?", "messages": [{"role": "user", "content": "Where?"}], "prompt": "Where?"}
+    name = {RESPONSES_PATH: "input", CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt"}[path]
+    answer = served.post(path, {"model": served.model, name: asked[name]})
+    assert answer.status_code == 500
+    assert "the engine's log says why" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), "error"], ids=["raised", "reported"])
@@ -222,7 +240,7 @@ def test_a_stream_that_fails_ends_with_an_event_that_says_so(
 
     monkeypatch.setattr(served.engine.client, "generate", failing)
     with pytest.raises(openai.APIError):
-        drain(ask(served, "failing", "Where?", stream=True, max_output_tokens=8))
+        ask(served, "failing", "Where?", stream=True, max_output_tokens=8)
 
 
 def test_no_answer_is_kept_whatever_the_environment_says(
@@ -242,11 +260,11 @@ def test_no_answer_is_kept_whatever_the_environment_says(
         chat_template_content_format="auto",
     )
     monkeypatch.setattr(front, "_responses", handler)
-    api = client(served, "responses").responses
-    answer = api.create(model=served.model, input="Where?", max_output_tokens=1, store=True)
-    assert not handler.response_store
-    with pytest.raises(openai.NotFoundError):
-        api.retrieve(answer.id)
+    with client(served, "responses") as api:
+        answer = api.responses.create(model=served.model, input="Where?", max_output_tokens=1, store=True)
+        assert not handler.response_store
+        with pytest.raises(openai.NotFoundError):
+            api.responses.retrieve(answer.id)
 
 
 def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
@@ -288,8 +306,8 @@ def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
 
     monkeypatch.setattr(served.engine.client, "generate", dying)
     more: Any = {"max_output_tokens": 8, "stream": True, "extra_body": {"ignore_eos": True}}
-    *_, last = drain(ask(served, "dying", "Where?", **more))
+    *_, last = ask(served, "dying", "Where?", **more)
     assert (last.type, tried) == ("response.completed", 2)
     with pytest.raises(openai.APIError, match="the engine has died"):
-        drain(ask(served, "dying", "Where?", **more))
+        ask(served, "dying", "Where?", **more)
     assert tried == 3

@@ -148,7 +148,7 @@ def test_messages_that_are_none_are_left_to_the_engine(message: Any) -> None:
 )
 def test_an_assistants_message_has_all_of_its_parts(content: list[Any], text: str) -> None:
     asked = {"role": "user", "content": [{"text": "q"}, {"text": "r"}]}
-    said = {"role": "assistant", "content": content, "status": "incomplete"}
+    said = {"role": "assistant", "content": content, "status": "incomplete", "id": None}
     part = {"type": "output_text", "text": text, "annotations": []}
     whole = {"role": "assistant", "type": "message", "content": [part], "status": "incomplete"}
     assert with_whole_messages([asked, said]) == [asked, whole]
@@ -160,9 +160,15 @@ def test_an_assistants_message_has_all_of_its_parts(content: list[Any], text: st
         "text",
         None,
         [3, {}, {"role": "assistant", "content": "a"}],
-        [{"role": "assistant", "content": ["a"]}],
-        [{"role": "assistant", "content": [{"text": 3}]}],
     ],
 )
 def test_what_is_no_such_message_is_left_to_vllm(items: Any) -> None:
     assert with_whole_messages(items) == items
+
+
+@pytest.mark.parametrize("part", ["a", {"text": 3}, {"type": "input_image", "image_url": "x"}])
+def test_a_part_that_would_not_be_read_is_refused(part: Any) -> None:
+    said = {"role": "assistant", "content": [{"text": "a"}, part]}
+    with pytest.raises(InvalidField) as caught:
+        with_whole_messages([3, said])
+    assert caught.value.field == "input[1].content[1]"

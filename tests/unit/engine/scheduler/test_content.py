@@ -20,7 +20,8 @@ from kintsugi.core.errors import NotBlendable
 from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
 from kintsugi.core.prompt import Domain, LengthRange
-from kintsugi.core.request import KintsugiParams
+from kintsugi.core.request import KintsugiParams, Op
+from kintsugi.core.spaces import Span
 from kintsugi.engine.config import DiscoveryConfig
 from kintsugi.engine.protocol import TICKET, TOLD
 from kintsugi.engine.scheduler.discovery import Discovery
@@ -157,6 +158,17 @@ def test_the_accounting_is_told_with_the_first_token_to_who_gave_a_ticket(
     asks.append_output_token_ids(2)
     assert side.end_step() is None
     assert said(side, asks) == told
+
+
+def test_the_accounting_of_a_refused_request_is_told_at_once(side: SchedulerSide, store: StubStore) -> None:
+    refused = content_request("one", list(range(200)), op=Op.AUDIT, spans=(Span(0, 2),))
+    refused.sampling_params.extra_args[TICKET] = "ticket"
+    side.on_new_request(refused)
+    stats = side.end_step()
+    assert stats is not None
+    told = stats.data[TOLD]["ticket"]
+    assert told["outcome"] == "declined"
+    assert said(side, refused) == told
 
 
 def test_an_engine_with_requests_is_not_idle(side: SchedulerSide) -> None:
