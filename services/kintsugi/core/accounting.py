@@ -12,6 +12,11 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
 """The reason why nothing is blended or saved once a worker has found other weights than it started with."""
+TICKET = "kintsugi_ticket"
+"""An extra argument of a request: the scheduler's side reports its accounting under this at the first token.
+Where a stop string ends the answer, vLLM aborts the request in its core, whose own report is lost."""
+TOLD = "told"
+"""An entry of the connector's statistics: accountings of requests that are still running, by ticket."""
 
 
 class Outcome(StrEnum):

@@ -27,11 +27,12 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kintsugi.core.accounting import TOLD
 from kintsugi.core.errors import InvalidField, SelfTestFailed
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
-from kintsugi.engine.protocol import TOLD, StepMetadata, WorkerFacts, WorkerReport
+from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
 from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of, prior_text_of

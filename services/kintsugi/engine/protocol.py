@@ -19,12 +19,6 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.fusor.control.estimates import Transfer
 from kintsugi.fusor.control.metering import Meter
 
-TICKET = "kintsugi_ticket"
-"""An extra argument of a request: the scheduler's side reports its accounting under this at the first token.
-Where a stop string ends the answer, vLLM aborts the request in its core, whose own report is lost."""
-TOLD = "told"
-"""An entry of the connector's statistics: accountings of requests that are still running, by ticket."""
-
 
 @dataclass(frozen=True)
 class JobTokens:

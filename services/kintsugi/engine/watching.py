@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from kintsugi.core.accounting import WEIGHTS_CHANGED
+from kintsugi.core.accounting import TICKET, TOLD, WEIGHTS_CHANGED
 from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op, parse_spans
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
-from kintsugi.engine.protocol import TICKET, TOLD
 
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""

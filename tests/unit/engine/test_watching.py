@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from kintsugi.core.accounting import TICKET, TOLD
 from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.protocol import TICKET, TOLD
 from kintsugi.engine.watching import TOLD_S, WatchedClient, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}

@@ -12,8 +12,7 @@ from typing import Any
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kintsugi.core.accounting import Accounting, Outcome, label_of_reason
-from kintsugi.engine.protocol import TOLD
+from kintsugi.core.accounting import TOLD, Accounting, Outcome, label_of_reason
 
 REQUESTS = "requests"
 SEGMENTS = "segments"
@@ -40,7 +39,7 @@ AMOUNTS = (
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
     """Since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per name in
     `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as `told` the
-    accountings of requests that are still running, by their tickets (`engine.protocol.TICKET`)."""
+    accountings of requests that are still running, by their tickets (`core.accounting.TICKET`)."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

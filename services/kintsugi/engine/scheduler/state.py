@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.accounting import TICKET, Accounting, Outcome
 from kintsugi.core.gate import GateState
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams
 from kintsugi.core.spaces import ChunkSpace
-from kintsugi.engine.protocol import TICKET, BlendJob
+from kintsugi.engine.protocol import BlendJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
 from kintsugi.fusor.control.planner import Planner

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kintsugi.core.accounting import TICKET, TOLD
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
@@ -23,7 +24,6 @@ from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import Span
 from kintsugi.engine.config import DiscoveryConfig
-from kintsugi.engine.protocol import TICKET, TOLD
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.planner import Planner, PlanRequest
