@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -98,6 +99,34 @@ class Served:
         return httpx.post(
             f"http://{self.address}{path}", json=body, headers=self.headers(namespace), timeout=CALL_S
         )
+
+
+def check_nothing_runs(served: Served) -> None:
+    """Whatever was asked of the engine ends within ten seconds."""
+    deadline_s = time.monotonic() + 10
+    while served.engine.stats().running and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert served.engine.stats().running == 0
+    assert not served.engine.client.output_processor.has_unfinished_requests()
+
+
+class DyingEngine:
+    """Dies before the first token of the first request, and behind the first text of the third."""
+
+    def __init__(self, served: Served) -> None:
+        self._generate = served.engine.client.generate
+        self.tried = 0
+
+    async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self.tried += 1
+        if self.tried == 1:
+            raise EngineDeadError
+        async for output in self._generate(*args, **more):
+            yield output
+            if self.tried == 3 and output.outputs[0].text:  # a token without text begins no answer
+                raise EngineDeadError
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
-from tests.integration.serving.openai.conftest import HUB_NAME, Served
+from tests.integration.serving.openai.conftest import HUB_NAME, DyingEngine, Served, check_nothing_runs
 
 pytestmark = pytest.mark.engine
 
@@ -293,38 +292,21 @@ def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
         first = json.loads(next(lines).removeprefix("data: "))
         assert (first.get("choices") or [{}])[0].get("finish_reason", "none") is None, first
         assert served.engine.stats().running == 1
-    deadline_s = time.monotonic() + 10
-    while served.engine.stats().running and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert served.engine.stats().running == 0
-    assert not served.engine.client.output_processor.has_unfinished_requests()
+    check_nothing_runs(served)
 
 
 def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM makes an event of a dead core: neither an answer nor a reason to stay with it."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    generate, tried = served.engine.client.generate, 0
-
-    async def dying(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        nonlocal tried
-        tried += 1
-        if tried == 1:
-            raise EngineDeadError
-        async for output in generate(*args, **more):
-            yield output
-            if tried == 3 and output.outputs[0].text:  # a token without text begins no answer
-                raise EngineDeadError
-
-    monkeypatch.setattr(served.engine.client, "generate", dying)
+    dying = DyingEngine(served)
+    monkeypatch.setattr(served.engine.client, "generate", dying.generate)
     body = {"model": served.model, "prompt": "Where?", "max_tokens": 8, "ignore_eos": True, "stream": True}
     again = served.post("/v1/completions", body)
-    assert (again.status_code, tried) == (200, 2)
+    assert (again.status_code, dying.tried) == (200, 2)
     assert "error" not in again.text
     begun = served.post("/v1/completions", body)
-    assert (begun.status_code, tried) == (200, 3)
+    assert (begun.status_code, dying.tried) == (200, 3)
     *_, error, done = begun.text.strip().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
     assert done == "data: [DONE]"

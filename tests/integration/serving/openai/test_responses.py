@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,7 +14,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.engine.openai.serving import OurResponses
 from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.models.bundled import showcase
-from tests.integration.serving.openai.conftest import Served
+from tests.integration.serving.openai.conftest import DyingEngine, Served, check_nothing_runs
 from tests.integration.serving.openai.test_openai_client import TOOL, accounting_of, client, reused
 
 pytestmark = pytest.mark.engine
@@ -280,34 +279,17 @@ def test_a_caller_that_leaves_aborts_in_the_engine(served: Served) -> None:
         lines = response.iter_lines()  # kept: without a reader, httpx would leave at once
         assert next(line for line in lines if "output_text.delta" in line)
         assert served.engine.stats().running == 1
-    deadline_s = time.monotonic() + 10
-    while served.engine.stats().running and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert served.engine.stats().running == 0
-    assert not served.engine.client.output_processor.has_unfinished_requests()
+    check_nothing_runs(served)
 
 
 def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    generate, tried = served.engine.client.generate, 0
-
-    async def dying(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        nonlocal tried
-        tried += 1
-        if tried == 1:
-            raise EngineDeadError
-        async for output in generate(*args, **more):
-            yield output
-            if tried == 3 and output.outputs[0].text:
-                raise EngineDeadError
-
-    monkeypatch.setattr(served.engine.client, "generate", dying)
+    dying = DyingEngine(served)
+    monkeypatch.setattr(served.engine.client, "generate", dying.generate)
     more: Any = {"max_output_tokens": 8, "stream": True, "extra_body": {"ignore_eos": True}}
     *_, last = ask(served, "dying", "Where?", **more)
-    assert (last.type, tried) == ("response.completed", 2)
+    assert (last.type, dying.tried) == ("response.completed", 2)
     with pytest.raises(openai.APIError, match="the engine has died"):
         ask(served, "dying", "Where?", **more)
-    assert tried == 3
+    assert dying.tried == 3
