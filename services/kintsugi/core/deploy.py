@@ -36,6 +36,9 @@ ENGINE_POLICY = "kintsugi.serving.autoscaling:EnginePolicy"
 SHARD_POLICY = "kintsugi.serving.autoscaling:ShardPolicy"
 ENGINE_ROUTER = "kintsugi.serving.engine_router.EngineRouter"
 
+SHARD_ENV = {"MALLOC_ARENA_MAX": "2"}
+"""Ray's worker has threads, and so arenas of malloc's, before `store.shard.malloc` can bound them."""
+
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0
 """A dead replica is noticed within this time."""
@@ -398,7 +401,7 @@ def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[st
     shard = {
         "name": SHARD_DEPLOYMENT,
         **_replicas(Scale(store.shards, store.shards_max or store.shards), {"policy_function": SHARD_POLICY}),
-        "ray_actor_options": _actor(store.cpus, 0.0, placement.shard),
+        "ray_actor_options": _actor(store.cpus, 0.0, placement.shard, SHARD_ENV),
         # Directory and shards take these over without a restart.
         "user_config": {
             "replication": store.replication,

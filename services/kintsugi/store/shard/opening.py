@@ -16,6 +16,7 @@ from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.eviction.policy import EvictionPolicy
+from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
@@ -105,7 +106,7 @@ class ShardSpec:
 
 
 def open_shard(spec: ShardSpec) -> Shard:
-    """The shard, recovered from its directories. Close it.
+    """The shard, recovered from its directories. Close it. It sets the process's allocator.
 
     Raises `Unavailable` where a directory has another owner, `VersionMismatch` and `Corrupted` for one
     that this build cannot read, `ResourceExhausted` where a disk has no room, `InvalidField`.
@@ -114,6 +115,7 @@ def open_shard(spec: ShardSpec) -> Shard:
         raise InvalidField("data-dir", "is needed with --ssd: it holds the shard's identity")
     if spec.bucket is not None and not spec.ssds:
         raise InvalidField("bucket", "needs an SSD tier, whose chunks it takes: give --ssd")
+    keep_large_buffers()
     policy: Callable[[int], EvictionPolicy[ChunkEntry]] = policy_factory(
         spec.policy, lambda entry: entry.address
     )

@@ -27,7 +27,6 @@ from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
-from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S, Keeper
@@ -104,7 +103,6 @@ class ShardServer:
         """Listen. Raises `Unavailable` if the address cannot be bound, `InvalidField` for one beyond loopback
         without TLS."""
         check_listen(self._listen, self._options.tls, self._options.insecure)
-        keep_large_buffers()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kintsugi-store", daemon=True)
         self._thread.start()

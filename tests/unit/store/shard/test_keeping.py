@@ -14,6 +14,7 @@ from kintsugi.store.shard.eviction.placement import choose_tier
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.workers import keeper as keeper_module
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import SPACE, make_chunk
 
@@ -331,3 +332,14 @@ def test_an_expired_chunk_is_not_retained(shard: Shard, clock: Clock) -> None:
     clock.now_s += 10
     assert shard.retain("acme", [manifest.key], 10.0) == [False]
     assert len(shard) == 0
+
+
+def test_free_memory_is_returned_now_and_then(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr(keeper_module, "return_free_pages", lambda: returned.append(None))
+    keeper = Keeper(shard, turn_s=4.0)
+    counts = []
+    for _ in range(7):
+        keeper.turn()
+        counts.append(len(returned))
+    assert counts == [0, 0, 1, 1, 1, 2, 2]

@@ -1,4 +1,5 @@
-"""The shard's housekeeping thread: ends leases, forgets what expired, saves lifetimes and uses, scrubs.
+"""The shard's housekeeping thread: ends leases, forgets what expired, saves lifetimes and uses, scrubs,
+returns memory.
 
 Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the disk with loads.
 """
@@ -10,6 +11,7 @@ from collections import deque
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.shard.entry import Address
+from kintsugi.store.shard.malloc import return_free_pages
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.uses import SAVE_PERIOD_S
 from kintsugi.store.shard.workers.turns import Turns
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 TURN_S = 1.0
 SCRUB_BYTES_PER_S = 16 << 20
 """A hundredth of what an SSD reads: 64 GiB take 70 minutes."""
+RETURN_PERIOD_S = 10.0
+"""Rare enough that constant puts pay a thousandth for the pages that they take again."""
 
 
 class Keeper(Turns):
@@ -33,6 +37,7 @@ class Keeper(Turns):
         self._scrub_bytes_per_turn = scrub_bytes_per_s * turn_s
         self._budget_bytes = 0.0
         self._unsaved_s = 0.0
+        self._unreturned_s = 0.0
         self._round: deque[Address] = deque()
 
     def turn(self) -> None:
@@ -43,6 +48,10 @@ class Keeper(Turns):
         if self._unsaved_s >= SAVE_PERIOD_S:
             self._shard.save_uses()
             self._unsaved_s = 0.0
+        self._unreturned_s += self._turn_s
+        if self._unreturned_s >= RETURN_PERIOD_S:
+            return_free_pages()
+            self._unreturned_s = 0.0
         self._budget_bytes = min(
             self._budget_bytes + self._scrub_bytes_per_turn, 2 * self._scrub_bytes_per_turn
         )
