@@ -41,7 +41,7 @@ SHARD_ENV = {"MALLOC_ARENA_MAX": "2"}
 
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0
-"""A dead replica is noticed within this time."""
+"""A dead replica is noticed within this time and Serve's own period."""
 HEALTH_CHECK_TIMEOUT_S = 30.0
 """A machine that is busy with a prefill answers late."""
 END_MARGIN_S = 15.0

@@ -39,8 +39,9 @@ class GateState:
 
         `fallback` is the engine's own, for where no report decides. Raises `NotBlendable` where the gate is
         closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
-        computes what a full prefill does, and is always allowed. Whether the prompt is like those that were
-        calibrated is known later, when its chunks have been found (`check_shape`).
+        computes what a full prefill does, so an open gate allows it with any selector. Whether
+        the prompt is like those that were calibrated is known later, when its chunks have been found
+        (`check_shape`).
         """
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
