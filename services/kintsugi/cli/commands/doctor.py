@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kintsugi.cli import extras
 from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, blend_once
@@ -94,7 +95,7 @@ def _python_check() -> Check:
 def _version_check(distribution: str) -> Check:
     version = find_installed_version(distribution)
     if version is None:
-        return Check(distribution, CheckResult.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
+        return Check(distribution, CheckResult.FAILED, f"not installed; {extras.ENGINE.remedy}")
     return Check(distribution, CheckResult.OK, version)
 
 
@@ -106,7 +107,7 @@ def _vllm_check() -> Check:
             note = "" if tested else f"; {WORKING}"
             verdict = CheckResult.OK if tested else CheckResult.WARNING
             return Check("vllm", verdict, f"{version} ({distribution}){note}")
-    return Check("vllm", CheckResult.FAILED, "not installed; install kintsugi-kv[cpu] or [gpu]")
+    return Check("vllm", CheckResult.FAILED, f"not installed; {extras.ENGINE.remedy}")
 
 
 def find_installed_version(distribution: str) -> str | None:

@@ -269,7 +269,10 @@ def check_vllm(hooks: Sequence[Hook]) -> None:
     try:
         import vllm  # noqa: F401
     except ImportError as error:
-        raise Unavailable(f"vLLM cannot be imported ({error}); install kintsugi-kv[cpu] or [gpu]") from error
+        raise Unavailable(
+            f"vLLM cannot be imported ({error}); "
+            "install kintsugi-kv[gpu], or without a GPU [cpu] as docs/howto/install.md says"
+        ) from error
     missing = describe_missing(hooks)
     if missing is not None:
         raise VersionMismatch(missing)

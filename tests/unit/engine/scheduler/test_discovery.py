@@ -300,10 +300,10 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
         DiscoveryConfig(**wrong)
 
 
-def test_100_000_distinct_prompts_cost_bounded_memory_and_no_other_namespace_notices(
+def test_a_flood_of_distinct_prompts_costs_bounded_memory_and_no_other_namespace_notices(
     salts: Salts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many as a hostile caller sends in a minute; a tenth of them here, each with ten segments, and in
+    """A tenth of what a hostile caller sends in a minute (all of it under `full`), each with ten segments, in
     thousands of parts of its namespace."""
     discovery = discovery_of(salts)
     sight(discovery, [0, *passage(1)], "quiet")
