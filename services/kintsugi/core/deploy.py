@@ -3,9 +3,9 @@
 Two Serve applications, so that nothing about models or engines ever restarts a shard: `STORE_APP` with one
 deployment of shards, `SERVICE_APP` with engines and gateway.
 
-Serve starts all replicas of an application anew when its `args` change, and none when only counts, resources
-or a deployment's `user_config` do. So counts are nowhere in `args`, and what the gateway alone needs is its
-`user_config`.
+Serve starts all replicas of an application anew when its `args` or an autoscaling policy change, those of a
+deployment when its resources or its environment do, and none when only counts or a `user_config` do. So
+counts are nowhere in `args`, and what the gateway alone needs is its `user_config`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ ENGINE_POLICY = "kintsugi.serving.autoscaling:EnginePolicy"
 SHARD_POLICY = "kintsugi.serving.autoscaling:ShardPolicy"
 ENGINE_ROUTER = "kintsugi.serving.engine_router.EngineRouter"
 
-SHARD_ENV = {"MALLOC_ARENA_MAX": "2"}
-"""Ray's worker has threads, and so arenas of malloc's, before `store.shard.malloc` can bound them."""
+SHARD_ARENAS_MAX = 2
+"""malloc's arenas in a shard: each keeps what the largest burst of messages took."""
+SHARD_ENV = {"MALLOC_ARENA_MAX": str(SHARD_ARENAS_MAX)}
+"""Ray's worker has threads, and so arenas, before `store.shard.malloc` can bound them."""
 
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0

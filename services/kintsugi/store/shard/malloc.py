@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
+from kintsugi.core.deploy import SHARD_ARENAS_MAX
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
-ARENAS_MAX = 2
-"""Each keeps what the largest burst of messages took."""
+_libc = ctypes.CDLL(None)
 
 
 def keep_large_buffers() -> None:
@@ -17,17 +18,15 @@ def keep_large_buffers() -> None:
     grew by 124 MiB between its third and its thirteenth minute. A shard does it; a process that reads much
     over gRPC may, but the choice is its owner's, because it holds for all it does.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        mallopt(_M_TOP_PAD, 64 << 20)
-        mallopt(_M_ARENA_MAX, ARENAS_MAX)
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        _libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        _libc.mallopt(_M_TOP_PAD, 64 << 20)
+        _libc.mallopt(_M_ARENA_MAX, SHARD_ARENAS_MAX)
 
 
 def return_free_pages() -> None:
     """Give the pages that hold nothing back to the kernel: some 5 ms for 100 MiB, and a page fault for each
     that is used again."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(ctypes.c_size_t(0))
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(ctypes.c_size_t(0))
