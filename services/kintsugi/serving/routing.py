@@ -23,7 +23,12 @@ BLOCK_TOKENS = 128
 REMEMBERED_MAX = 65_536
 CHARS_PER_TOKEN = 4
 """Characters per token of English text, roughly."""
-DEPTH_MAX = 4
+PROMPT_FIELDS = ("messages", "prompt", "instructions", "input")
+"""Where the bodies of OpenAI's endpoints hold the prompt, in its order. No endpoint has fields of another."""
+TEXT_FIELDS = ("content", "text", "output")
+"""Where messages, their parts and the results of tools hold texts."""
+DEPTH_MAX = 5
+"""A part's text within the fields, messages, a message, its parts and a part."""
 BLOCKS_MAX = 64
 """Blocks at a prompt's beginning that are compared: bounds the work per request."""
 
@@ -108,7 +113,7 @@ def estimate_wanted(namespace: str, body: Mapping[str, Any]) -> Wanted:
 
     Never fails: engines check bodies.
     """
-    text = "".join(_texts(body.get("messages", body.get("prompt", "")), depth=0))
+    text = "".join(_texts([body.get(name) for name in PROMPT_FIELDS], depth=0))
     return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(namespace, text))
 
 
@@ -116,7 +121,7 @@ def _texts(value: Any, depth: int) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif depth < DEPTH_MAX and isinstance(value, Mapping):
-        yield from (text for name in ("content", "text") for text in _texts(value.get(name), depth + 1))
+        yield from (text for name in TEXT_FIELDS for text in _texts(value.get(name), depth + 1))
     elif depth < DEPTH_MAX and isinstance(value, Sequence):
         yield from (text for each in value for text in _texts(each, depth + 1))
 

@@ -148,6 +148,18 @@ LONG = "ab" * 300
             },
             LONG + "c" * 424,
         ),
+        ({"input": "c" * 424, "instructions": LONG}, LONG + "c" * 424),
+        (
+            {
+                "instructions": None,
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": LONG}]},
+                    {"type": "function_call_output", "call_id": "1", "output": "c" * 424},
+                    {"type": "function_call_output", "call_id": "2", "output": [{"text": "d" * 88}]},
+                ],
+            },
+            LONG + "c" * 424 + "d" * 88,
+        ),
         ({"messages": [{"content": None}, 7, [[[[[["deep"]]]]]]]}, ""),
         ({"prompt": [[1, 2, 3]]}, ""),
         ({}, ""),
