@@ -37,13 +37,14 @@ class Screen:
             self._progress.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Without a terminal, print a line every ten seconds while the body runs, also between steps."""
+    def working(self, text: str = "working") -> Iterator[Callable[[str], None]]:
+        """Without a terminal, print a line every ten seconds while the body runs, also between steps. Yields
+        a function that names the current part."""
         if self._progress.is_terminal:
-            yield
+            yield lambda part: None
             return
-        with self._lines.track("working"):
-            yield
+        with self._lines.track(text) as activity:
+            yield activity.name_part
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
