@@ -55,6 +55,8 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
         command += ["--engine", json.dumps(arguments, sort_keys=True)]
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
+    if any(privacy.discovers for privacy in spec.privacy.values()):
+        command.append("--segments")
     volumes = [*client_secrets(spec), *_system_prompt(owner.name, revision)]
     command += _prompt_options(revision)
     tags = labels(owner.name, part=CALIBRATION, revision=revision.name)

@@ -159,6 +159,13 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     assert measured["context"] == [told["context"]] == ["bundled"], "one, so nothing is chosen"
 
 
+@pytest.mark.parametrize("discover", [True, False])
+def test_where_chunks_are_discovered_the_calibration_is_about_segments(discover: bool) -> None:
+    spec = spec_of(privacy={"default": {"discover": discover}, "other": {}})
+    command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
+    assert options_of(command)["segments"] is discover
+
+
 def test_nothing_is_said_that_goes_without_saying() -> None:
     command = shlex.split(job_of(decide(corpus_of()))["spec"]["entrypoint"])
     assert not {
