@@ -213,8 +213,8 @@ class KintsugiParams:
     chunk_tokens_multiple: int = 1
     """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
     discover: bool = False
-    """Count what the prompt holds, and save what recurs, if no chunks are declared. A gateway sets it, from
-    the namespace's rules: whoever shares a namespace can tell what was saved in it."""
+    """Count what the prompt holds beside its `spans`, and save what recurs. A gateway sets it, from the
+    namespace's rules: whoever shares a namespace can tell what was saved in it."""
     no_store: bool = False
     """Count and save nothing of this prompt."""
 

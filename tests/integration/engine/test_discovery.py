@@ -10,6 +10,7 @@ import pytest
 
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.request import KintsugiParams
+from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from tests.integration.engine.conftest import (
     PREFIX,
@@ -170,6 +171,50 @@ def test_an_exact_prefix_is_not_given_up_for_chunks(
     assert answer["tokens_hit"] == len(tool)
     again = told(ask(engine, [*history, *random_tokens(5, 4)], off))
     assert again["outcome"] == "prefix_hit"
+
+
+def naming(namespace: str, before: list[int], named: list[int]) -> KintsugiParams:
+    """Parameters that name the chunk behind a text."""
+    start = len(PREFIX) + len(before)
+    return discover(namespace, spans=(Span(start, start + len(named)),))
+
+
+def test_text_around_named_chunks_is_discovered_and_hit(
+    engine: LocalEngine, passages: list[list[int]], namespace: str
+) -> None:
+    before, named, behind = passages
+    engine.save(PREFIX, [named], namespace)
+    params = naming(namespace, before, named)
+    queued = [
+        told(see(engine, prompt_of(before, named, behind, seed=seed), params))["segments_queued"] > 0
+        for seed in range(2)
+    ]
+    assert queued == [False, True]
+    assert stored(namespace) == sum(map(len, passages))
+    prompt = prompt_of(before, named, behind, seed=2)
+    full, blended = ask_cold(engine, prompt), ask_cold(engine, prompt, params)
+    assert told(blended)["outcome"] == "blended"
+    assert (told(blended)["chunks_hit"], told(blended)["chunks_missed"]) == (3, 0)
+    assert told(blended)["tokens_discovered"] == len(before) + len(behind)
+    assert max_dlogprob(full, blended) <= 0.01
+
+
+def test_what_is_discovered_later_gives_up_no_cached_blend_of_named_chunks(
+    engine: LocalEngine, passages: list[list[int]], namespace: str
+) -> None:
+    """A chat about documents: what was said recurs in each turn, behind blocks that are cached already."""
+    before, named, behind = passages
+    engine.save(PREFIX, [named], namespace)
+    params = naming(namespace, before, named)
+    engine.reset_prefix_cache()
+    turn = prompt_of(before, named, behind)
+    outcomes = []
+    for _ in range(4):
+        outcomes.append(told(ask(engine, turn, params))["outcome"])
+        engine.save_discovered()
+        turn = [*turn, *random_tokens(40, len(turn))]
+    assert stored(namespace) > len(named), "what stands around it was saved after the second turn"
+    assert outcomes == ["blended", "prefix_hit", "prefix_hit", "prefix_hit"]
 
 
 def test_an_erased_namespace_begins_anew(

@@ -1,10 +1,16 @@
-"""Which requests cannot be blended, whatever the store holds."""
+"""Which requests are not to be blended: whatever the store holds, and for what it holds."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from vllm.v1.request import Request
 
 from kintsugi.core.errors import NotBlendable
+from kintsugi.core.plan import ChunkHit, apply_options, exact_end
+from kintsugi.core.prompt import PromptShape
+from kintsugi.engine.scheduler.matching import Match, hits_of
+from kintsugi.engine.scheduler.state import RequestState
 from kintsugi.models.layers import DeclineReason
 
 
@@ -29,3 +35,25 @@ def check_request(request: Request, local_chunk: int | None) -> None:
         )
     if request.skip_reading_prefix_cache:
         raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+
+
+def check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
+    """Raise `NotBlendable` if a blend of `hits` is approximate, and the prompt, of `num_tokens`, unlike those
+    that were calibrated."""
+    is_approximate = any(hit.end > exact for hit in hits)
+    ratio = apply_options(state.planner.selection, state.params.options).ratio
+    if is_approximate and ratio != 1.0:
+        state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
+
+
+def beside_named(match: Match, state: RequestState, num_ranks: int) -> Match:
+    """The match of a request that names chunks, without the others if the calibration does not hold for all
+    of them together: it may hold for the named ones alone."""
+    request = state.request
+    hits = hits_of(match, request.num_tokens - 1, num_ranks)
+    exact = exact_end(match.spans, state.space, request.all_token_ids)
+    try:
+        check_calibrated(state, hits, request.num_prompt_tokens, exact)
+    except NotBlendable:
+        return dataclasses.replace(match, spans=state.params.spans or ())
+    return match

@@ -1,14 +1,13 @@
 """Finds segments that recur in prompts. See docs/adr/0013.
 
-A request is *discovered* if its namespace's rules allow it and it declares no chunks. Its segments are found
-on a lookup thread, beside the chunks that the store holds, and counted once the answer is there. What recurs
-waits in a backlog, from which `scheduler.idle_saves` has it saved.
+A request is *discovered* if its namespace's rules allow it. Its segments are found on a lookup thread, beside
+the chunks that the store holds, and counted once the answer is there. Where it names chunks, only the text
+between them is cut. What recurs waits in a backlog, from which `scheduler.idle_saves` has it saved.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,7 @@ from kintsugi.discovery.segments import TOKENS_MIN, find_segments
 from kintsugi.discovery.sightings import Sightings
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig
-from kintsugi.engine.scheduler.matching import Match, match_content
+from kintsugi.engine.scheduler.matching import Match, match_content, match_spans, outside
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.models.prompt_form import load_tokenizer
 from kintsugi.store.protocol.interface import ChunkStore
@@ -80,7 +79,7 @@ class Discovery:
     def covers(self, params: KintsugiParams) -> bool:
         """Whether a request with these parameters is discovered."""
         may_store = self.is_ready and params.discover and not params.no_store
-        return may_store and params.op is Op.BLEND and params.spans is None
+        return may_store and params.op is Op.BLEND
 
     @property
     def is_ready(self) -> bool:
@@ -100,22 +99,30 @@ class Discovery:
         shared: ChunkSpace | None,
         everywhere: bool,
         tokens_multiple: int = 1,
+        named: Sequence[Span] = (),
     ) -> Match:
         """As `match_content`, with the segments in which nothing was found, cut at their ends to a multiple
         of ``tokens_multiple``. Unless ``everywhere``, chunks are looked for only where segments begin, which
-        takes a tenth of the time. On a lookup thread."""
+        takes a tenth of the time. Chunks that the request has ``named`` are looked up by their keys, and the
+        text between them is cut and looked through where its segments begin. On a lookup thread."""
         assert self._classes is not None
         classes = self._classes.result()
         first = space.first_place(prompt)
-        segments = find_segments(prompt, classes, first or 0)
+        segments = [
+            segment
+            for start, end in _texts_between(named, first or 0, len(prompt))
+            for segment in find_segments(prompt[:end], classes, start)
+        ]
         segments_end = segments[-1].end if segments else 0
-        starts = None if everywhere else [span.start for span in segments]
+        starts = None if everywhere and not named else [span.start for span in segments]
         match = match_content(store, space, prompt, shared, starts)
+        if named:
+            match = match_spans(store, space, named, prompt, shared).with_others(match)
         if first is None and space.prefix_token_ids:
             # It may hold a BOS, which no other place has, and vLLM's prefix cache finds it.
             segments = [span for span in segments if span.start]
         keyed = []
-        for span in _outside(segments, match.spans):
+        for span in outside(segments, match.spans):
             end = span.end - span.num_tokens % tokens_multiple
             if end - span.start >= TOKENS_MIN:
                 keyed.append(Span(span.start, end, ChunkKey.of(space, prompt[span.start : end])))
@@ -222,16 +229,12 @@ def _report_failure(classes: Future[TokenClasses]) -> None:
         logger.error("No passage that recurs is discovered: the tokens' classes are unknown", exc_info=defect)
 
 
-def _outside(segments: Sequence[Span], found: Sequence[Span]) -> list[Span]:
-    """The segments that overlap none of those found. Both are in order and disjoint."""
-    ends = [span.end for span in found]
-    outside = []
-    for segment in segments:
-        # The first that ends behind the segment's beginning.
-        at = bisect_right(ends, segment.start)
-        if at == len(found) or found[at].start >= segment.end:
-            outside.append(segment)
-    return outside
+def _texts_between(named: Sequence[Span], start: int, end: int) -> list[tuple[int, int]]:
+    """Start and end of the texts from ``start`` to ``end`` that are in none of ``named``, which are in order
+    and disjoint."""
+    starts = [start, *(max(start, span.end) for span in named)]
+    ends = [*(span.start for span in named), end]
+    return [(first, last) for first, last in zip(starts, ends, strict=True) if first < last]
 
 
 def load_token_classes(vllm_config: VllmConfig) -> TokenClasses:

@@ -67,26 +67,29 @@ def _rename(request: Request, first_block: int) -> None:
 
 
 def exact_tokens(request: Request) -> int | None:
-    """Tokens before the fork, a multiple of the block size; None for a request that is not forked."""
+    """Tokens before the first fork, a multiple of the block size; None for a request that is not forked."""
     hasher = request._block_hasher
     return hasher.exact_tokens if isinstance(hasher, _ForkedHasher) else None
 
 
 class _ForkedHasher:
-    """Names a request's blocks as ``ordinary`` does, and forks the chain at block ``first_block``."""
+    """Names a request's blocks as ``ordinary`` does, which may be forked itself, and forks the chain at block
+    ``first_block``."""
 
     def __init__(self, ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> None:
         self._ordinary = ordinary
         self._first_block = first_block
         self._tag = tag
         self._block_size = block_size
-        self.exact_tokens = first_block * block_size
+        self._fork_at = first_block * block_size
+        inner = ordinary.exact_tokens if isinstance(ordinary, _ForkedHasher) else self._fork_at
+        self.exact_tokens: int = min(self._fork_at, inner)
 
     def __call__(self, request: Request) -> list[BlockHash]:
         known, ordinary = request.block_hashes, self._ordinary
         if len(known) > self._first_block:
             return ordinary(request)
-        until_fork = min(request.num_tokens, self.exact_tokens + self._block_size)
+        until_fork = min(request.num_tokens, self._fork_at + self._block_size)
         head = ordinary(cast("Request", _Beginning(request, until_fork)))
         if len(known) + len(head) <= self._first_block:
             return head

@@ -5,6 +5,7 @@ Runs on the connector's lookup threads, never on the scheduler's.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,6 +59,35 @@ class Match:
         segment."""
         chunks = sum(len(manifest.digests) + 1024 for manifest in self.manifests.values())
         return chunks + 512 * len(self.segments)
+
+    def with_others(self, other: Match) -> Match:
+        """This match and the spans of the ``other`` that overlap none of its own."""
+        others = outside(other.spans, self.spans)
+        return replace(
+            self,
+            spans=tuple(sorted((*self.spans, *others), key=lambda span: span.start)),
+            manifests={**other.manifests, **self.manifests},
+            sources={**other.sources, **self.sources},
+        )
+
+    def beside(self, named: Collection[Span], num_computed: int) -> Match:
+        """The match of a request that has ``named`` some of the spans, without the others that begin within
+        the ``num_computed`` tokens that vLLM's prefix cache holds: their KV is exact, or as a blend of the
+        named ones left it. What is in none of the spans is no chunk, as it is where nothing is discovered."""
+        kept = tuple(span for span in self.spans if span in named or span.start >= num_computed)
+        return replace(self, spans=kept, segments=())
+
+
+def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The spans that overlap none of the others. Both are in order and disjoint."""
+    ends = [span.end for span in others]
+    free = []
+    for span in spans:
+        # The first that ends behind the span's beginning.
+        at = bisect_right(ends, span.start)
+        if at == len(others) or others[at].start >= span.end:
+            free.append(span)
+    return free
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
@@ -281,9 +311,11 @@ def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in sorted(spans.union(segments)) if end < num_tokens)
 
 
-def count_match(accounting: Accounting, match: Match, job: JobTokens | None, is_declared: bool) -> Accounting:
+def count_match(
+    accounting: Accounting, match: Match, job: JobTokens | None, named: Collection[Span]
+) -> Accounting:
     """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
-    ``is_declared``: whether the request named its chunks."""
+    ``named``: those that the request named."""
     hit = [span for span in match.spans if span.key in match.manifests]
     missed = [span for span in match.spans if span.key not in match.manifests]
     question = 0
@@ -298,7 +330,7 @@ def count_match(accounting: Accounting, match: Match, job: JobTokens | None, is_
         tokens_hit=tokens_hit,
         tokens_missed=sum(span.num_tokens for span in missed),
         tokens_question=question,
-        tokens_discovered=0 if is_declared else tokens_hit,
+        tokens_discovered=min(tokens_hit, sum(span.num_tokens for span in hit if span not in named)),
         segments_counted=match.segments_counted,
         segments_queued=match.segments_queued,
     )

@@ -13,6 +13,7 @@ import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kintsugi.core.accounting import TOLD, Accounting, Outcome, label_of_reason
+from kintsugi.engine.scheduler.matching import Match
 
 REQUESTS = "requests"
 SEGMENTS = "segments"
@@ -64,6 +65,13 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
         not be saved (`failed`), or were left out because of their length (`outside_calibration`)."""
         if number:
             self._add(f"{SEGMENTS}/{event}", number)
+
+    def count_sighted(self, match: Match) -> None:
+        """Add what discovery did about a prompt's segments."""
+        self.count_segments("counted", match.segments_counted)
+        self.count_segments("queued", match.segments_queued)
+        self.count_segments("outside_calibration", match.segments_outside)
+        self.count_segments("refused", match.segments_refused)
 
     def _add(self, name: str, amount: float) -> None:
         self.data[name] = self.data.get(name, 0) + amount

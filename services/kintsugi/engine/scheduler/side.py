@@ -18,7 +18,6 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.gate import OUTSIDE_CALIBRATION
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, apply_options, exact_end, plan_digest
-from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span
 from kintsugi.core.tokens import TokenIds
@@ -32,7 +31,7 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.blendable import check_request
+from kintsugi.engine.scheduler.blendable import beside_named, check_calibrated, check_request
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
@@ -156,7 +155,8 @@ class SchedulerSide:
         if not params.op.prefills_chunk:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
         shared = self._space(params.shared) if params.shared else None
-        state = RequestState(request, params, space, shared, planner, gate)
+        is_discovered = self.discovery.covers(params)
+        state = RequestState(request, params, space, shared, planner, gate, is_discovered)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -182,13 +182,13 @@ class SchedulerSide:
         if not self._lookups.has_room:
             return
         prompt, spans = TokenIds.of(request.prompt_token_ids), state.params.spans
-        if spans is not None:
-            state.lookup = self._lookups.start(match_spans, state.space, spans, prompt, state.shared)
-        elif self.discovery.covers(state.params):
+        if state.is_discovered:
             match, multiple = self.discovery.match, state.params.chunk_tokens_multiple
             state.lookup = self._lookups.start(
-                match, state.space, prompt, state.shared, state.is_named, multiple
+                match, state.space, prompt, state.shared, state.is_named, multiple, spans or ()
             )
+        elif spans is not None:
+            state.lookup = self._lookups.start(match_spans, state.space, spans, prompt, state.shared)
         else:
             state.lookup = self._lookups.start(match_content, state.space, prompt, state.shared)
 
@@ -207,8 +207,11 @@ class SchedulerSide:
             raise NotBlendable(*self.declined_because.split(": ", 1))
         check_request(request, self.local_chunk)
 
-    def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
-        """Name the KV that this blend will produce, from the first block that is not exact."""
+    def _fork(
+        self, request: Request, state: RequestState, spans: tuple[Span, ...], named_end: int = 0
+    ) -> None:
+        """Name the KV that this blend will produce, from the first block on that is neither exact nor named
+        already, as those up to ``named_end`` are."""
         prompt = request.prompt_token_ids
         # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
@@ -217,12 +220,11 @@ class SchedulerSide:
         if codec_named(self.config.codec) is not Codec.RAW or not self.restores_keys:
             # What rounding leaves of an exact chunk is good enough for a blend, not for plain prompts.
             exact = min(exact, spans[0].start if spans else len(self.prefix_token_ids))
-        self._fork_behind(exact, request, state, digest)
+        self._fork_behind(max(exact, named_end), request, state, digest)
 
     def _fork_behind(self, num_exact: int, request: Request, state: RequestState, tag: bytes) -> None:
         """Give blocks their own names from the first one on that is not all exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
-        state.forked_at = first_block * self.hash_block_size
         hashing.fork(request, first_block, tag, self.hash_block_size, self._salt_of(state))
 
     def _salt_of(self, state: RequestState) -> str | None:
@@ -283,8 +285,9 @@ class SchedulerSide:
                 # What was found cached may be the blend of a shorter prompt: look there again for exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
                 return None, False
-            is_exact = state.job is None and num_computed <= state.forked_at
-            if state.params.spans is None and is_exact and hashing.exact_tokens(request) is not None:
+            forked_at = hashing.exact_tokens(request)
+            is_exact = state.job is None and forked_at is not None and num_computed <= forked_at
+            if state.params.spans is None and is_exact:
                 # All of it is computed: a later turn, which may have other chunks, finds it as exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
             return 0, False
@@ -335,7 +338,7 @@ class SchedulerSide:
         if match is None or state.lookup.is_taken:
             return match
         state.lookup.is_taken = True
-        if state.params.spans is not None:
+        if state.params.spans is not None and not state.is_discovered:
             return match
         return self._take_content(request, state, match, num_computed)
 
@@ -344,22 +347,24 @@ class SchedulerSide:
     ) -> Match | None:
         """As `_take_match`, for chunks that were found by content, when their lookup has just been taken."""
         prompt = TokenIds.of(request.prompt_token_ids)
-        if self.discovery.covers(state.params):
+        if state.is_discovered:
             params = self.config.discovery.with_lifetime(state.params)
             match = self.discovery.sight(
                 request.request_id, params, state.space, prompt, match, state.gate.domain
             )
-            self._stats.count_segments("counted", match.segments_counted)
-            self._stats.count_segments("queued", match.segments_queued)
-            self._stats.count_segments("outside_calibration", match.segments_outside)
-            self._stats.count_segments("refused", match.segments_refused)
-        match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
+            self._stats.count_sighted(match)
+        named = state.params.spans
+        if named is None:
+            match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
+        else:
+            match = beside_named(match.beside(named, num_computed), state, self.num_ranks)
         assert state.lookup is not None
         state.lookup.replaced_by = match
-        if not match.spans:
+        found = [span for span in match.spans if span not in (named or ())]
+        if not found:
             return match
         # What the prefix cache holds of this blend has just got a name: look there again.
-        self._fork(request, state, match.spans)
+        self._fork(request, state, match.spans, found[0].start)
         return None
 
     def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
@@ -368,10 +373,11 @@ class SchedulerSide:
         end = hits[-1].end if hits else 0
         if state.job is None:
             exact = exact_end(match.spans, state.space, request.all_token_ids)
-            _check_calibrated(state, hits, request.num_prompt_tokens, exact)
+            check_calibrated(state, hits, request.num_prompt_tokens, exact)
         if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
             raise NotBlendable("prefix_hit", "the prefix cache holds every chunk already")
-        is_rest_short = num_computed > state.forked_at and end - num_computed < self.hash_block_size
+        is_blend = num_computed > (hashing.exact_tokens(request) or 0)
+        is_rest_short = is_blend and end - num_computed < self.hash_block_size
         if state.leader is not None and state.job is None and is_rest_short:
             raise NotBlendable("prefix_hit", "another request's blend is cached but for part of a block")
         if self.has_windows and num_computed:
@@ -552,7 +558,7 @@ class SchedulerSide:
             return accounting
         tokens = None if state.job is None else state.job.tokens
         return dataclasses.replace(
-            count_match(accounting, match, tokens, is_declared=state.params.spans is not None),
+            count_match(accounting, match, tokens, state.params.spans or ()),
             chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
         )
@@ -584,11 +590,3 @@ class SchedulerSide:
     def close(self) -> None:
         for part in (self.gate, self.salts, self._lookups):
             part.close()
-
-
-def _check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
-    """Raise `NotBlendable` if the blend is approximate, and the prompt unlike those that were calibrated."""
-    is_approximate = any(hit.end > exact for hit in hits)
-    ratio = apply_options(state.planner.selection, state.params.options).ratio
-    if is_approximate and ratio != 1.0:
-        state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))

@@ -31,10 +31,10 @@ class RequestState:
     """Plans with the selection that the gate allowed at admission: a later report changes nothing midway."""
     gate: GateState
     """As it was at admission."""
+    is_discovered: bool
+    """See `scheduler.discovery`. As it was at admission."""
     lookup: Lookup | None = None
     """None also while the lookup may not begin yet."""
-    forked_at: int = 0
-    """Where the blocks begin that have names of their own."""
     checked_at: int | None = None
     """The number of cached tokens that `_check` last passed with."""
     has_hits: bool = False

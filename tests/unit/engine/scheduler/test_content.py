@@ -54,6 +54,17 @@ def content_request(name: str, prompt: list[int], **more: Any) -> Any:
 def plan(side: SchedulerSide, request: Any, num_computed: int = 0) -> tuple[int | None, bool]:
     """What the connector claims once the store has answered."""
     side.on_new_request(request)
+    return plan_of(side, request, num_computed)
+
+
+def plain_names(prompt: list[int]) -> list[Any]:
+    sampling = SamplingParams(max_tokens=4)
+    request = Request("plain", prompt, sampling, None, cache_salt="acme", block_hasher=HASHER)
+    return list(request.block_hashes)
+
+
+def plan_of(side: SchedulerSide, request: Any, num_computed: int = 0) -> tuple[int | None, bool]:
+    """As `plan`, for a request that is known already."""
     for _ in range(10_000):
         claim = side.get_num_new_matched_tokens(request, num_computed)
         if claim[0] is not None:
@@ -121,6 +132,50 @@ def test_segments_that_the_calibration_leaves_out_are_in_the_metrics(
     assert stats is not None
     assert stats.data["segments/outside_calibration"] > 0
     assert "segments/counted" not in stats.data
+
+
+def named_request(side: SchedulerSide, name: str, prompt: list[int], *named: Span) -> Any:
+    return content_request(name, prompt, discover=True, spans=named)
+
+
+def test_what_was_discovered_is_used_beside_named_chunks(side: SchedulerSide, store: StubStore) -> None:
+    prompt, named = list(range(1000)), Span(600, 700)
+    for span in (Span(0, 600), named):
+        store_content(side, store, prompt[span.start : span.end])
+    request = named_request(side, "one", prompt, named)
+    assert plan(side, request) == (999, True)
+    match = side._states["one"].lookup.answer  # type: ignore[union-attr]
+    assert [(one.start, one.end) for one in match.spans] == [(0, 600), (600, 700)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_computed", [0, 608])
+def test_what_the_prefix_cache_holds_is_not_looked_for_again_beside_named_chunks(
+    side: SchedulerSide, store: StubStore, num_computed: int
+) -> None:
+    """It may be a blend of the named ones, and a plan of other chunks would not find it."""
+    prompt, named = list(range(1000)), Span(600, 700)
+    for span in (Span(0, 600), named):
+        store_content(side, store, prompt[span.start : span.end])
+    request = named_request(side, "one", prompt, named)
+    side.on_new_request(request)
+    names = list(request.block_hashes)
+    assert plan_of(side, request, num_computed) == (999 - num_computed, True)
+    assert (request.block_hashes == names) is bool(num_computed)
+    assert request.block_hashes != plain_names(prompt)
+
+
+def test_where_only_the_named_chunks_are_like_the_calibrated_they_are_blended_alone(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    some, short = LengthRange(1, 10_000), LengthRange(90, 110)
+    side.gate.state = GateState(None, "", Selection(0.15), None, Domain("plain", some, some, short, some))
+    prompt, named = list(range(1000)), Span(600, 700)
+    for span in (Span(0, 600), named):
+        store_content(side, store, prompt[span.start : span.end])
+    request = named_request(side, "one", prompt, named)
+    assert plan(side, request) == (999, True)
+    match = side._states["one"].lookup.answer  # type: ignore[union-attr]
+    assert [one.start for one in match.spans] == [600]  # type: ignore[union-attr]
 
 
 def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(

@@ -163,6 +163,34 @@ def test_where_segments_begin_is_enough_to_find_them(salts: Salts, store: RamSto
     assert [(span.start, span.end) for span in match.spans] == [(201, 401)]
 
 
+def test_beside_named_chunks_the_text_between_them_is_cut_and_looked_through(
+    salts: Salts, store: RamStore
+) -> None:
+    """Each text is cut by itself, so it is the same segment wherever it stands."""
+    discovery, space = discovery_of(salts), space_of()
+    before, named, stored, behind = (passage(seed) for seed in range(4))
+    for one in (named, stored):
+        store.put(*make_chunk(one, space))
+    prompt = TokenIds.of([0, *before[:-1], *named[:-1], *stored, *behind, *named])
+    spans = tuple(
+        Span(start, end, ChunkKey.of(space, prompt[start:end])) for start, end in ((200, 399), (799, 999))
+    )
+    match = discovery.match(store, space, prompt, None, True, named=spans)
+    assert match.spans == (spans[0], Span(399, 599, ChunkKey.of(space, TokenIds.of(stored))), spans[1])
+    assert [match.manifests[span.key].num_tokens for span in match.spans[1:] if span.key] == [200, 200]
+    assert spans[0].key not in match.manifests, "nothing else is taken for a named chunk that is not stored"
+    assert [(one.start, one.end) for one in match.segments] == [(1, 200), (599, 799)]
+
+
+def test_what_overlaps_a_named_chunk_is_not_used_beside_it(salts: Salts, store: RamStore) -> None:
+    space = space_of()
+    text = passage(1, 300)
+    store.put(*make_chunk(text, space))
+    prompt = TokenIds.of([0, *text, *passage(2)])
+    named = (Span(201, 401, ChunkKey.of(space, prompt[201:401])),)
+    assert discovery_of(salts).match(store, space, prompt, None, True, named=named).spans == named
+
+
 def test_what_stands_before_another_prefix_is_left_to_the_prefix_cache(salts: Salts) -> None:
     discovery = discovery_of(salts)
     match = sight(discovery, [5, *passage(1), *passage(2)])
@@ -221,7 +249,7 @@ def test_an_erasure_forgets_sightings_and_what_waits(salts: Salts, store: RamSto
         ({"discover": True}, True),
         ({}, False),
         ({"discover": True, "no_store": True}, False),
-        ({"discover": True, "spans": (Span(0, 9),)}, False),
+        ({"discover": True, "spans": (Span(0, 9),)}, True),
         ({"discover": True, "spans": (Span(0, 9),), "op": Op.SAVE}, False),
     ],
 )

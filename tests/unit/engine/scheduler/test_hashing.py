@@ -87,6 +87,25 @@ def test_another_plan_has_other_names() -> None:
     assert not set(one.block_hashes[1:]) & set(other.block_hashes[1:])
 
 
+@given(st.integers(0, 40), st.integers(0, 8), st.integers(0, 8), st.integers(0, 20))
+def test_a_forked_request_is_forked_again_before_or_behind(
+    length: int, first: int, second: int, later: int
+) -> None:
+    once, twice = forked(list(range(length)), first), forked(list(range(length)), first)
+    plain = FakeRequest(list(range(length)), "acme")
+    fork(twice, second, b"other")
+    for request in (plain, once, twice):
+        for token in range(later):
+            request.append(token)
+    assert len(twice.block_hashes) == (length + later) // BLOCK
+    assert twice.block_hashes[:second] == once.block_hashes[:second]
+    assert not set(twice.block_hashes[second:]) & {*once.block_hashes, *plain.block_hashes}
+    assert hashing.exact_tokens(twice) == BLOCK * min(first, second)  # type: ignore[arg-type]
+    at_once = forked([*range(length), *range(later)], first)
+    fork(at_once, second, b"other")
+    assert at_once.block_hashes == twice.block_hashes
+
+
 def test_unforking_gives_the_exact_names_back() -> None:
     request = forked(list(range(12)), 0)
     hashing.unfork(request, ordinary)  # type: ignore[arg-type]
