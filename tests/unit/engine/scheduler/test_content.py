@@ -108,6 +108,21 @@ def test_a_discovered_request_says_what_was_counted_and_found(side: SchedulerSid
         assert accounting["tokens_discovered"] == accounting["tokens_hit"] == 100
 
 
+@pytest.mark.parametrize("salt", [None, "acme", "mine"])
+def test_beside_a_namespace_a_salt_of_ones_own_is_refused(
+    side: SchedulerSide, store: StubStore, salt: str | None
+) -> None:
+    store_content(side, store, PROMPT[32:80])
+    params = KintsugiParams("acme").to_mapping()
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    request = Request("one", PROMPT, sampling, None, cache_salt=salt, block_hasher=HASHER)
+    is_refused = salt == "mine"
+    assert plan(side, request) == ((0, False) if is_refused else (len(PROMPT) - 1, True))
+    accounting = said(side, request)
+    assert ("cache_salt: must be the namespace 'acme', or left out" in accounting["reason"]) is is_refused
+    assert request.cache_salt == ("mine" if is_refused else "acme"), "its blocks stay its own"
+
+
 def test_a_defect_while_a_request_is_named_costs_its_blend_alone(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
