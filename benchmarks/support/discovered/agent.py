@@ -1,9 +1,9 @@
 """A scripted agent through vLLM's own server with the connector: tool results that come again, in a history
 that is compacted.
 
-At every step the agent reads a file, whose text becomes a tool's result, and answers. Where the history
-grows too long, it is replaced by a summary and the last results, in another order. The model has random
-weights: the script decides what is read.
+At every step the agent reads a file by calling a tool, whose result becomes a message, and answers. Where
+the history grows too long, it is replaced by a summary and the last results, in another order. The model has
+random weights: the script decides what is read, and writes the calls.
 
 The agent is unmodified: its requests name no namespace, so chunks are looked for where segments begin and
 nowhere else, and its answers say nothing of them. What was hit is read from the server's metrics; vLLM's own
@@ -12,10 +12,13 @@ nowhere else, and its answers say nothing of them. What was hit is read from the
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,7 +44,16 @@ TOOL_S = 0.5
 """Time that a tool takes. The engine is idle meanwhile."""
 STORE_BYTES = 2 << 30
 BAR = 0.6
-SYSTEM = "You are an agent. Read files, think about them, and answer in one line.\n\n"
+SYSTEM = "You are an agent. Read files, think about them, and answer in one line."
+READ_FILE = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "The text of a file.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+}
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -121,29 +133,50 @@ def _counted(server: Server) -> Counted:
 def _run_agent(server: Server, texts: list[str], steps: int) -> None:
     generator = random.Random("agent")
     weights = [(rank + 1) ** -0.9 for rank in range(len(texts))]
-    history: list[str] = []
+    system = {"role": "system", "content": SYSTEM}
+    history: list[list[Message]] = []
+    """Messages that stay together: a call and its result, an answer, a summary."""
     with httpx.Client(base_url=server.endpoint.url, timeout=300) as client:
         for step in range(steps):
-            (text,) = generator.choices(texts, weights)
-            history.append(f"Result of step {step}:\n\n{text}\n\n")
-            if sum(map(len, history)) > HISTORY_CHARS_MAX:
-                kept = generator.sample(history[-KEPT_RESULTS:], KEPT_RESULTS)
-                history = [f"Summary at step {step}: {' '.join(text.split()[:30])}\n\n", *kept]
-            answer, prompt_tokens = _ask(client, SYSTEM + "".join(history))
-            history.append(f"Answer {step}: {answer}\n\n")
+            (file,) = generator.choices(range(len(texts)), weights)
+            history.append(_read(step, file, texts[file]))
+            if sum(len(message["content"]) for message in _joined(history)) > HISTORY_CHARS_MAX:
+                results = [one for one in history if one[-1]["role"] == "tool"]
+                kept = generator.sample(results[-KEPT_RESULTS:], KEPT_RESULTS)
+                summary = f"Summary at step {step}: {' '.join(texts[file].split()[:30])}"
+                history = [[{"role": "user", "content": summary}], *kept]
+            answer, prompt_tokens = _ask(client, [system, *_joined(history)])
+            history.append([{"role": "assistant", "content": answer}])
             say(f"step {step}: {prompt_tokens} tokens")
             # The next tool's time; the answer's counters reach the metrics meanwhile.
             time.sleep(TOOL_S)
 
 
-def _ask(client: httpx.Client, prompt: str) -> tuple[str, int]:
+def _read(step: int, file: int, text: str) -> list[Message]:
+    """The agent's call for a file, and the tool's result."""
+    name, call_id = f"file-{file}.txt", f"call-{step}"
+    call = {"name": "read_file", "arguments": json.dumps({"name": name})}
+    calls = [{"id": call_id, "type": "function", "function": call}]
+    return [
+        {"role": "assistant", "content": f"Reading {name}.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": call_id, "content": text},
+    ]
+
+
+def _joined(history: Iterable[list[Message]]) -> list[Message]:
+    return [message for together in history for message in together]
+
+
+def _ask(client: httpx.Client, messages: list[Message]) -> tuple[str, int]:
     """The answer, and how many tokens the prompt has."""
     body = {
         "model": NAME,
-        "prompt": prompt,
+        "messages": messages,
+        "tools": [READ_FILE],
+        "tool_choice": "none",
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
     }
-    response = client.post("/completions", json=body).raise_for_status().json()
-    return response["choices"][0]["text"], int(response["usage"]["prompt_tokens"])
+    response = client.post("/chat/completions", json=body).raise_for_status().json()
+    return response["choices"][0]["message"]["content"] or "", int(response["usage"]["prompt_tokens"])
