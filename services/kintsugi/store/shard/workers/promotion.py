@@ -26,6 +26,9 @@ READERS = 3
 """Reads in flight: one leaves an NVMe drive idle between requests."""
 FAR_READERS = 4
 """Reads of a bucket in flight."""
+TOLD = {"missing": "the object is gone", "damaged": "its bytes are damaged", "failed": "it cannot be read"}
+"""What readers are told of a load that failed. An engine says it in answers, so it names no host, path or
+object: those are in the shard's log."""
 
 
 class Promoter:
@@ -74,7 +77,7 @@ class Promoter:
             load.tier.read(load.source, step.start, frames)
         except (OSError, Corrupted) as error:
             log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, error)
-            return f"{load.tier.name}: {error}"
+            return f"{load.tier.name}: {TOLD['failed']}"
         return ""
 
     def _read_bucket(self, step: LoadStep) -> tuple[str, bool]:
@@ -99,7 +102,7 @@ class Promoter:
             return "", False
         self.faults[fault] += 1
         log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, reason)
-        return f"{load.tier.name}: {reason}", is_unreachable
+        return f"{load.tier.name}: {TOLD[fault]}", is_unreachable
 
 
 def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
