@@ -6,7 +6,7 @@ from the other. Random weights: this says how fast and how robust a service is, 
 
     python benchmarks/serving.py [--quick] [--save] [--only idle,goodput,reuse,...]
 
-`goodput` and `reuse` have plans of their own (`benchmarks/support`): 60 requests at each of two shares of a
+`goodput` and `reuse` have plans of their own (`benchmarks/support`): 60 requests at each of three shares of a
 server's own capacity, and 500 queries of a small model. The figures of `loading.py`, `gateway.py` and
 `queueing.py` are measured by these scripts and stand in the same report.
 """
@@ -158,7 +158,11 @@ def _recovery_spare(model: Path, quick: bool) -> list[Figure]:
 def _goodput(model: Path, quick: bool) -> list[Figure]:
     plan, setting = (goodput.QUICK, QUICK) if quick else (goodput.FULL, FULL)
     texts = _corpus(model, plan.workload)
-    tuned = {tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}) for tokens in plan.settings}
+    connector = {"selector": plan.selector.value}
+    tuned = {
+        tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}, connector=connector)
+        for tokens in plan.settings
+    }
     capacities: dict[str, dict[int, float]] = {"plain": {}, "kintsugi": {}}
     for tokens, one in tuned.items():
         with _pair(model, one, texts) as servers:

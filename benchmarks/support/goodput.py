@@ -8,7 +8,8 @@ What makes a rate count:
 - **It is steady at the end**: the median first token of the last third of the requests is in time, and when
   the last request comes, few are unanswered. Otherwise a queue is growing, and the server cannot keep up.
 - **Each server has its best setting**: the value in `GoodputPlan.settings` with which its capacity is
-  greatest.
+  greatest. Ours has `GoodputPlan.selector` as well: of all selectors, `query` changes a real model's answers
+  least at the same cost (`quality.py`, section `real`), and it computes no layer at full width.
 
 CPU seconds of a server's whole tree of processes are counted over the same load, and those of the other
 server, which is idle on the same core meanwhile.
@@ -28,6 +29,7 @@ from benchmarks.support.serving_phases import ask_alone
 from kintsugi.bench.profile import RagWorkload, poisson_arrivals, prompt_of, requests
 from kintsugi.bench.report import Sample, Summary, summarize_samples
 from kintsugi.bench.run import run
+from kintsugi.core.request import SelectorName
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class GoodputPlan:
     """Requests at each rate."""
     settings: tuple[int, ...]
     """Values of vLLM's `max_num_batched_tokens` to choose from."""
+    selector: SelectorName = SelectorName.QUERY
+    """Of our server."""
 
 
 FULL = GoodputPlan(
     RagWorkload(documents=50, zipf=0.9, chunks=6, chunk_tokens=256, answer_tokens=16),
     slo_s=15.0,
     burst=8,
-    loads_of_capacity=(0.7, 0.9),
+    loads_of_capacity=(0.7, 0.8, 0.9),
     requests=60,
     settings=(2048, 8192),
 )
