@@ -67,3 +67,18 @@ def test_text_is_counted_up_to_the_next_border(tokenizer: Any, texts: list[str],
     ids = np.array(tokenizer.convert_tokens_to_ids(texts), np.uint32)
     assert TokenClasses.of_tokenizer(tokenizer).count_text(ids) == count
     assert TokenClasses.none().count_text(ids) == len(texts)
+
+
+@pytest.mark.parametrize("opening", ["#", "######", "```", "~~~", "---", "===", " ```", "----", "```python"])
+def test_a_line_that_opens_a_block_separates(opening: str) -> None:
+    classes = TokenClasses.of_texts(["word", "\n", opening])
+    behind_a_line = np.array([0, 0, 1, 2, 0], np.uint32)
+    within_a_line = np.array([0, 0, 2, 0, 0], np.uint32)
+    assert classes.find_separators(behind_a_line).tolist() == [3]
+    assert classes.find_separators(within_a_line).tolist() == []
+
+
+@pytest.mark.parametrize("text", ["#tag", "#######", "``", "--", "=", "-", "word"])
+def test_other_lines_separate_nothing(text: str) -> None:
+    classes = TokenClasses.of_texts(["word", "\n", text])
+    assert classes.find_separators(np.array([0, 0, 1, 2, 0], np.uint32)).tolist() == []
