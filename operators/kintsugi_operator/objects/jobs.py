@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kintsugi.core.deploy import ModelSpec
+from kintsugi.core.deploy import ModelSpec, calibrates_segments
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
@@ -55,7 +55,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
         command += ["--engine", json.dumps(arguments, sort_keys=True)]
     if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
         command += ["--connector", json.dumps(shared, sort_keys=True)]
-    if any(privacy.discovers for privacy in spec.privacy.values()):
+    if calibrates_segments(spec.privacy.values(), spec.engines.connector):
         command.append("--segments")
     volumes = [*client_secrets(spec), *_system_prompt(owner.name, revision)]
     command += _prompt_options(revision)

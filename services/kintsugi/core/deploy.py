@@ -10,7 +10,7 @@ counts are nowhere in `args`, and what the gateway alone needs is its `user_conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlencode
@@ -490,6 +490,14 @@ def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, 
     if not engines.spares and placement.engine:
         return {}
     return {"user_config": {"num_serving": engines.replicas.min if engines.spares else None}}
+
+
+def calibrates_segments(privacy: Iterable[NamespacePrivacy], connector: Mapping[str, Any]) -> bool:
+    """Whether a calibration is about segments: chunks are discovered in a namespace with such a privacy, by
+    engines whose ``connector`` does not turn that off."""
+    settings = connector.get("discovery")
+    is_off = isinstance(settings, Mapping) and settings.get("enabled") is False
+    return not is_off and any(one.discovers for one in privacy)
 
 
 def directory_url(store: StoreSpec, host: str = "") -> str:

@@ -119,14 +119,19 @@ def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequen
 
 
 def plan_digest(
-    space: ChunkSpace, spans: Sequence[Span], selection: Selection, asking: Sequence[int] = ()
+    space: ChunkSpace,
+    spans: Sequence[Span],
+    selection: Selection,
+    asking: Sequence[int] = (),
+    takes_others: bool = False,
 ) -> bytes:
     """32 bytes that name the KV of a prompt blended this way.
 
     It depends on the request alone, not on what the store held at that moment: a chunk that was missed
     was computed instead, which is never worse, and a later turn over the same spans must find the KV.
     Where the selection depends on what is asked, `asking` is the prompt's token ids: KV that was chosen for
-    one question is not that of another.
+    one question is not that of another. Nor is KV that may be that of other chunks, found behind the first of
+    the spans (`takes_others`), that of a request which takes none.
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
@@ -135,5 +140,5 @@ def plan_digest(
     hasher.update(f"{selection.selector.value}\0{layers}\0{ratios}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
-    hasher.update(b"\0" + token_bytes(asking))
+    hasher.update((b"\1" if takes_others else b"\0") + token_bytes(asking))
     return hasher.digest()

@@ -174,7 +174,7 @@ class _Wire:
     """Count this prompt's segments as seen, save those that recur, and use saved ones."""
     no_store: StrictBool = False
     """Remember nothing of this prompt: none of its texts is counted as seen or saved, whether it is declared
-    as a chunk or not. What is stored is used."""
+    as a chunk or not. What is stored is used; beside declared chunks no others are."""
 
 
 @dataclass(frozen=True)

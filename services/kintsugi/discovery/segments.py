@@ -45,14 +45,19 @@ _Positions = npt.NDArray[np.intp]
 _Hashes = npt.NDArray[np.uint64]
 
 
-def find_segments(token_ids: TokenIds, classes: TokenClasses, offset: int = 0) -> list[Span]:
-    """The segments of a prompt from `offset` on, in order: those of `TOKENS_MIN` to `TOKENS_MAX` tokens. What
-    is shorter stands at an end of the prompt, or between blocks, and belongs to none."""
-    ids = token_ids.to_array()[offset:]
+def find_segments(
+    token_ids: TokenIds, classes: TokenClasses, offset: int = 0, end: int | None = None
+) -> list[Span]:
+    """The segments of a prompt from `offset` on, in order, and up to `end` as if it ended there: those of
+    `TOKENS_MIN` to `TOKENS_MAX` tokens. What is shorter stands at an end, or between blocks, and belongs to
+    none."""
+    ids = token_ids.to_array()[offset:end]
     if len(ids) < TOKENS_MIN:
         return []
     edges: list[int] = [0, *find_boundaries(ids, classes).tolist(), len(ids)]
-    return [Span(offset + start, offset + end) for start, end in pairwise(edges) if end - start >= TOKENS_MIN]
+    return [
+        Span(offset + first, offset + last) for first, last in pairwise(edges) if last - first >= TOKENS_MIN
+    ]
 
 
 def cut_chunks(prompt: RagPrompt, classes: TokenClasses) -> RagPrompt:

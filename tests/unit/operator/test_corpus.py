@@ -164,6 +164,11 @@ def test_where_chunks_are_discovered_the_calibration_is_about_segments(discover:
     spec = spec_of(privacy={"default": {"discover": discover}, "other": {}})
     command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
     assert options_of(command)["segments"] is discover
+    spec = spec_of(
+        privacy={"default": {"discover": True}}, engines={"connector": {"discovery": {"enabled": False}}}
+    )
+    command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
+    assert not options_of(command)["segments"]
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:

@@ -24,6 +24,7 @@ from kintsugi.core.deploy import (
     ServiceSpec,
     StoreSpec,
     TierSpec,
+    calibrates_segments,
     directory_url,
     serve_config,
     spec_from_yaml_mapping,
@@ -366,8 +367,8 @@ class ServiceMonitor:
 
     def _start_calibration(self) -> None:
         spec = self._service.spec
-        store_url, segments = directory_url(spec.store), bool(spec.rules.discovering)
-        self._calibrator = start_calibrator(spec.model, spec.engines, store_url, segments)
+        segments = calibrates_segments(spec.privacy.values(), spec.engines.connector)
+        self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store), segments)
         self._running = self._calibrator.run.remote()
         self._screen.show_event(
             "calibration",

@@ -46,14 +46,21 @@ def check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens
         state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
 
 
-def beside_named(match: Match, state: RequestState, num_ranks: int) -> Match:
-    """The match of a request that names chunks, without the others if the calibration does not hold for all
-    of them together: it may hold for the named ones alone."""
-    request = state.request
+def beside_named(
+    match: Match, state: RequestState, num_computed: int, num_ranks: int, is_behind: bool
+) -> Match:
+    """The match of a request that names chunks, without others within the ``num_computed`` tokens that vLLM's
+    prefix cache holds, and with none if the calibration does not hold for all of them together: it may hold
+    for the named ones alone. ``is_behind``: whether blends may stand behind cached tokens."""
+    named, request = state.params.spans or (), state.request
+    alone = dataclasses.replace(match, spans=named, segments=())
+    if num_computed and not is_behind:
+        return alone
+    match = match.beside(frozenset(named), num_computed)
     hits = hits_of(match, request.num_tokens - 1, num_ranks)
     exact = exact_end(match.spans, state.space, request.all_token_ids)
     try:
         check_calibrated(state, hits, request.num_prompt_tokens, exact)
     except NotBlendable:
-        return dataclasses.replace(match, spans=state.params.spans or ())
+        return alone
     return match

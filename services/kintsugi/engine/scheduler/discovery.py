@@ -79,7 +79,7 @@ class Discovery:
     def covers(self, params: KintsugiParams) -> bool:
         """Whether a request with these parameters is discovered."""
         may_store = self.is_ready and params.discover and not params.no_store
-        return may_store and params.op is Op.BLEND
+        return may_store and params.op is Op.BLEND and params.spans != ()
 
     @property
     def is_ready(self) -> bool:
@@ -108,14 +108,14 @@ class Discovery:
         assert self._classes is not None
         classes = self._classes.result()
         first = space.first_place(prompt)
-        segments = [
-            segment
-            for start, end in _texts_between(named, first or 0, len(prompt))
-            for segment in find_segments(prompt[:end], classes, start)
-        ]
+        segments: list[Span] = []
+        places: dict[int, int] = {}
+        for start, end in _texts_between(named, first or 0, len(prompt)):
+            found = find_segments(prompt, classes, start, end)
+            segments += found
+            places |= {span.start: end for span in found}
         segments_end = segments[-1].end if segments else 0
-        starts = None if everywhere and not named else [span.start for span in segments]
-        match = match_content(store, space, prompt, shared, starts)
+        match = match_content(store, space, prompt, shared, None if everywhere and not named else places)
         if named:
             match = match_spans(store, space, named, prompt, shared).with_others(match)
         if first is None and space.prefix_token_ids:
@@ -231,10 +231,10 @@ def _report_failure(classes: Future[TokenClasses]) -> None:
 
 def _texts_between(named: Sequence[Span], start: int, end: int) -> list[tuple[int, int]]:
     """Start and end of the texts from ``start`` to ``end`` that are in none of ``named``, which are in order
-    and disjoint."""
+    and disjoint, and long enough for a segment."""
     starts = [start, *(max(start, span.end) for span in named)]
     ends = [*(span.start for span in named), end]
-    return [(first, last) for first, last in zip(starts, ends, strict=True) if first < last]
+    return [(first, last) for first, last in zip(starts, ends, strict=True) if last - first >= TOKENS_MIN]
 
 
 def load_token_classes(vllm_config: VllmConfig) -> TokenClasses:

@@ -70,12 +70,17 @@ class Match:
             sources={**other.sources, **self.sources},
         )
 
-    def beside(self, named: Collection[Span], num_computed: int) -> Match:
+    def beside(self, named: frozenset[Span], num_computed: int) -> Match:
         """The match of a request that has ``named`` some of the spans, without the others that begin within
-        the ``num_computed`` tokens that vLLM's prefix cache holds: their KV is exact, or as a blend of the
-        named ones left it. What is in none of the spans is no chunk, as it is where nothing is discovered."""
-        kept = tuple(span for span in self.spans if span in named or span.start >= num_computed)
-        return replace(self, spans=kept, segments=())
+        the ``num_computed`` tokens that vLLM's prefix cache holds, or cannot be loaded: their KV is exact, or
+        as a blend of the named ones left it. What is in none of the spans is no chunk, as it is where nothing
+        is discovered."""
+        kept = (
+            span
+            for span in self.spans
+            if span in named or (span.start >= num_computed and span.key in self.manifests)
+        )
+        return replace(self, spans=tuple(kept), segments=())
 
 
 def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
@@ -170,23 +175,23 @@ def match_content(
     space: ChunkSpace,
     prompt_token_ids: Sequence[int],
     shared: ChunkSpace | None = None,
-    offsets: Collection[int] | None = None,
+    places: Mapping[int, int] | None = None,
 ) -> Match:
-    """Find known chunks at any offset, or at ``offsets`` alone, left to right, the longest candidate first:
-    plain copies directly behind the prefix, prepared chunks elsewhere; shared ones where the request's own
-    space has none.
+    """Find known chunks at any offset, left to right, the longest candidate first: plain copies directly
+    behind the prefix, prepared chunks elsewhere; shared ones where the request's own space has none.
+    ``places``: the only offsets, each with the end of the text that a chunk there must lie in.
 
     Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate; where
     something was found, another lookup for each namespace. An anchor only proposes: a candidate counts when
     the key of the prompt's own tokens is its key, and the store can deliver it now.
     """
-    anchors = _anchors(prompt_token_ids, offsets, space.name_key)
+    anchors = _anchors(prompt_token_ids, places, space.name_key)
     first = space.first_place(prompt_token_ids)
     wanted = _wanted_anchors(space, anchors, first)
     shared_anchors = anchors
     if shared is not None:
         if shared.name_key != space.name_key:
-            shared_anchors = _anchors(prompt_token_ids, offsets, shared.name_key)
+            shared_anchors = _anchors(prompt_token_ids, places, shared.name_key)
         wanted |= _wanted_anchors(shared, shared_anchors, first)
     candidates = {
         copy: store.lookup_anchors(copy.namespace, copy.digest, some) for copy, some in wanted.items() if some
@@ -198,12 +203,13 @@ def match_content(
         if offset < end:
             continue
         copy = space.plain if offset == first else space
+        text_end = len(prompt_token_ids) if places is None else places[offset]
         proposed = candidates[copy].get(anchor, ())
-        manifest = _longest_at(copy, prompt_token_ids, offset, proposed)
+        manifest = _longest_at(copy, prompt_token_ids, offset, text_end, proposed)
         if manifest is None and shared is not None:
             theirs = _same_copy(copy, shared)
             proposed = candidates[theirs].get(shared_anchors[offset], ())
-            manifest = _longest_at(theirs, prompt_token_ids, offset, proposed)
+            manifest = _longest_at(theirs, prompt_token_ids, offset, text_end, proposed)
         if manifest is None:
             continue
         end = offset + manifest.num_tokens
@@ -257,11 +263,15 @@ def _wanted_anchors(
 
 
 def _longest_at(
-    space: ChunkSpace, token_ids: Sequence[int], offset: int, candidates: Sequence[ChunkManifest]
+    space: ChunkSpace,
+    token_ids: Sequence[int],
+    offset: int,
+    text_end: int,
+    candidates: Sequence[ChunkManifest],
 ) -> ChunkManifest | None:
     for manifest in candidates:
         end = offset + manifest.num_tokens
-        if end <= len(token_ids) and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
+        if end <= text_end and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
             return manifest
     return None
 
@@ -312,7 +322,7 @@ def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
 
 
 def count_match(
-    accounting: Accounting, match: Match, job: JobTokens | None, named: Collection[Span]
+    accounting: Accounting, match: Match, job: JobTokens | None, named: frozenset[Span]
 ) -> Accounting:
     """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
     ``named``: those that the request named."""

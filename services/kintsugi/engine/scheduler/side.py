@@ -207,20 +207,23 @@ class SchedulerSide:
             raise NotBlendable(*self.declined_because.split(": ", 1))
         check_request(request, self.local_chunk)
 
-    def _fork(
-        self, request: Request, state: RequestState, spans: tuple[Span, ...], named_end: int = 0
-    ) -> None:
-        """Name the KV that this blend will produce, from the first block on that is neither exact nor named
-        already, as those up to ``named_end`` are."""
+    def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
+        """Name the KV that this blend will produce, from the first block that is not exact."""
         prompt = request.prompt_token_ids
         # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
-        digest = plan_digest(state.space, spans, selection, prompt if depends_on_question(selection) else ())
-        exact = exact_end(spans, state.space, prompt)
-        if codec_named(self.config.codec) is not Codec.RAW or not self.restores_keys:
-            # What rounding leaves of an exact chunk is good enough for a blend, not for plain prompts.
-            exact = min(exact, spans[0].start if spans else len(self.prefix_token_ids))
-        self._fork_behind(max(exact, named_end), request, state, digest)
+        asking = prompt if depends_on_question(selection) else ()
+        takes_others = state.is_discovered and bool(state.params.spans)
+        digest = plan_digest(state.space, spans, selection, asking, takes_others)
+        exact = self._find_plain_end(state, spans)
+        self._fork_behind(min(exact, spans[0].end) if takes_others else exact, request, state, digest)
+
+    def _find_plain_end(self, state: RequestState, spans: tuple[Span, ...]) -> int:
+        """Where the KV of a blend ends that plain prompts may find."""
+        if codec_named(self.config.codec) is Codec.RAW and self.restores_keys:
+            return exact_end(spans, state.space, state.request.prompt_token_ids)
+        # What rounding leaves of an exact chunk is good enough for a blend, not for plain prompts.
+        return spans[0].start if spans else len(self.prefix_token_ids)
 
     def _fork_behind(self, num_exact: int, request: Request, state: RequestState, tag: bytes) -> None:
         """Give blocks their own names from the first one on that is not all exact tokens."""
@@ -353,18 +356,22 @@ class SchedulerSide:
                 request.request_id, params, state.space, prompt, match, state.gate.domain
             )
             self._stats.count_sighted(match)
-        named = state.params.spans
-        if named is None:
+        if state.params.spans is None:
             match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
+            to_name = match.spans
         else:
-            match = beside_named(match.beside(named, num_computed), state, self.num_ranks)
+            match = beside_named(match, state, num_computed, self.num_ranks, is_behind=not self.has_windows)
+            # The names that it has allow for what was found behind the fork, and not before it.
+            named, plain_end = state.params.spans, self._find_plain_end(state, match.spans)
+            forked_at = min(hashing.exact_tokens(request) or 0, named[0].start)
+            before = tuple(span for span in match.spans if plain_end <= span.start < forked_at)
+            to_name = (*before, *named) if before else ()
         assert state.lookup is not None
         state.lookup.replaced_by = match
-        found = [span for span in match.spans if span not in (named or ())]
-        if not found:
+        if not to_name:
             return match
         # What the prefix cache holds of this blend has just got a name: look there again.
-        self._fork(request, state, match.spans, found[0].start)
+        self._fork(request, state, to_name)
         return None
 
     def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
@@ -558,7 +565,7 @@ class SchedulerSide:
             return accounting
         tokens = None if state.job is None else state.job.tokens
         return dataclasses.replace(
-            count_match(accounting, match, tokens, state.params.spans or ()),
+            count_match(accounting, match, tokens, frozenset(state.params.spans or ())),
             chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
         )

@@ -22,9 +22,13 @@ from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.spaces import Span
+from kintsugi.core.spaces import ChunkKey, Span
+from kintsugi.core.tokens import TokenIds
+from kintsugi.discovery.segments import find_segments
+from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig
 from kintsugi.engine.scheduler.discovery import Discovery
+from kintsugi.engine.scheduler.matching import Match
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.planner import Planner, PlanRequest
 from tests.contracts.store_contract import make_chunk
@@ -163,20 +167,73 @@ def test_what_was_discovered_is_used_beside_named_chunks(side: SchedulerSide, st
     assert [(one.start, one.end) for one in match.spans] == [(0, 600), (600, 700)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("num_computed", [0, 608])
-def test_what_the_prefix_cache_holds_is_not_looked_for_again_beside_named_chunks(
-    side: SchedulerSide, store: StubStore, num_computed: int
+def test_what_is_found_before_named_chunks_has_names_of_its_own(
+    side: SchedulerSide, store: StubStore
 ) -> None:
-    """It may be a blend of the named ones, and a plan of other chunks would not find it."""
+    """Unless the prefix cache holds it: that may be a blend of the named ones, which other names would not
+    find. A later turn finds as exact what stands before the first that is approximate, and gives the same."""
     prompt, named = list(range(1000)), Span(600, 700)
-    for span in (Span(0, 600), named):
+    first, second = find_segments(TokenIds.of(prompt), TokenClasses.none(), 0, 600)[:2]
+    for span in (first, second, named):
+        store_content(side, store, prompt[span.start : span.end])
+    exact = second.start // BLOCK
+    seen = []
+    for turn, num_computed in enumerate((0, exact * BLOCK, 608)):
+        request = named_request(side, str(turn), prompt, named)
+        side.on_new_request(request)
+        named_only = list(request.block_hashes)
+        assert plan_of(side, request, num_computed) == (999 - num_computed, True)
+        seen.append(list(request.block_hashes))
+        side.request_finished(request)
+    assert seen[0] == seen[1]
+    assert seen[0][:exact] == plain_names(prompt)[:exact]
+    assert not set(seen[0][exact:]) & {*plain_names(prompt), *named_only}
+    assert seen[2] == named_only
+
+
+@pytest.mark.parametrize("named", [Span(0, 100), Span(300, 400)])
+def test_what_is_found_behind_named_chunks_changes_no_name(
+    side: SchedulerSide, store: StubStore, named: Span
+) -> None:
+    """A later turn finds this blend, whatever was stored meanwhile. Of a request that takes no other chunks
+    the names are others, also where the named one is exact and all behind it could be."""
+    prompt = list(range(1000))
+    requests = [named_request(side, "one", prompt, named), content_request("two", prompt, spans=(named,))]
+    for request in requests:
+        side.on_new_request(request)
+    takes, alone = (list(request.block_hashes) for request in requests)
+    shared = (named.end if named.start == 0 else named.start) // BLOCK
+    assert takes[:shared] == alone[:shared] == plain_names(prompt)[:shared]
+    assert not set(takes[shared:]) & {*alone, *plain_names(prompt)}
+    side.request_finished(requests[0])
+    for span in (named, Span(named.end, 1000)):
+        store_content(side, store, prompt[span.start : min(span.end, 990)])
+    request = named_request(side, "three", prompt, named)
+    assert plan(side, request) == (999, True)
+    match = side._states["three"].lookup.answer  # type: ignore[union-attr]
+    assert [one.start for one in match.spans] == [named.start, named.end]  # type: ignore[union-attr]
+    assert request.block_hashes == takes
+
+
+def test_with_windows_no_cached_prefix_is_given_up_for_what_is_found(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    side.has_windows = True
+    prompt, named = list(range(1000)), Span(300, 400)
+    for span in (named, Span(400, 990)):
         store_content(side, store, prompt[span.start : span.end])
     request = named_request(side, "one", prompt, named)
-    side.on_new_request(request)
-    names = list(request.block_hashes)
-    assert plan_of(side, request, num_computed) == (999 - num_computed, True)
-    assert (request.block_hashes == names) is bool(num_computed)
-    assert request.block_hashes != plain_names(prompt)
+    assert plan(side, request, num_computed=512) == (0, False)
+    assert said(side, request)["outcome"] == "prefix_hit"
+
+
+def test_what_is_stored_in_another_codec_is_not_used_beside_named_chunks(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    named = (Span(0, 10, ChunkKey(bytes(32))),)
+    found = Span(10, 90, ChunkKey(bytes([1]) * 32))
+    match = Match((*named, found), {})
+    assert match.beside(frozenset(named), 0).spans == named
 
 
 def test_where_only_the_named_chunks_are_like_the_calibrated_they_are_blended_alone(

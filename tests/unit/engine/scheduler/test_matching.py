@@ -234,8 +234,16 @@ def test_a_prompt_without_chunks_costs_no_second_lookup(monkeypatch: pytest.Monk
 def test_offsets_limit_where_chunks_are_found() -> None:
     store = store_of(list(range(100, 140)), list(range(300, 340)))
     prompt = [7, *range(100, 140), 7, *range(300, 340)]
-    found = match_content(store, SPACE, prompt, offsets=[0, 42, 500])
+    found = match_content(store, SPACE, prompt, places=dict.fromkeys((0, 42, 500), len(prompt)))
     assert [(span.start, span.end) for span in found.spans] == [(42, 82)]
+
+
+def test_the_end_of_its_text_limits_how_long_a_chunk_may_be() -> None:
+    store = store_of(list(range(100, 140)), list(range(100, 300)))
+    prompt = list(range(100, 400))
+    for text_end, lengths in ((300, [200]), (199, [40]), (39, [])):
+        found = match_content(store, SPACE, prompt, places={0: text_end})
+        assert [span.num_tokens for span in found.spans] == lengths
 
 
 @pytest.mark.parametrize(
