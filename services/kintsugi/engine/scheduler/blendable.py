@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from vllm.v1.request import Request
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.plan import ChunkHit, apply_options, exact_end
 from kintsugi.core.prompt import PromptShape
+from kintsugi.core.spaces import Span
+from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.matching import Match, hits_of
 from kintsugi.engine.scheduler.state import RequestState
 from kintsugi.models.layers import DeclineReason
@@ -46,21 +46,34 @@ def check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens
         state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
 
 
-def beside_named(
-    match: Match, state: RequestState, num_computed: int, num_ranks: int, is_behind: bool
-) -> Match:
-    """The match of a request that names chunks, without others within the ``num_computed`` tokens that vLLM's
-    prefix cache holds, and with none if the calibration does not hold for all of them together: it may hold
-    for the named ones alone. ``is_behind``: whether blends may stand behind cached tokens."""
-    named, request = state.params.spans or (), state.request
-    alone = dataclasses.replace(match, spans=named, segments=())
-    if num_computed and not is_behind:
-        return alone
-    match = match.beside(frozenset(named), num_computed)
+def take_beside_named(
+    match: Match, state: RequestState, num_computed: int, num_ranks: int, has_windows: bool, plain_end: int
+) -> tuple[Match, tuple[Span, ...]]:
+    """The match of a request that names chunks, with those others that its blend takes, and the spans to name
+    its blocks by; none where the names that they have will do. They allow for what is found behind the
+    fork, and not for what is approximate before it. ``plain_end``: where what plain prompts may find ends.
+
+    Where the calibration does not hold for all chunks together, those that vLLM's prefix cache holds
+    included, none of the others is taken, and the names are such that no blend with others is found.
+    """
+    request, named = state.request, state.params.spans or ()
+    if not _holds_for(match, state, num_ranks):
+        state.takes_others = False
+        return match.beside(frozenset(named), request.num_tokens), named
+    # Models with windows blend nothing behind cached tokens.
+    reached = request.num_tokens if has_windows and num_computed else num_computed
+    match = match.beside(frozenset(named), reached)
+    forked_at = min(hashing.exact_tokens(request) or 0, named[0].start)
+    before = tuple(span for span in match.spans if plain_end <= span.start < forked_at)
+    return match, (*before, *named) if before else ()
+
+
+def _holds_for(match: Match, state: RequestState, num_ranks: int) -> bool:
+    request = state.request
     hits = hits_of(match, request.num_tokens - 1, num_ranks)
     exact = exact_end(match.spans, state.space, request.all_token_ids)
     try:
         check_calibrated(state, hits, request.num_prompt_tokens, exact)
     except NotBlendable:
-        return alone
-    return match
+        return False
+    return True

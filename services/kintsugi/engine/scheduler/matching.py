@@ -322,16 +322,21 @@ def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
 
 
 def count_match(
-    accounting: Accounting, match: Match, job: JobTokens | None, named: frozenset[Span]
+    accounting: Accounting,
+    match: Match,
+    job: JobTokens | None,
+    named: frozenset[Span],
+    computed: frozenset[int],
 ) -> Accounting:
     """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
-    ``named``: those that the request named."""
+    ``named``: those that the request named; ``computed``: starts of hits that were computed all the same."""
     hit = [span for span in match.spans if span.key in match.manifests]
     missed = [span for span in match.spans if span.key not in match.manifests]
     question = 0
     if job is not None:
         inside = sum(max(0, span.end - max(span.start, job.start)) for span in match.spans)
         question = max(0, len(job.token_ids) - inside)
+    found = (span for span in hit if span not in named and span.start not in computed)
     tokens_hit = accounting.tokens_hit or sum(span.num_tokens for span in hit)
     return replace(
         accounting,
@@ -340,7 +345,7 @@ def count_match(
         tokens_hit=tokens_hit,
         tokens_missed=sum(span.num_tokens for span in missed),
         tokens_question=question,
-        tokens_discovered=min(tokens_hit, sum(span.num_tokens for span in hit if span not in named)),
+        tokens_discovered=min(tokens_hit, sum(span.num_tokens for span in found)),
         segments_counted=match.segments_counted,
         segments_queued=match.segments_queued,
     )

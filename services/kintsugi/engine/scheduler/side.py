@@ -31,7 +31,7 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.blendable import beside_named, check_calibrated, check_request
+from kintsugi.engine.scheduler.blendable import check_calibrated, check_request, take_beside_named
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
@@ -156,7 +156,8 @@ class SchedulerSide:
             planner = planner.with_selection(gate.resolve(planner.selection, params.options))
         shared = self._space(params.shared) if params.shared else None
         is_discovered = self.discovery.covers(params)
-        state = RequestState(request, params, space, shared, planner, gate, is_discovered)
+        takes_others = is_discovered and params.spans is not None
+        state = RequestState(request, params, space, shared, planner, gate, is_discovered, takes_others)
         if params.spans is not None:
             spans = add_span_keys(params.spans, space, prompt)
             state.params = dataclasses.replace(params, spans=spans)
@@ -209,14 +210,14 @@ class SchedulerSide:
 
     def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
         """Name the KV that this blend will produce, from the first block that is not exact."""
-        prompt = request.prompt_token_ids
         # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
-        asking = prompt if depends_on_question(selection) else ()
-        takes_others = state.is_discovered and bool(state.params.spans)
-        digest = plan_digest(state.space, spans, selection, asking, takes_others)
+        asking = request.prompt_token_ids if depends_on_question(selection) else ()
+        digest = plan_digest(state.space, spans, selection, asking, state.takes_others)
         exact = self._find_plain_end(state, spans)
-        self._fork_behind(min(exact, spans[0].end) if takes_others else exact, request, state, digest)
+        if state.is_discovered and state.params.spans:
+            exact = min(exact, spans[0].end)  # other chunks may be found behind it
+        self._fork_behind(exact, request, state, digest)
 
     def _find_plain_end(self, state: RequestState, spans: tuple[Span, ...]) -> int:
         """Where the KV of a blend ends that plain prompts may find."""
@@ -360,17 +361,16 @@ class SchedulerSide:
             match = without_prefix(match, state.space, prompt, num_computed, is_behind=not self.has_windows)
             to_name = match.spans
         else:
-            match = beside_named(match, state, num_computed, self.num_ranks, is_behind=not self.has_windows)
-            # The names that it has allow for what was found behind the fork, and not before it.
-            named, plain_end = state.params.spans, self._find_plain_end(state, match.spans)
-            forked_at = min(hashing.exact_tokens(request) or 0, named[0].start)
-            before = tuple(span for span in match.spans if plain_end <= span.start < forked_at)
-            to_name = (*before, *named) if before else ()
+            plain_end = self._find_plain_end(state, match.spans)
+            match, to_name = take_beside_named(
+                match, state, num_computed, self.num_ranks, self.has_windows, plain_end
+            )
         assert state.lookup is not None
         state.lookup.replaced_by = match
         if not to_name:
             return match
         # What the prefix cache holds of this blend has just got a name: look there again.
+        state.leader = None
         self._fork(request, state, to_name)
         return None
 
@@ -378,7 +378,7 @@ class SchedulerSide:
         """Raise `NotBlendable` where the prompt is not to be blended, however busy the engine is."""
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
-        if state.job is None:
+        if state.job is None and not state.takes_others:  # else it was checked with what is cached of it
             exact = exact_end(match.spans, state.space, request.all_token_ids)
             check_calibrated(state, hits, request.num_prompt_tokens, exact)
         if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
@@ -564,8 +564,9 @@ class SchedulerSide:
         if match is None:
             return accounting
         tokens = None if state.job is None else state.job.tokens
+        named = frozenset(state.params.spans or ())
         return dataclasses.replace(
-            count_match(accounting, match, tokens, frozenset(state.params.spans or ())),
+            count_match(accounting, match, tokens, named, state.computed_instead),
             chunks_recomputed=len(state.computed_instead),
             tokens_prefix_cached=state.num_prefix_cached,
         )

@@ -33,6 +33,8 @@ class RequestState:
     """As it was at admission."""
     is_discovered: bool
     """See `scheduler.discovery`. As it was at admission."""
+    takes_others: bool
+    """Whether a blend may hold chunks that are found beside those that it names."""
     lookup: Lookup | None = None
     """None also while the lookup may not begin yet."""
     checked_at: int | None = None

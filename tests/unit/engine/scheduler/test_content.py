@@ -215,6 +215,31 @@ def test_what_is_found_behind_named_chunks_changes_no_name(
     assert request.block_hashes == takes
 
 
+def test_no_blend_with_others_is_found_where_the_calibration_holds_for_the_named_alone(
+    side: SchedulerSide, store: StubStore
+) -> None:
+    """What a turn before has cached under its names may hold others: its prompt was like the calibrated."""
+    prompt, named = list(range(1000)), Span(0, 100)
+    for span in (named, Span(100, 990)):
+        store_content(side, store, prompt[span.start : span.end])
+    some, few = LengthRange(1, 10_000), LengthRange(1, 1)
+    seen = []
+    for chunks in (some, few):
+        side.gate.state = GateState(
+            None, "", Selection(0.15), None, Domain("plain", some, chunks, some, some)
+        )
+        request = named_request(side, str(chunks), prompt, named)
+        side.on_new_request(request)
+        plan_of(side, request, num_computed=0 if chunks == some else 512)
+        seen.append(list(request.block_hashes))
+        spans = side._states[str(chunks)].lookup.answer.spans  # type: ignore[union-attr]
+        assert [one.start for one in spans] == ([0, 100] if chunks == some else [0])
+        side.request_finished(request)
+    shared = named.end // BLOCK
+    assert seen[0][:shared] == seen[1][:shared] == plain_names(prompt)[:shared]
+    assert not set(seen[0][shared:]) & set(seen[1])
+
+
 def test_with_windows_no_cached_prefix_is_given_up_for_what_is_found(
     side: SchedulerSide, store: StubStore
 ) -> None:
