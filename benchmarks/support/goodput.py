@@ -48,7 +48,7 @@ class GoodputPlan:
     settings: tuple[int, ...]
     """Values of vLLM's `max_num_batched_tokens` to choose from."""
     selector: SelectorName = SelectorName.QUERY
-    """Of our server."""
+    """With which our server chooses the tokens that it recomputes."""
 
 
 FULL = GoodputPlan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -11,12 +12,19 @@ import pytest
 from kintsugi.bench.profile import CHUNK_GAP, RagWorkload, Request, corpus, prompt_of
 from kintsugi.sdk.client import Client
 from tests.integration.clients.conftest import ServiceUnderTest
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
 PASSAGES = corpus(RagWorkload(documents=3, chunks=3, chunk_tokens=256, seed=7))
 QUESTION = "Question: what do these documents have in common?"
 SAVED_S = 120.0
+
+
+@pytest.fixture
+def client(service: ServiceUnderTest) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, service: ServiceUnderTest, *order: int) -> Any:
@@ -40,8 +48,9 @@ def wait_until_saved(kintsugi: Client, lengths: set[int]) -> None:
         time.sleep(0.2)
 
 
-def test_passages_that_nobody_declared_are_hit_at_their_third_sight(service: ServiceUnderTest) -> None:
-    client = openai.OpenAI(base_url=service.url, api_key="none", max_retries=0)
+def test_passages_that_nobody_declared_are_hit_at_their_third_sight(
+    service: ServiceUnderTest, client: openai.OpenAI
+) -> None:
     with Client(service.grpc, namespace="default") as kintsugi:
         lengths = lengths_in_prompts(kintsugi)
         first = ask(client, service, 0, 1, 2).kv_transfer_params["kintsugi"]
@@ -55,11 +64,12 @@ def test_passages_that_nobody_declared_are_hit_at_their_third_sight(service: Ser
     assert answer.usage.prompt_tokens_details.cached_tokens >= sum(lengths)
 
 
-def test_passages_beside_a_put_document_are_hit_as_well(service: ServiceUnderTest) -> None:
+def test_passages_beside_a_put_document_are_hit_as_well(
+    service: ServiceUnderTest, client: openai.OpenAI
+) -> None:
     """None stands right before the document: a blank line at the end of a text may be other tokens than
     one within it."""
     document, first, second, new = corpus(RagWorkload(documents=4, chunks=4, chunk_tokens=256, seed=8))
-    client = openai.OpenAI(base_url=service.url, api_key="none", max_retries=0)
 
     def told(*texts: str) -> dict[str, Any]:
         content = "".join(f"{text}{CHUNK_GAP}" for text in texts) + QUESTION
@@ -74,10 +84,11 @@ def test_passages_beside_a_put_document_are_hit_as_well(service: ServiceUnderTes
         stored = len(list(kintsugi.list_chunks()))
         assert told(document, first, second)["segments_counted"] == 2
         assert told(document, second, first)["segments_queued"] == 2
-        deadline_s = time.monotonic() + SAVED_S
-        while len(list(kintsugi.list_chunks())) < stored + 2:
-            assert time.monotonic() < deadline_s, "the passages beside the document were not saved"
-            time.sleep(0.2)
+        wait_until(
+            lambda: len(list(kintsugi.list_chunks())) >= stored + 2,
+            "the passages beside the document were not saved",
+            within_s=SAVED_S,
+        )
     accounting = told(document, new, second, first)
     assert (accounting["outcome"], accounting["chunks_hit"]) == ("blended", 3)
     assert accounting["tokens_discovered"] >= 2 * 256

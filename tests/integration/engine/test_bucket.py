@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import pytest
 
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.store.protocol import breaker
-from kintsugi.store.shard import opening
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.bucket import S3Bucket
-from kintsugi.store.shard.workers import bucket_writer
-from tests.fakes.s3_server import REGION, S3Server
+from tests.fakes.s3_server import S3Server
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -27,26 +22,17 @@ from tests.integration.engine.conftest import (
     max_dlogprob,
     rag,
 )
-from tests.integration.store.test_bucket import demote, serve, spec
+from tests.integration.store.test_bucket import DEADLINE_S, demote, reach_bucket, serve, spec
 from tests.waiting import wait_until
 
 pytest.importorskip("obstore", reason="needs the extra s3: make setup")
 pytestmark = pytest.mark.engine("tiny-llama-bucket")
 
-DEADLINE_S = 2.0
-"""Of calls to the bucket."""
-
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     with S3Server() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-        patch.setenv("AWS_REGION", REGION)
-        patch.setenv("AWS_ACCESS_KEY_ID", "id")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setattr(opening, "S3Bucket", partial(S3Bucket, read_s_max=DEADLINE_S, write_s_max=DEADLINE_S))
-        patch.setattr(breaker, "OPEN_S", 0.2)
-        patch.setattr(bucket_writer, "TURN_S", 0.05)
+        reach_bucket(patch, server, DEADLINE_S)
         yield server
         server.resume()
 

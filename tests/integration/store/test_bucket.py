@@ -58,16 +58,22 @@ def deadline_s() -> float:
     return PATIENCE_S
 
 
+def reach_bucket(patch: pytest.MonkeyPatch, server: S3Server, deadline_s: float) -> None:
+    """Have shards that open from now on find the server's bucket, give its calls the deadline, and try again
+    soon."""
+    patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    patch.setenv("AWS_REGION", REGION)
+    patch.setenv("AWS_ACCESS_KEY_ID", "id")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
+    patch.setattr(opening, "S3Bucket", partial(S3Bucket, read_s_max=deadline_s, write_s_max=deadline_s))
+    patch.setattr(breaker, "OPEN_S", 0.2)
+    patch.setattr(bucket_writer, "TURN_S", 0.05)
+
+
 @pytest.fixture
 def s3(started: S3Server, monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> Iterator[S3Server]:
     """An empty bucket, which the environment says how to reach."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", started.endpoint)
-    monkeypatch.setenv("AWS_REGION", REGION)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr(opening, "S3Bucket", partial(S3Bucket, read_s_max=deadline_s, write_s_max=deadline_s))
-    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
-    monkeypatch.setattr(bucket_writer, "TURN_S", 0.05)
+    reach_bucket(monkeypatch, started, deadline_s)
     started.forget()
     yield started
     started.resume()

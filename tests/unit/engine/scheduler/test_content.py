@@ -153,18 +153,29 @@ def test_segments_that_the_calibration_leaves_out_are_in_the_metrics(
     assert "segments/counted" not in stats.data
 
 
-def named_request(side: SchedulerSide, name: str, prompt: list[int], *named: Span) -> Any:
+def named_request(name: str, prompt: list[int], *named: Span) -> Any:
     return content_request(name, prompt, discover=True, spans=named)
+
+
+def store_spans(side: SchedulerSide, store: StubStore, prompt: list[int], *spans: Span) -> None:
+    for span in spans:
+        store_content(side, store, prompt[span.start : span.end])
+
+
+def spans_of(side: SchedulerSide, name: str) -> tuple[Span, ...]:
+    """The chunks that a request's blend may use."""
+    lookup = side._states[name].lookup
+    assert lookup is not None
+    assert lookup.answer is not None
+    return lookup.answer.spans
 
 
 def test_what_was_discovered_is_used_beside_named_chunks(side: SchedulerSide, store: StubStore) -> None:
     prompt, named = list(range(1000)), Span(600, 700)
-    for span in (Span(0, 600), named):
-        store_content(side, store, prompt[span.start : span.end])
-    request = named_request(side, "one", prompt, named)
+    store_spans(side, store, prompt, Span(0, 600), named)
+    request = named_request("one", prompt, named)
     assert plan(side, request) == (999, True)
-    match = side._states["one"].lookup.answer  # type: ignore[union-attr]
-    assert [(one.start, one.end) for one in match.spans] == [(0, 600), (600, 700)]  # type: ignore[union-attr]
+    assert [(one.start, one.end) for one in spans_of(side, "one")] == [(0, 600), (600, 700)]
 
 
 def test_what_is_found_before_named_chunks_has_names_of_its_own(
@@ -174,12 +185,11 @@ def test_what_is_found_before_named_chunks_has_names_of_its_own(
     find. A later turn finds as exact what stands before the first that is approximate, and gives the same."""
     prompt, named = list(range(1000)), Span(600, 700)
     first, second = find_segments(TokenIds.of(prompt), TokenClasses.none(), 0, 600)[:2]
-    for span in (first, second, named):
-        store_content(side, store, prompt[span.start : span.end])
+    store_spans(side, store, prompt, first, second, named)
     exact = second.start // BLOCK
     seen = []
     for turn, num_computed in enumerate((0, exact * BLOCK, 608)):
-        request = named_request(side, str(turn), prompt, named)
+        request = named_request(str(turn), prompt, named)
         side.on_new_request(request)
         named_only = list(request.block_hashes)
         assert plan_of(side, request, num_computed) == (999 - num_computed, True)
@@ -198,7 +208,7 @@ def test_what_is_found_behind_named_chunks_changes_no_name(
     """A later turn finds this blend, whatever was stored meanwhile. Of a request that takes no other chunks
     the names are others, also where the named one is exact and all behind it could be."""
     prompt = list(range(1000))
-    requests = [named_request(side, "one", prompt, named), content_request("two", prompt, spans=(named,))]
+    requests = [named_request("one", prompt, named), content_request("two", prompt, spans=(named,))]
     for request in requests:
         side.on_new_request(request)
     takes, alone = (list(request.block_hashes) for request in requests)
@@ -208,10 +218,9 @@ def test_what_is_found_behind_named_chunks_changes_no_name(
     side.request_finished(requests[0])
     for span in (named, Span(named.end, 1000)):
         store_content(side, store, prompt[span.start : min(span.end, 990)])
-    request = named_request(side, "three", prompt, named)
+    request = named_request("three", prompt, named)
     assert plan(side, request) == (999, True)
-    match = side._states["three"].lookup.answer  # type: ignore[union-attr]
-    assert [one.start for one in match.spans] == [named.start, named.end]  # type: ignore[union-attr]
+    assert [one.start for one in spans_of(side, "three")] == [named.start, named.end]
     assert request.block_hashes == takes
 
 
@@ -220,20 +229,18 @@ def test_no_blend_with_others_is_found_where_the_calibration_holds_for_the_named
 ) -> None:
     """What a turn before has cached under its names may hold others: its prompt was like the calibrated."""
     prompt, named = list(range(1000)), Span(0, 100)
-    for span in (named, Span(100, 990)):
-        store_content(side, store, prompt[span.start : span.end])
+    store_spans(side, store, prompt, named, Span(100, 990))
     some, few = LengthRange(1, 10_000), LengthRange(1, 1)
     seen = []
     for chunks in (some, few):
         side.gate.state = GateState(
             None, "", Selection(0.15), None, Domain("plain", some, chunks, some, some)
         )
-        request = named_request(side, str(chunks), prompt, named)
+        request = named_request(str(chunks), prompt, named)
         side.on_new_request(request)
         plan_of(side, request, num_computed=0 if chunks == some else 512)
         seen.append(list(request.block_hashes))
-        spans = side._states[str(chunks)].lookup.answer.spans  # type: ignore[union-attr]
-        assert [one.start for one in spans] == ([0, 100] if chunks == some else [0])
+        assert [one.start for one in spans_of(side, str(chunks))] == ([0, 100] if chunks == some else [0])
         side.request_finished(request)
     shared = named.end // BLOCK
     assert seen[0][:shared] == seen[1][:shared] == plain_names(prompt)[:shared]
@@ -245,9 +252,8 @@ def test_with_windows_no_cached_prefix_is_given_up_for_what_is_found(
 ) -> None:
     side.has_windows = True
     prompt, named = list(range(1000)), Span(300, 400)
-    for span in (named, Span(400, 990)):
-        store_content(side, store, prompt[span.start : span.end])
-    request = named_request(side, "one", prompt, named)
+    store_spans(side, store, prompt, named, Span(400, 990))
+    request = named_request("one", prompt, named)
     assert plan(side, request, num_computed=512) == (0, False)
     assert said(side, request)["outcome"] == "prefix_hit"
 
@@ -267,12 +273,10 @@ def test_where_only_the_named_chunks_are_like_the_calibrated_they_are_blended_al
     some, short = LengthRange(1, 10_000), LengthRange(90, 110)
     side.gate.state = GateState(None, "", Selection(0.15), None, Domain("plain", some, some, short, some))
     prompt, named = list(range(1000)), Span(600, 700)
-    for span in (Span(0, 600), named):
-        store_content(side, store, prompt[span.start : span.end])
-    request = named_request(side, "one", prompt, named)
+    store_spans(side, store, prompt, Span(0, 600), named)
+    request = named_request("one", prompt, named)
     assert plan(side, request) == (999, True)
-    match = side._states["one"].lookup.answer  # type: ignore[union-attr]
-    assert [one.start for one in match.spans] == [600]  # type: ignore[union-attr]
+    assert [one.start for one in spans_of(side, "one")] == [600]
 
 
 def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(
