@@ -17,7 +17,6 @@ from kintsugi.core.errors import NotFound, PermissionDenied
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.fill import Filler
-from kintsugi.gateway.observed.chunk_events import ChunkEvents
 from kintsugi.gateway.repeating import Repeating
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -61,7 +60,6 @@ class Remembered:
     filler: Filler | None
     documents: DocumentIndex | None
     learner: Learner | None = field(default=None)
-    events: ChunkEvents = field(default_factory=ChunkEvents)
 
     def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
         """Forget what only memory holds."""
@@ -147,9 +145,7 @@ class Eraser(Repeating):
     async def _quieten(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
         """Have nothing more saved that was asked for before; whether something was being saved."""
         self._remembered.drop_waiting(namespace, keys)
-        was_saving = await self._remembered.saver.forget(namespace, keys, asked_at_s)
-        self._remembered.events.deleted(namespace, None if keys is None else list(keys))
-        return was_saving
+        return await self._remembered.saver.forget(namespace, keys, asked_at_s)
 
     def _unlearning(self) -> asyncio.Lock | nullcontext[None]:
         learner = self._remembered.learner

@@ -29,7 +29,7 @@ from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
-from kintsugi.gateway.observed.chunk_events import ChunkEvents, EventPage
+from kintsugi.gateway.observed.event_readers import EventReaders
 from kintsugi.gateway.observed.residency import ChunkResidence, Residency
 from kintsugi.gateway.padding import padding_s
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
@@ -47,6 +47,7 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import ChunkStore, StoreStats
 
 
@@ -166,8 +167,8 @@ class Gateway:
             segments_max=self.limits.segments_max,
             allow_negative_priority=allow_negative_priority,
         )
-        self._events = ChunkEvents()
-        self._saver = Saver(backend, shares=self.shares, on_saved=self._events.stored)
+        self._event_readers = EventReaders(self._store)
+        self._saver = Saver(backend, shares=self.shares)
         self._copies = Copies(self.spaces, self._store, self._shared_with)
         self._learner: Learner | None = None
         if documents is not None and detokenize is not None:
@@ -182,7 +183,7 @@ class Gateway:
             queue = self._filler.queue
             self.metrics.add_gauge("fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(queue))
         remembered = Remembered(
-            self.known, self._resolver, self._saver, self._filler, documents, self._learner, self._events
+            self.known, self._resolver, self._saver, self._filler, documents, self._learner
         )
         self._residency = Residency(self.spaces, self._resolver, self._store, self._shared_with)
         self._eraser = Eraser(self._store, self._copies, remembered)
@@ -450,15 +451,15 @@ class Gateway:
     async def read_events(
         self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
     ) -> EventPage:
-        """What this gateway saw of the namespace's chunks after ``cursor``. Raises as `find_residency`, and
-        `ResourceExhausted` for a caller with too many readers that wait."""
+        """What the store got and gave up of the namespace's chunks after ``cursor``. Raises as
+        `find_residency` and `ChunkStore.events`, and `ResourceExhausted` for a caller with too many readers
+        that wait."""
         with self._serve_told(caller, namespace):
             self._check_count("limit", limit, self.limits.chunks_max)
-            page = self._events.read(namespace, cursor, limit)
-        # A reader that waits costs nothing: it must not keep its tenant's requests out.
-        if page.is_empty and wait_s > 0:
-            page = await self._events.wait(caller.name, namespace, page.cursor, limit, wait_s)
-        return page
+            if wait_s <= 0:
+                return await self._event_readers.read(namespace, cursor, limit)
+        # A reader that waits costs little: it must not keep its tenant's requests out.
+        return await self._event_readers.wait(caller.name, namespace, cursor, limit, wait_s)
 
     @contextmanager
     def _serve_told(self, caller: Caller, namespace: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kintsugi.core.backend import EngineBackend
@@ -42,11 +42,8 @@ class Saver:
         backend: EngineBackend,
         waiting_tokens_max: int = WAITING_TOKENS_MAX,
         shares: FairShares | None = None,
-        on_saved: Callable[[str, ChunkKey, int], None] = lambda namespace, key, num_tokens: None,
     ) -> None:
-        """``shares``: where calls to the engines wait for their namespace's turn. ``on_saved`` is called with
-        the namespace, key and length of each chunk that was saved."""
-        self._on_saved = on_saved
+        """``shares``: where calls to the engines wait for their namespace's turn."""
         self._backend = backend
         self._shares = shares or FairShares()
         self._waiting_tokens_max = waiting_tokens_max
@@ -161,8 +158,6 @@ class Saver:
                     self._running.discard(address)
                     del self._futures[address], self._submitted_s[address]
                 if not future.done():
-                    if outcome.state is SaveState.SAVED:
-                        self._on_saved(namespace, key, len(tokens))
                     future.set_result(outcome)
 
     def _wait_for_turn(self, namespace: str, batch: Sequence[ToSave]) -> AbstractAsyncContextManager[object]:

@@ -19,6 +19,7 @@ from kintsugi.store.client.formats import FORMATS_AGE_S_MAX, FormatNotStored, St
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.breaker import FAILURES_MAX
+from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService
@@ -37,6 +38,9 @@ class EarlierService(ChunkStoreService):
         return manifest, options
 
     async def retain(self, request: pb.RetainRequest, context: Any) -> None:  # type: ignore[override]
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+    async def list_events(self, request: pb.ListEventsRequest, context: Any) -> None:  # type: ignore[override]
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
     async def stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
@@ -74,6 +78,18 @@ def make_prior_chunk() -> tuple[ChunkManifest, list[bytes]]:
     frames = [bytes(range(40)), *frames]
     of = (SPACE, plain.key, plain.anchor, plain.num_tokens, plain.layout, plain.codec)
     return ChunkManifest.of(*of, frames, ("deviation",)), frames
+
+
+def test_a_shard_of_before_tells_no_events(stack: ExitStack, earlier: ShardServer) -> None:
+    new = serve(stack, "new")
+    store, before = client(stack, earlier, new), client(stack, earlier)
+    assert before.events("acme", "", 10) == EventPage([], "", False)
+    cursor = store.events("acme", "", 10).cursor
+    manifest, frames = make_chunk(range(40))
+    store.put(manifest, frames)
+    page = store.events("acme", cursor, 10)
+    assert [(event.key, event.shard) for event in page.events] == [(manifest.key, new.address)]
+    assert not page.lost
 
 
 def test_plain_chunks_are_put_to_either_without_a_question(

@@ -248,6 +248,40 @@ def test_a_shard_that_leaves_the_map_and_returns_is_used_again(servers: list[Sha
     store.close()
 
 
+def test_events_are_lost_where_the_map_changes_and_late_where_a_shard_is_silent(
+    stack: ExitStack, servers: list[ShardServer]
+) -> None:
+    directory = FixedDirectory(shard_map(servers))
+    store = stack.enter_context(closing(ShardedStore(directory)))
+    cursor = store.events("acme", "", 100).cursor
+    fill(store, 8)
+    page = store.events("acme", cursor, 100)
+    assert {event.shard for event in page.events} <= {server.address for server in servers}
+    assert [event.at_s for event in page.events] == sorted(event.at_s for event in page.events)
+    directory.shards = shard_map(servers[1:])
+    left = store.events("acme", page.cursor, 100)
+    assert left.lost, "what the first shard held cannot be reached"
+    assert not store.events("acme", left.cursor, 100).lost
+    directory.shards = shard_map(servers)
+    joined = store.events("acme", left.cursor, 100)
+    assert (joined.events, joined.lost) == ([], True)
+    manifest, frames = make_chunk(range(7))
+    store.put(manifest, frames)
+    owner = directory.shards.owners(manifest.key)[0]
+    silent = next(server for server in servers if server.shard.shard_id == owner.shard_id)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(silent.shard, "events", _fail)
+        quiet = store.events("acme", joined.cursor, 100)
+        assert (quiet.events, quiet.lost) == ([], False)
+    late = store.events("acme", quiet.cursor, 100)
+    assert [(event.key, event.shard) for event in late.events] == [(manifest.key, owner.address)]
+    assert not late.lost
+
+
+def _fail(*_: object) -> None:
+    raise Unavailable("not now")
+
+
 def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
     store = ShardedStore(FixedDirectory(shard_map(servers)), GrpcOptions(same_host=False))
     (chunk,) = fill(store, count=1)
@@ -373,7 +407,7 @@ def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
     assert store.unpin(pinned.lease_id) == len(held)
     assert not any(entry.pins for server in servers for entry in server.shard.table.entries())
     assert store.unpin(pinned.lease_id) == 0
-    with pytest.raises(InvalidField, match="what pin returned"):
+    with pytest.raises(InvalidField, match="what an earlier answer gave"):
         store.unpin("no such lease")
 
 

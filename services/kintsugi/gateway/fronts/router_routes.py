@@ -18,11 +18,11 @@ from kintsugi.gateway.fronts.bodies import run_beside
 from kintsugi.gateway.fronts.errors import Problem, http_status_of
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.observed.chunk_events import ChunkEvent
 from kintsugi.gateway.observed.residency import ChunkResidence
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH, ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.chunk_events import ChunkEvent
 
 EVENTS_DEFAULT = 100
 PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLETIONS_PATH}
@@ -83,7 +83,7 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
         page = await gateway.read_events(asked.caller, asked.namespace, cursor, limit, wait_s)
         return {
             "object": "kintsugi.events",
-            "events": list(map(describe_event, page.events)),
+            "events": [describe_event(asked.namespace, one) for one in page.events],
             "cursor": page.cursor,
             "lost": page.lost,
         }
@@ -124,12 +124,13 @@ def _describe_residence(one: ChunkResidence) -> dict[str, Any]:
     return {**place, "namespace": one.namespace, "shard": one.source.shard, "tier": one.source.tier}
 
 
-def describe_event(event: ChunkEvent) -> dict[str, Any]:
+def describe_event(namespace: str, event: ChunkEvent) -> dict[str, Any]:
     return {
         "type": event.type.value,
-        "namespace": event.namespace,
-        "key": None if event.key is None else event.key.hex,
+        "namespace": namespace,
+        "key": event.key.hex,
         "num_tokens": event.num_tokens,
+        "shard": event.shard,
         "exact": False,
         "at_s": event.at_s,
     }

@@ -7,8 +7,6 @@ that carried them.
 from __future__ import annotations
 
 import builtins
-import threading
-from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -44,10 +42,12 @@ from kintsugi.store.client.erasing import (
 )
 from kintsugi.store.client.formats import StoredFormats
 from kintsugi.store.client.key_file import KeyFile
+from kintsugi.store.client.manifests import RecentManifests
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
+from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,
@@ -69,9 +69,6 @@ SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
 class LeftAlone(Unavailable):
     """The shard was not asked: it failed lately in transfers of this kind, which says nothing of others."""
 
-
-MANIFESTS_MAX = 4096
-"""Manifests that a client remembers of one shard."""
 
 _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
@@ -129,29 +126,6 @@ class Peeked:
     """Bytes of copies that it takes."""
 
 
-class _Manifests:
-    """The manifests of chunks seen lately, which give a stream its digests; oldest out first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
-
-    def remember(self, manifest: ChunkManifest) -> None:
-        with self._lock:
-            self._seen[manifest.namespace, manifest.key] = manifest
-            self._seen.move_to_end((manifest.namespace, manifest.key))
-            while len(self._seen) > MANIFESTS_MAX:
-                self._seen.popitem(last=False)
-
-    def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
-        with self._lock:
-            return self._seen.get((namespace, key))
-
-    def forget(self, manifest: ChunkManifest) -> None:
-        with self._lock:
-            self._seen.pop((manifest.namespace, manifest.key), None)
-
-
 class GrpcStore(ChunkStore):
     """A store whose chunks lie in the shard at `address`. Thread-safe."""
 
@@ -159,7 +133,7 @@ class GrpcStore(ChunkStore):
         self.address = address
         self._options = options or GrpcOptions()
         self._calls = ShardCalls(address, self._options.tls, self._options.token_file)
-        self._manifests = _Manifests()
+        self._manifests = RecentManifests()
         self._same_host = SameHost()
         self._formats = StoredFormats(self._stats)
         self._reads = CircuitBreaker(backs_off=True)
@@ -486,6 +460,15 @@ class GrpcStore(ChunkStore):
             return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
         except VersionMismatch:
             return ShardErasures(shard_id, (), after or 0, {})
+
+    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
+        """A shard of an earlier version tells nothing; its cursor is empty."""
+        request = pb.ListEventsRequest(namespace=namespace, cursor=cursor, limit=limit)
+        try:
+            answer = self.call("ListEvents", request, pb.ListEventsResponse)
+        except VersionMismatch:
+            return EventPage((), "", False)
+        return wire.events_from_wire(answer, self.address)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]

@@ -16,6 +16,7 @@ from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_fr
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog, EventPage
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     Buffer,
@@ -67,6 +68,7 @@ class RamStore(ChunkStore):
         self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
+        self._events = EventLog()
         self._erasures: deque[Erasure] = deque(maxlen=ERASURES_MAX)
         self._erased = 0
         """Erasures so far."""
@@ -143,6 +145,7 @@ class RamStore(ChunkStore):
             self._bytes_used += manifest.chunk_bytes
             if manifest.anchor is not None:
                 self._by_anchor.setdefault(_anchor_address(manifest), []).append(manifest.key)
+            self._log(ChunkEventType.STORED, manifest)
         return True
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
@@ -172,7 +175,11 @@ class RamStore(ChunkStore):
             keys.remove(manifest.key)
             if not keys:
                 del self._by_anchor[_anchor_address(manifest)]
+        self._log(ChunkEventType.REMOVED, manifest)
         return True
+
+    def _log(self, kind: ChunkEventType, manifest: ChunkManifest) -> None:
+        self._events.add(kind, manifest.namespace, manifest.key, manifest.num_tokens)
 
     def stream(
         self,
@@ -235,6 +242,9 @@ class RamStore(ChunkStore):
             behind = self._erased - int(cursor) if cursor else 0
             found = list(self._erasures)[max(0, len(self._erasures) - behind) :]
             return ErasurePage(found if behind else (), str(self._erased))
+
+    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
+        return self._events.read(namespace, cursor, limit)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         with self._lock:

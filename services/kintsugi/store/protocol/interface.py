@@ -18,6 +18,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.layout import LayerFrame as LayerFrame
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
+from kintsugi.store.protocol.chunk_events import EventPage
 
 Buffer = bytes | bytearray | memoryview
 
@@ -220,6 +221,12 @@ class ChunkStore(ABC):
         """The erasures recorded after `cursor`, which an earlier page gave; empty: none, only the cursor
         behind the latest."""
         return ErasurePage((), cursor)
+
+    @abstractmethod
+    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
+        """What the store got and gave up of a namespace after `cursor`, which an earlier page gave; empty:
+        nothing, only the cursor behind the latest. At most `limit` events, or one of each shard. No use is
+        counted. Raises `Unavailable` if no shard answers, and `InvalidField` for what is no cursor."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:

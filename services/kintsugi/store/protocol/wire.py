@@ -28,6 +28,7 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store.protocol.chunk_events import ChunkEvent, ChunkEventType, EventPage
 from kintsugi.store.protocol.interface import ShardUse, TierUse
 
 Header = TypeVar("Header", bound=Message)
@@ -58,6 +59,7 @@ LOOKUP_KEYS_BATCH = 256
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
+_EVENT_TYPES = {kind: pb.ChunkEventType.Value(f"CHUNK_EVENT_TYPE_{kind.name}") for kind in ChunkEventType}
 _GROUP_BYTES_MAX = 64
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
@@ -238,6 +240,30 @@ def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:
     if len(keys) > KEYS_MAX:
         raise InvalidField("keys", f"{len(keys)} keys; at most {KEYS_MAX} are answered per call")
     return [ChunkKey(key) for key in keys]
+
+
+def events_to_wire(page: EventPage) -> pb.ListEventsResponse:
+    events = [
+        pb.ChunkEvent(
+            type=_EVENT_TYPES[event.type],
+            key=event.key.digest,
+            num_tokens=event.num_tokens,
+            at_s=event.at_s,
+        )
+        for event in page.events
+    ]
+    return pb.ListEventsResponse(events=events, cursor=page.cursor, lost=page.lost)
+
+
+def events_from_wire(wire: pb.ListEventsResponse, shard: str) -> EventPage:
+    """Events of a later build's types are left out. ``shard``: the address that answered."""
+    events = [
+        ChunkEvent(kind, ChunkKey(event.key), event.num_tokens, event.at_s, shard)
+        for event in wire.events
+        for kind, number in _EVENT_TYPES.items()
+        if number == event.type
+    ]
+    return EventPage(events, wire.cursor, wire.lost)
 
 
 def with_payload(header: bytes, payload: Sequence[memoryview | bytes]) -> bytes:

@@ -1,5 +1,7 @@
 """Which chunks a shard holds: by key, by anchor, and in key order per namespace.
 
+What comes and goes is logged (`store.protocol.chunk_events`).
+
 Everything is in memory: a manifest is 16 bytes per 256 KiB of chunk KV. Cost: constant per key; listing
 keeps each namespace's keys sorted (an insertion moves pointers, 40 µs at 100,000 chunks).
 """
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.entry import Address, ChunkEntry
 
@@ -21,7 +24,8 @@ _Anchor = tuple[str, bytes, int]
 class Index:
     """Not thread-safe: the table holds the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
         self._entries: dict[Address, ChunkEntry] = {}
         self._by_anchor: dict[_Anchor, list[ChunkEntry]] = {}
         self._keys: dict[str, list[bytes]] = {}
@@ -46,6 +50,7 @@ class Index:
         anchor = _anchor(entry.manifest)
         if anchor is not None:
             self._by_anchor.setdefault(anchor, []).append(entry)
+        self._events.add(ChunkEventType.STORED, namespace, key, entry.manifest.num_tokens)
 
     def remove(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
@@ -61,6 +66,7 @@ class Index:
             entries.remove(entry)
             if not entries:
                 del self._by_anchor[anchor]
+        self._events.add(ChunkEventType.REMOVED, namespace, key, entry.manifest.num_tokens)
 
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]

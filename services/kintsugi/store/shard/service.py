@@ -398,6 +398,11 @@ class ChunkStoreService:
         )
         return answer
 
+    @_answers
+    async def list_events(self, request: pb.ListEventsRequest, context: Any) -> pb.ListEventsResponse:
+        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+        return wire.events_to_wire(self.shard.events(request.namespace, request.cursor, limit))
+
     async def _wait_for_flush(self) -> None:
         """A deletion survives a crash once it is answered."""
         await asyncio.gather(*map(asyncio.wrap_future, self.shard.flush_writers()))

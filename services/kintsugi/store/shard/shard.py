@@ -22,6 +22,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey, check_namespace
+from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
@@ -208,6 +209,11 @@ class Shard:
         """Entries in key order."""
         self._check(namespace)
         return self.table.page(namespace, limit, after)
+
+    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
+        """As `ChunkStore.events`."""
+        self._check(namespace)
+        return self.table.events.read(namespace, cursor, limit)
 
     # Writing
 

@@ -18,6 +18,7 @@ from functools import partial
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.store.protocol.chunk_events import EventLog
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
@@ -73,14 +74,13 @@ class EntryTable:
         self.draining = False
         self.failure: BaseException | None = None
         """What killed one of the shard's threads: nothing is served any more."""
-        self._ram = ram
-        self._disks = disks
+        self._ram, self._disks = ram, disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
         self.config = config
         """Its ratio may change (`Shard.set_ratio`)."""
-        self._wall_clock = wall_clock
-        self._clock = clock
-        self._index = Index()
+        self._wall_clock, self._clock = wall_clock, clock
+        self.events = EventLog(wall_clock)
+        self._index = Index(self.events)
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self.shares = Shares(ram, disks, self._leases, bucket)

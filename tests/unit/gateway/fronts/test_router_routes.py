@@ -19,7 +19,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
-from kintsugi.gateway.observed import chunk_events
+from kintsugi.gateway.observed import event_readers
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
@@ -281,8 +281,8 @@ def test_events_tell_what_was_put_and_deleted() -> None:
             stored = [one for one in page["events"] if one["type"] == "chunk_stored"]
             assert sorted(one["key"] for one in stored) == sorted(keys), "the second put found them"
             assert {one["num_tokens"] for one in stored} == {len(text) for text in TEXTS}
-            (deleted,) = [one for one in page["events"] if one["type"] == "chunk_deleted"]
-            assert deleted["key"] == first.manifest.key.hex
+            (removed,) = [one for one in page["events"] if one["type"] == "chunk_removed"]
+            assert removed["key"] == first.manifest.key.hex
             assert not any(one["exact"] for one in page["events"])
             again = (await caller.get(EVENTS_PATH, params={"cursor": page["cursor"]})).json()
             assert (again["events"], again["lost"]) == ([], False)
@@ -294,7 +294,7 @@ def test_events_tell_what_was_put_and_deleted() -> None:
 
 
 def test_readers_that_wait_keep_no_request_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_events, "WAITING_MAX", 2)
+    monkeypatch.setattr(event_readers, "WAITING_MAX", 2)
 
     async def body() -> None:
         limits = NamespaceRules(limits={"docs": NamespaceLimits(concurrent=1)})
@@ -305,7 +305,7 @@ def test_readers_that_wait_keep_no_request_out(monkeypatch: pytest.MonkeyPatch) 
             cursor = (await caller.get(EVENTS_PATH)).json()["cursor"]
             asked = {"cursor": cursor, "wait_s": "5"}
             waiting = [asyncio.create_task(caller.get(EVENTS_PATH, params=asked)) for _ in range(2)]
-            while gateway._events._waiting["one"] < 2:
+            while gateway._event_readers._waiting["one"] < 2:
                 await asyncio.sleep(0)
             answer = await caller.post(RESIDENCY_PATH, json={"keys": keys})
             assert answer.status_code == 200
