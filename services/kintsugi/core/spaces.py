@@ -163,7 +163,7 @@ class ChunkSpace:
         return self.plain if start == self.first_place(prompt_token_ids) else self
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class ChunkKey:
     """blake3(chunk space ‖ token ids), keyed with the space's name key where it has one; 32 bytes."""
 

@@ -19,7 +19,7 @@ from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, Shard
 from kintsugi.store.client.grpc_store import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
-from kintsugi.store.protocol.breaker import FAILURES_MAX
+from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 from kintsugi.store.shard import reports as reports_module
 from kintsugi.store.shard import service as service_module
@@ -282,6 +282,23 @@ def _fail(*_: object) -> None:
     raise Unavailable("not now")
 
 
+def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(stack: ExitStack) -> None:
+    """A refusal is an answer: what a caller sends must not close the way to a shard for all others."""
+    server = serve(stack, "shard-0")
+    store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map([server])))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.shard, "events", _fail)
+        for _ in range(FAILURES_MAX):
+            with pytest.raises(Unavailable):
+                store.events("acme", "", 10)
+    (shard,) = store._shards.values()
+    assert not shard.breaker.is_closed
+    shard.breaker._clock = lambda: time.monotonic() + OPEN_S  # when the next call probes
+    with pytest.raises(InvalidField):
+        store.events("not a namespace", "", 10)
+    assert not store.events("acme", "", 10).lost
+
+
 def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
     store = ShardedStore(FixedDirectory(shard_map(servers)), GrpcOptions(same_host=False))
     (chunk,) = fill(store, count=1)
@@ -407,7 +424,7 @@ def test_prefetch_and_pins_reach_the_shards_that_own_a_chunk(
     assert store.unpin(pinned.lease_id) == len(held)
     assert not any(entry.pins for server in servers for entry in server.shard.table.entries())
     assert store.unpin(pinned.lease_id) == 0
-    with pytest.raises(InvalidField, match="what an earlier answer gave"):
+    with pytest.raises(InvalidField, match="what pin returned"):
         store.unpin("no such lease")
 
 

@@ -10,6 +10,10 @@ from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.protocol.chunk_events import EventPage
 
 POLL_S = 0.5
+POLLS_PER_S_MAX = 32
+"""Bounds all readers that wait together: where these are many, each asks less often."""
+READING_MAX = 4
+"""Reads at a time. The store's other calls have the rest of the threads."""
 WAIT_S_MAX = 5.0
 """A gateway that stops waits for its requests; these must not keep it long."""
 WAITING_MAX = 16
@@ -21,18 +25,21 @@ class EventReaders:
 
     def __init__(self, store: ThreadedStore) -> None:
         self._store = store
+        self._places = asyncio.Semaphore(READING_MAX)
         self._waiting: Counter[str] = Counter()
         """Readers that wait, by their callers' names."""
 
     async def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
         """As `ChunkStore.events`, whose errors it raises."""
-        return await self._store.run(lambda store: store.events(namespace, cursor, limit))
+        async with self._places:
+            return await self._store.run(lambda store: store.events(namespace, cursor, limit))
 
     async def wait(self, caller: str, namespace: str, cursor: str, limit: int, wait_s: float) -> EventPage:
-        """As `read`, once there is an event, after ``wait_s`` and `WAIT_S_MAX` at most. ``caller``: its name.
-        Raises `ResourceExhausted`, too, where `WAITING_MAX` readers of the caller wait.
+        """As `read`, once there is an event, after ``wait_s`` and `WAIT_S_MAX` at most, but for the first
+        read. ``caller``: its name. Raises `ResourceExhausted`, too, where `WAITING_MAX` readers of the caller
+        wait.
 
-        Asks every `POLL_S`: one that waits costs two calls to each shard a second.
+        A reader that waits has every shard asked twice a second, unless many do.
         """
         if self._waiting[caller] >= WAITING_MAX:
             raise ResourceExhausted(
@@ -40,16 +47,17 @@ class EventReaders:
                 WAIT_S_MAX,
             )
         self._waiting[caller] += 1
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + min(wait_s, WAIT_S_MAX)
+        until_s = asyncio.get_running_loop().time() + min(wait_s, WAIT_S_MAX)
         try:
-            while True:
-                page = await self.read(namespace, cursor, limit)
-                left_s = until_s - loop.time()
-                if not page.is_empty or left_s <= 0:
-                    return page
-                cursor = page.cursor
-                await asyncio.sleep(min(POLL_S, left_s))
+            page = await self.read(namespace, cursor, limit)
+            try:
+                async with asyncio.timeout_at(until_s):
+                    while page.is_empty:
+                        await asyncio.sleep(max(POLL_S, self._waiting.total() / POLLS_PER_S_MAX))
+                        page = await self.read(namespace, page.cursor, limit)
+            except TimeoutError:
+                pass
+            return page
         finally:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:

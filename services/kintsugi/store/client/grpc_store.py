@@ -462,12 +462,12 @@ class GrpcStore(ChunkStore):
             return ShardErasures(shard_id, (), after or 0, {})
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """A shard of an earlier version tells nothing; its cursor is empty."""
+        """A shard of an earlier version tells nothing, and its cursor is empty."""
         request = pb.ListEventsRequest(namespace=namespace, cursor=cursor, limit=limit)
         try:
             answer = self.call("ListEvents", request, pb.ListEventsResponse)
         except VersionMismatch:
-            return EventPage((), "", False)
+            return EventPage((), "", bool(cursor))
         return wire.events_from_wire(answer, self.address)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:

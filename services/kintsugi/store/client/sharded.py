@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kintsugi.core.errors import (
     InvalidField,
+    KintsugiError,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -36,7 +37,7 @@ from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.breaker import CircuitBreaker
-from kintsugi.store.protocol.chunk_events import EventPage
+from kintsugi.store.protocol.chunk_events import EventPage, StoreCursor
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     Buffer,
@@ -127,6 +128,9 @@ class ShardedStore(ChunkStore):
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
                     return None
                 time.sleep(RETRY_WAIT_S * random.uniform(0.5, 1.5))
+            except KintsugiError:  # a refusal is an answer
+                shard.breaker.record_success()
+                raise
             else:
                 shard.breaker.record_success()
                 return answer
@@ -326,14 +330,17 @@ class ShardedStore(ChunkStore):
         owned = _split_by_owner(shards, keys, shards.replicas)
         answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, part, lease_s))
         pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
-        lease_id = _join_parts({shard_id: pin.lease_id for shard_id, pin in pins})
+        lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
         held = self.lookup(namespace, keys)
         return PinLease(lease_id, sum(manifest is not None for manifest in held))
 
     def unpin(self, lease_id: str) -> int:
         shards = {shard.shard_id: shard for shard in self.shard_map().shards}
         leases: dict[ShardAddress, str] = {}
-        for shard_id, lease in _split_parts("lease_id", lease_id).items():
+        for part in filter(None, lease_id.split(_SHARDS)):
+            shard_id, separator, lease = part.partition(_LEASE)
+            if not separator:
+                raise InvalidField("lease_id", f"{part!r} names no shard; use what pin returned")
             if shard_id in shards:
                 leases[shards[shard_id]] = lease
         return sum(filter(None, self._ask_parts(leases, lambda store, lease: store.unpin(lease))))
@@ -382,23 +389,16 @@ class ShardedStore(ChunkStore):
         return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """`lost` also where a shard has left the map, joined it, or begins to tell events. One that does not
-        answer tells its events later."""
+        """As `StoreCursor.merge`. A shard that does not answer tells its events later."""
         shards = self.shard_map().shards
-        seen = _split_parts("cursor", cursor)
-        share = max(1, limit // max(1, len(shards)))
-        parts = {shard: seen.get(shard.shard_id, "") for shard in shards}
-        pages = self._ask_parts(parts, lambda store, part: store.events(namespace, part, share))
-        answers = {shard: page for shard, page in zip(parts, pages, strict=True) if page is not None}
-        if not answers:
+        if not shards:
+            raise Unavailable(_NO_SHARDS)
+        seen = StoreCursor.parse(cursor)
+        parts = {shard: seen.of(shard.shard_id) for shard in shards}
+        pages = self._ask_parts(parts, lambda store, part: store.events(namespace, part, limit))
+        if not any(pages):
             raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
-        cursors = {shard.shard_id: part for shard, part in parts.items() if part}
-        cursors |= {shard.shard_id: page.cursor for shard, page in answers.items() if page.cursor}
-        events = sorted(
-            (event for page in answers.values() for event in page.events), key=lambda event: event.at_s
-        )
-        lost = any(page.lost for page in answers.values()) or (bool(cursor) and cursors.keys() != seen.keys())
-        return EventPage(events, _join_parts(cursors), lost)
+        return seen.merge({shard.shard_id: page for shard, page in zip(shards, pages, strict=True)}, limit)
 
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
@@ -500,20 +500,8 @@ class ShardedStore(ChunkStore):
 _CLOSED = "this client is closed"
 _SEE_SHARDS = "see which shards answer: kintsugi doctor --url URL"
 _NO_SHARDS = "the shard map is empty; start a shard (kintsugi store serve --help says how)"
-
-
-def _join_parts(parts: Mapping[str, str]) -> str:
-    """What shards answered, by their ids, in one text: `SHARD=PART,SHARD=PART`."""
-    return ",".join(f"{shard_id}={part}" for shard_id, part in parts.items())
-
-
-def _split_parts(name: str, joined: str) -> dict[str, str]:
-    """Raises `InvalidField` for what `_join_parts` did not make."""
-    parts = [part.partition("=") for part in joined.split(",") if part]
-    for shard_id, separator, _ in parts:
-        if not separator:
-            raise InvalidField(name, f"{shard_id[:40]!r} names no shard; send what an earlier answer gave")
-    return {shard_id: part for shard_id, _, part in parts}
+_SHARDS, _LEASE = ",", "="
+"""Separators in the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
 
 
 def _split_by_owner(

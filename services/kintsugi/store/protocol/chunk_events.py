@@ -1,24 +1,34 @@
 """What happened to chunks lately: which a store got, and which it gave up. For routers.
 
 Every shard logs its own events, whoever caused them: puts, what engines discover, copies from other shards,
-evictions, deletions. The log has a bounded length and is read by a cursor. It is a hint: `ChunkStore.find`
-says what is there now.
+evictions, deletions. It does so for namespaces that are *followed*: those whose events were read lately. Each
+has a log of its own with numbers of its own, so that no event of one namespace shows in what another one is
+told. A log has a bounded length and is read by a cursor. It is a hint: `ChunkStore.find` says what is there
+now.
 """
 
 from __future__ import annotations
 
+import heapq
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
+
+import blake3
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.namespaces.parts import base_of
 from kintsugi.core.spaces import ChunkKey
 
-EVENTS_MAX = 8192
-"""Events that a store keeps, of all namespaces together: 2 MiB."""
+EVENTS_MAX = 1024
+"""Events that a store keeps of one namespace: 0.3 MiB."""
+FOLLOWED_MAX = 64
+"""Namespaces that a store logs events of."""
 
 
 class ChunkEventType(StrEnum):
@@ -29,7 +39,7 @@ class ChunkEventType(StrEnum):
     """Deleted, erased, evicted, expired or found damaged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkEvent:
     """One chunk in one shard."""
 
@@ -59,47 +69,139 @@ class EventPage:
 
 
 class EventLog:
-    """The newest events of one shard. Thread-safe. An event costs some two microseconds, a page as much for
-    each event that came since, of other namespaces as well."""
+    """The newest events of one shard. Thread-safe. What happens in a namespace that nobody follows costs a
+    lookup in a dict, any other event some two microseconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, events_max: int = EVENTS_MAX) -> None:
-        """``clock`` gives Unix seconds."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.time,
+        events_max: int = EVENTS_MAX,
+        followed_max: int = FOLLOWED_MAX,
+    ) -> None:
+        """``clock`` gives Unix seconds. The bounds are those of `EVENTS_MAX` and `FOLLOWED_MAX`."""
         self._clock = clock
         self._events_max = events_max
+        self._followed_max = followed_max
         self._lock = threading.Lock()
-        self._log: dict[int, tuple[str, ChunkEvent]] = {}
-        """Namespaces and their events, by number: those up to `_number`, without a gap."""
-        self._epoch = secrets.token_hex(4)
-        """Another one after a restart, whose numbers begin anew."""
-        self._number = 0
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
+        """By namespace, least recently read first."""
 
     def add(self, kind: ChunkEventType, namespace: str, key: ChunkKey, num_tokens: int) -> None:
+        if namespace not in self._followed:  # most are not, and the lock is for those that are
+            return
         event = ChunkEvent(kind, key, num_tokens, self._clock())
         with self._lock:
-            self._number += 1
-            self._log[self._number] = namespace, event
-            self._log.pop(self._number - self._events_max, None)
+            if (followed := self._followed.get(namespace)) is not None:
+                followed.add(event)
 
     def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `ChunkStore.events`. Raises `InvalidField`."""
-        epoch, seen = _parse_cursor(cursor) if cursor else ("", 0)
+        """As `ChunkStore.events`. The namespace is followed from now on. Raises `InvalidField`."""
+        epoch, seen = parse_cursor(cursor) if cursor else ("", 0)
         with self._lock:
-            end, first = self._number, self._number - len(self._log) + 1
-            is_known = epoch == self._epoch and seen <= end
-            newer = [self._log[one] for one in range(max(first, seen + 1), end + 1)] if is_known else []
-        events: list[ChunkEvent] = []
-        for number, (place, event) in enumerate(newer, end - len(newer) + 1):
-            if place == namespace:
-                events.append(event)
-            if len(events) == limit:
-                end = number
-                break
-        lost = bool(cursor) and (not is_known or seen + 1 < first)
-        return EventPage(events, f"{self._epoch}-{end}", lost)
+            if namespace not in self._followed:
+                self._make_room()
+                self._followed[namespace] = _Followed(self._events_max)
+            self._followed.move_to_end(namespace)
+            return self._followed[namespace].read(epoch, seen, limit)
+
+    def _make_room(self) -> None:
+        """Whoever follows most namespaces, with their parts, gives up the one that it read longest ago."""
+        while len(self._followed) >= self._followed_max:
+            counts = Counter(map(base_of, self._followed))
+            most = max(counts.values())
+            del self._followed[next(name for name in self._followed if counts[base_of(name)] == most)]
 
 
-def _parse_cursor(cursor: str) -> tuple[str, int]:
-    epoch, dash, number = cursor.partition("-")
-    if not dash or not number.isascii() or not number.isdigit() or len(number) > 18:
-        raise InvalidField("cursor", f"{cursor[:40]!r} is none; send the one of the last page, or none")
+class _Followed:
+    """The log of one namespace."""
+
+    def __init__(self, events_max: int) -> None:
+        self._events: deque[ChunkEvent] = deque(maxlen=events_max)
+        self._newest = 0
+        """Number of the newest event."""
+        self._epoch = secrets.token_hex(4)
+        """Another one in every log: numbers begin anew."""
+
+    def add(self, event: ChunkEvent) -> None:
+        self._events.append(event)
+        self._newest += 1
+
+    def read(self, epoch: str, seen: int, limit: int) -> EventPage:
+        """``epoch`` empty: without a cursor."""
+        if epoch != self._epoch or seen > self._newest:
+            return EventPage((), f"{self._epoch}-{self._newest}", bool(epoch))
+        gone = self._newest - len(self._events)
+        begin = max(seen, gone)
+        events = list(islice(self._events, begin - gone, begin - gone + limit))
+        return EventPage(events, f"{self._epoch}-{begin + len(events)}", seen < gone)
+
+
+def parse_cursor(cursor: str) -> tuple[str, int]:
+    """The log that a shard's cursor is of, and the number of the last event that was read. Raises
+    `InvalidField`."""
+    epoch, _, number = cursor.partition("-")
+    if not epoch or not number.isascii() or not number.isdigit() or len(number) > 18:
+        raise _no_cursor(cursor)
     return epoch, int(number)
+
+
+def _no_cursor(text: str) -> InvalidField:
+    return InvalidField("cursor", f"{text[:40]!r} is none; send the one of the last page, or none")
+
+
+@dataclass(frozen=True)
+class StoreCursor:
+    """Positions in the logs of many shards, as one text: `TAG.CURSOR_TAG.CURSOR`. The cursor of a shard that
+    tells no events is empty."""
+
+    parts: Mapping[str, str]
+    """Shards' cursors by a digest of their ids. It is short, for cursors are sent in addresses."""
+
+    @staticmethod
+    def parse(text: str) -> StoreCursor:
+        """Raises `InvalidField`."""
+        parts: dict[str, str] = {}
+        for part in text.split("_") if text else ():
+            tag, separator, cursor = part.partition(".")
+            if not (tag and separator):
+                raise _no_cursor(part)
+            if cursor:
+                parse_cursor(cursor)
+            parts[tag] = cursor
+        return StoreCursor(parts)
+
+    def of(self, shard_id: str) -> str:
+        """The shard's cursor; empty for a shard that this one knows nothing of."""
+        return self.parts.get(_tag(shard_id), "")
+
+    def merge(self, pages: Mapping[str, EventPage | None], limit: int) -> EventPage:
+        """What shards answered, by their ids, in one page of at most ``limit`` events, which are in the order
+        of their times where shards differ. None for a shard that did not answer, whose place is kept. Events
+        are lost, too, where a shard has joined or left, or begins to tell any."""
+        shards = {_tag(shard_id): page for shard_id, page in pages.items()}
+        answers = {tag: page for tag, page in shards.items() if page is not None}
+        told = [[(event, tag) for event in page.events] for tag, page in answers.items()]
+        taken = list(islice(heapq.merge(*told, key=lambda one: one[0].at_s), limit))
+        counts = Counter(tag for _, tag in taken)
+        parts = {tag: part for tag, part in self.parts.items() if tag in shards.keys() - answers.keys()}
+        for tag, page in answers.items():
+            parts[tag] = _rewind(page.cursor, len(page.events) - counts[tag])
+        begins = any(parts[tag] and not self.parts[tag] for tag in parts.keys() & self.parts.keys())
+        differs = bool(self.parts) and (begins or parts.keys() != self.parts.keys())
+        return EventPage(
+            [event for event, _ in taken],
+            "_".join(f"{tag}.{part}" for tag, part in parts.items()),
+            differs or any(page.lost for page in answers.values()),
+        )
+
+
+def _tag(shard_id: str) -> str:
+    return blake3.blake3(shard_id.encode()).hexdigest(length=4)
+
+
+def _rewind(cursor: str, events: int) -> str:
+    """A shard's cursor so many events before."""
+    if not events:
+        return cursor
+    epoch, number = parse_cursor(cursor)
+    return f"{epoch}-{number - events}"

@@ -29,6 +29,7 @@ from kintsugi.core.layout import FORMATS, PRIOR_LAYER, ChunkManifest, HeadRange
 from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
+from kintsugi.store.protocol.chunk_events import EVENTS_MAX
 from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.status import abort_call
@@ -400,7 +401,11 @@ class ChunkStoreService:
 
     @_answers
     async def list_events(self, request: pb.ListEventsRequest, context: Any) -> pb.ListEventsResponse:
-        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+        return await asyncio.to_thread(self._build_event_page, request)
+
+    def _build_event_page(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
+        """Runs on a thread, as `_build_list_page` does."""
+        limit = min(request.limit or EVENTS_MAX, EVENTS_MAX)
         return wire.events_to_wire(self.shard.events(request.namespace, request.cursor, limit))
 
     async def _wait_for_flush(self) -> None:

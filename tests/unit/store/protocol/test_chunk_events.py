@@ -1,91 +1,163 @@
-"""The log of what happened to chunks."""
+"""The log of what happened to chunks, and cursors into those of many shards."""
 
 from __future__ import annotations
 
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.namespaces.parts import MARK
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.chunk_events import ChunkEvent, ChunkEventType, EventLog, EventPage
+from kintsugi.store.protocol.chunk_events import (
+    ChunkEvent,
+    ChunkEventType,
+    EventLog,
+    EventPage,
+    StoreCursor,
+)
 
 
 def key(number: int) -> ChunkKey:
     return ChunkKey(bytes([number]) * 32)
 
 
-def store(log: EventLog, number: int, namespace: str = "docs") -> None:
-    log.add(ChunkEventType.STORED, namespace, key(number), 10 * number)
+def store(log: EventLog, *numbers: int, namespace: str = "docs") -> None:
+    for number in numbers:
+        log.add(ChunkEventType.STORED, namespace, key(number), 10 * number)
 
 
-def keys(page: EventPage) -> list[ChunkKey]:
-    return [event.key for event in page.events]
+def numbers(page: EventPage) -> list[int]:
+    return [event.key.digest[0] for event in page.events]
+
+
+def start(log: EventLog, namespace: str = "docs") -> str:
+    page = log.read(namespace, "", 10)
+    assert page.is_empty, "from now on"
+    return page.cursor
 
 
 def test_events_are_read_once_and_in_order() -> None:
     log = EventLog(clock=lambda: 7.0)
     store(log, 1)
-    start = log.read("docs", "", 10)
-    assert (start.events, start.is_empty) == ([], True), "from now on"
-    for number in (2, 3, 4):
-        store(log, number)
-    store(log, 9, "other")
+    cursor = start(log)
+    store(log, 2, 3, 4)
+    store(log, 9, namespace="other")
     log.add(ChunkEventType.REMOVED, "docs", key(2), 20)
-    first = log.read("docs", start.cursor, 2)
+    first = log.read("docs", cursor, 2)
     rest = log.read("docs", first.cursor, 2)
-    assert keys(first) + keys(rest) == [key(2), key(3), key(4), key(2)]
+    assert numbers(first) + numbers(rest) == [2, 3, 4, 2]
     assert rest.events[-1] == ChunkEvent(ChunkEventType.REMOVED, key(2), 20, 7.0)
-    assert log.read("docs", rest.cursor, 2).is_empty
+    assert log.read("docs", rest.cursor, 2) == EventPage([], rest.cursor, False)
 
 
-def test_a_namespace_is_told_of_its_own_chunks_alone() -> None:
+def test_nothing_of_another_namespace_shows_not_even_a_count() -> None:
     log = EventLog()
-    cursor = log.read("docs", "", 10).cursor
-    for number, namespace in enumerate(("docs", "docs/-/acme", "docs2")):
-        store(log, number, namespace)
-    assert keys(log.read("docs", cursor, 10)) == [key(0)]
-    assert keys(log.read("docs/-/acme", cursor, 10)) == [key(1)]
+    cursors = {name: start(log, name) for name in ("docs", f"docs{MARK}acme", "docs2")}
+    store(log, 1, namespace="docs2")
+    store(log, 2, namespace=f"docs{MARK}acme")
+    assert log.read("docs", cursors["docs"], 10) == EventPage([], cursors["docs"], False)
+    assert numbers(log.read("docs2", cursors["docs2"], 10)) == [1]
 
 
-def test_who_reads_too_late_is_told_so() -> None:
+def test_who_reads_too_late_is_told_so_and_nobody_else_is() -> None:
     log = EventLog(events_max=3)
-    cursor = log.read("docs", "", 10).cursor
-    for number in range(5):
-        store(log, number)
+    cursor, other = start(log), start(log, "other")
+    store(log, *range(5))
     late = log.read("docs", cursor, 10)
-    assert (late.lost, keys(late)) == (True, [key(2), key(3), key(4)])
+    assert (late.lost, numbers(late)) == (True, [2, 3, 4])
     assert log.read("docs", late.cursor, 10).is_empty
+    assert log.read("other", other, 10).is_empty
+    store(log, 5)
+    assert numbers(log.read("docs", late.cursor, 10)) == [5]
 
 
 def test_a_cursor_of_another_process_says_that_events_were_lost() -> None:
     before, after = EventLog(), EventLog()
-    store(before, 1)
+    cursor, _ = start(before), start(after)
     store(after, 1)
-    page = after.read("docs", before.read("docs", "", 10).cursor, 10)
-    assert (page.events, page.lost) == ([], True)
+    page = after.read("docs", cursor, 10)
+    assert (page.events, page.lost) == ((), True)
     store(after, 2)
-    assert keys(after.read("docs", page.cursor, 10)) == [key(2)]
+    assert numbers(after.read("docs", page.cursor, 10)) == [2]
+    epoch, _ = page.cursor.split("-")
+    assert after.read("docs", f"{epoch}-99", 10).lost, "it is ahead of the log"
 
 
-def test_a_page_that_is_full_ends_before_the_next_event_of_another_namespace() -> None:
-    log = EventLog()
-    cursor = log.read("docs", "", 10).cursor
-    store(log, 1)
-    store(log, 2, "other")
-    page = log.read("docs", cursor, 1)
-    assert keys(page) == [key(1)]
-    assert keys(log.read("other", page.cursor, 1)) == [key(2)], "the cursor passed nothing by"
+def test_who_follows_most_namespaces_gives_up_the_one_that_it_read_longest_ago() -> None:
+    log = EventLog(followed_max=4)
+    quiet = start(log, "quiet")
+    parts = {name: start(log, f"loud{MARK}{name}") for name in ("a", "b", "c")}
+    assert log.read(f"loud{MARK}a", parts["a"], 10).is_empty
+    start(log, f"loud{MARK}d")
+    assert log.read("quiet", quiet, 10).is_empty, "it is not forgotten"
+    assert log.read(f"loud{MARK}a", parts["a"], 10).is_empty, "it was read lately"
+    assert log.read(f"loud{MARK}b", parts["b"], 10).lost
 
 
-def test_the_log_is_bounded() -> None:
-    log = EventLog(events_max=100)
-    cursor = log.read("docs", "", 10).cursor
-    for number in range(1000):
-        store(log, number % 7)
-    page = log.read("docs", cursor, 1000)
-    assert (len(page.events), page.lost) == (100, True)
-
-
-@pytest.mark.parametrize("cursor", ["x", "abc-", "abc-x", "abc--1", "abc-" + "9" * 30])
+@pytest.mark.parametrize("cursor", ["x", "-1", "abc-", "abc-x", "abc--1", "abc-" + "9" * 30])
 def test_what_is_no_cursor_is_refused(cursor: str) -> None:
     with pytest.raises(InvalidField, match="send the one of the last page"):
         EventLog().read("docs", cursor, 10)
+
+
+def event(number: int, at_s: float) -> ChunkEvent:
+    return ChunkEvent(ChunkEventType.STORED, key(number), 1, at_s)
+
+
+def page(cursor: str, *events: ChunkEvent, lost: bool = False) -> EventPage:
+    return EventPage(events, cursor, lost)
+
+
+def test_pages_of_shards_are_merged_and_what_does_not_fit_comes_next() -> None:
+    begin = StoreCursor.parse("").merge({"a": page("aa-0"), "b": page("bb-7")}, 3)
+    assert begin.is_empty
+    cursor = StoreCursor.parse(begin.cursor)
+    assert (cursor.of("a"), cursor.of("b"), cursor.of("c")) == ("aa-0", "bb-7", "")
+    events = {
+        "a": page("aa-3", event(1, 1.0), event(2, 2.0), event(3, 9.0)),
+        "b": page("bb-8", event(4, 3.0)),
+    }
+    first = cursor.merge(events, 3)
+    assert (numbers(first), first.lost) == ([1, 2, 4], False)
+    after = StoreCursor.parse(first.cursor)
+    assert (after.of("a"), after.of("b")) == ("aa-2", "bb-8")
+
+
+def test_a_clock_that_steps_back_reorders_no_events_of_its_shard() -> None:
+    cursor = StoreCursor.parse("").merge({"a": page("aa-0"), "b": page("bb-0")}, 9).cursor
+    pages = {"a": page("aa-2", event(1, 100.0), event(2, 90.0)), "b": page("bb-1", event(3, 95.0))}
+    merged = numbers(StoreCursor.parse(cursor).merge(pages, 9))
+    assert merged.index(1) < merged.index(2)
+
+
+def test_events_are_lost_where_shards_change() -> None:
+    both = StoreCursor.parse("").merge({"a": page("aa-0"), "b": page("bb-0")}, 9).cursor
+
+    def lost(cursor: str, **pages: EventPage | None) -> bool:
+        return StoreCursor.parse(cursor).merge(pages, 9).lost
+
+    assert not lost(both, a=page("aa-0"), b=page("bb-0"))
+    assert lost(both, a=page("aa-0")), "one left"
+    assert lost(both, a=page("aa-0"), b=page("bb-0"), c=page("cc-0")), "one joined"
+    assert lost(both, a=page("aa-0"), b=page("bc-0", lost=True)), "one restarted"
+    silent = StoreCursor.parse(both).merge({"a": page("aa-0"), "b": None}, 9)
+    assert not silent.lost, "it tells its events later"
+    assert StoreCursor.parse(silent.cursor).of("b") == "bb-0"
+    unknown = StoreCursor.parse("").merge({"a": page("aa-0"), "b": None}, 9).cursor
+    assert lost(unknown, a=page("aa-0"), b=page("bb-0")), "nobody knows what it told meanwhile"
+
+
+def test_events_are_lost_where_a_shard_begins_or_ceases_to_tell_any() -> None:
+    """A shard of an earlier version is upgraded, or the other way round."""
+    mute = StoreCursor.parse("").merge({"a": page("")}, 9)
+    assert not mute.lost
+    assert not StoreCursor.parse(mute.cursor).merge({"a": page("")}, 9).lost
+    begun = StoreCursor.parse(mute.cursor).merge({"a": page("aa-0")}, 9)
+    assert begun.lost
+    ceased = StoreCursor.parse(begun.cursor).merge({"a": page("", lost=True)}, 9)
+    assert (ceased.lost, ceased.cursor) == (True, mute.cursor)
+
+
+@pytest.mark.parametrize("cursor", ["x", "_", ".", "t.x", "t.abc-1_", ".abc-1", "t.abc-1,u.abc-1", "é.abc-x"])
+def test_what_is_no_cursor_of_a_store_is_refused(cursor: str) -> None:
+    with pytest.raises(InvalidField, match="send the one of the last page"):
+        StoreCursor.parse(cursor)
