@@ -282,7 +282,18 @@ def _fail(*_: object) -> None:
     raise Unavailable("not now")
 
 
-def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(stack: ExitStack) -> None:
+def _events(store: ShardedStore, namespace: str) -> object:
+    return store.events(namespace, "", 10)
+
+
+def _stream(store: ShardedStore, namespace: str) -> object:
+    return list(store.stream(namespace, [ChunkKey(bytes(32))], range(1), HeadRange(0, 4), deadline_s=5.0))
+
+
+@pytest.mark.parametrize("refused", [_events, _stream])
+def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(
+    stack: ExitStack, refused: Callable[[ShardedStore, str], object]
+) -> None:
     """A refusal is an answer: what a caller sends must not close the way to a shard for all others."""
     server = serve(stack, "shard-0")
     store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map([server])))))
@@ -295,7 +306,7 @@ def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(stack
     assert not shard.breaker.is_closed
     shard.breaker._clock = lambda: time.monotonic() + OPEN_S  # when the next call probes
     with pytest.raises(InvalidField):
-        store.events("not a namespace", "", 10)
+        refused(store, "not a namespace")
     assert not store.events("acme", "", 10).lost
 
 

@@ -11,7 +11,7 @@ from kintsugi.store.protocol.chunk_events import EventPage
 
 POLL_S = 0.5
 POLLS_PER_S_MAX = 32
-"""Bounds all readers that wait together: where these are many, each asks less often."""
+"""How often readers that wait together have the store asked again: each rarely, where they are many."""
 READING_MAX = 4
 """Reads at a time. The store's other calls have the rest of the threads."""
 WAIT_S_MAX = 5.0
@@ -35,9 +35,8 @@ class EventReaders:
             return await self._store.run(lambda store: store.events(namespace, cursor, limit))
 
     async def wait(self, caller: str, namespace: str, cursor: str, limit: int, wait_s: float) -> EventPage:
-        """As `read`, once there is an event, after ``wait_s`` and `WAIT_S_MAX` at most, but for the first
-        read. ``caller``: its name. Raises `ResourceExhausted`, too, where `WAITING_MAX` readers of the caller
-        wait.
+        """As `read`, once there is an event, or when ``wait_s`` and at most `WAIT_S_MAX` have passed.
+        ``caller``: its name. Raises `ResourceExhausted`, too, where `WAITING_MAX` readers of the caller wait.
 
         A reader that waits has every shard asked twice a second, unless many do.
         """
@@ -47,16 +46,13 @@ class EventReaders:
                 WAIT_S_MAX,
             )
         self._waiting[caller] += 1
-        until_s = asyncio.get_running_loop().time() + min(wait_s, WAIT_S_MAX)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(wait_s, WAIT_S_MAX)
         try:
             page = await self.read(namespace, cursor, limit)
-            try:
-                async with asyncio.timeout_at(until_s):
-                    while page.is_empty:
-                        await asyncio.sleep(max(POLL_S, self._waiting.total() / POLLS_PER_S_MAX))
-                        page = await self.read(namespace, page.cursor, limit)
-            except TimeoutError:
-                pass
+            while page.is_empty and (left_s := until_s - loop.time()) > 0:
+                await asyncio.sleep(min(left_s, max(POLL_S, self._waiting.total() / POLLS_PER_S_MAX)))
+                page = await self.read(namespace, page.cursor, limit)
             return page
         finally:
             self._waiting[caller] -= 1

@@ -128,8 +128,8 @@ class ShardedStore(ChunkStore):
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
                     return None
                 time.sleep(RETRY_WAIT_S * random.uniform(0.5, 1.5))
-            except KintsugiError:  # a refusal is an answer
-                shard.breaker.record_success()
+            except KintsugiError:  # refused, by the shard or before: that says nothing of its health
+                shard.breaker.withdraw()
                 raise
             else:
                 shard.breaker.record_success()
@@ -315,6 +315,9 @@ class ShardedStore(ChunkStore):
         except SHARD_FAILURES:
             shard.breaker.record_failure()
             raise
+        except KintsugiError:  # as in `_ask`
+            shard.breaker.withdraw()
+            raise
         except GeneratorExit:  # the caller has what it wants
             shard.breaker.record_success()
             raise
@@ -395,10 +398,11 @@ class ShardedStore(ChunkStore):
             raise Unavailable(_NO_SHARDS)
         seen = StoreCursor.parse(cursor)
         parts = {shard: seen.of(shard.shard_id) for shard in shards}
-        pages = self._ask_parts(parts, lambda store, part: store.events(namespace, part, limit))
+        share = max(1, limit // len(shards))
+        pages = self._ask_parts(parts, lambda store, part: store.events(namespace, part, share))
         if not any(pages):
             raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
-        return seen.merge({shard.shard_id: page for shard, page in zip(shards, pages, strict=True)}, limit)
+        return seen.merge({shard.shard_id: page for shard, page in zip(shards, pages, strict=True)})
 
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None

@@ -13,7 +13,7 @@ import heapq
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,14 +21,18 @@ from itertools import islice
 
 import blake3
 
-from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces.parts import base_of
+from kintsugi.core.errors import InvalidField, ResourceExhausted
+from kintsugi.core.namespaces.parts import without_digest
 from kintsugi.core.spaces import ChunkKey
 
 EVENTS_MAX = 1024
 """Events that a store keeps of one namespace: 0.3 MiB."""
-FOLLOWED_MAX = 64
+FOLLOWED_MAX = 128
 """Namespaces that a store logs events of."""
+FOLLOWED_OF_TENANT_MAX = 16
+"""How many of them may be sessions, cache keys or salts of one namespace, or of one tenant of it."""
+FOLLOWED_S = 60.0
+"""A namespace that was not read for so long gives up its log to another."""
 
 
 class ChunkEventType(StrEnum):
@@ -73,15 +77,11 @@ class EventLog:
     lookup in a dict, any other event some two microseconds."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.time,
-        events_max: int = EVENTS_MAX,
-        followed_max: int = FOLLOWED_MAX,
+        self, clock: Callable[[], float] = time.time, since_start: Callable[[], float] = time.monotonic
     ) -> None:
-        """``clock`` gives Unix seconds. The bounds are those of `EVENTS_MAX` and `FOLLOWED_MAX`."""
+        """``clock`` gives Unix seconds, ``since_start`` seconds of a clock that never steps back."""
         self._clock = clock
-        self._events_max = events_max
-        self._followed_max = followed_max
+        self._since_start = since_start
         self._lock = threading.Lock()
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
         """By namespace, least recently read first."""
@@ -95,28 +95,42 @@ class EventLog:
                 followed.add(event)
 
     def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `ChunkStore.events`. The namespace is followed from now on. Raises `InvalidField`."""
-        epoch, seen = parse_cursor(cursor) if cursor else ("", 0)
+        """As `ChunkStore.events`. The namespace is followed from now on. Raises `InvalidField`, and
+        `ResourceExhausted` where too many others are followed."""
+        epoch, seen = _parse_cursor(cursor) if cursor else ("", 0)
         with self._lock:
             if namespace not in self._followed:
-                self._make_room()
-                self._followed[namespace] = _Followed(self._events_max)
+                self._make_room(namespace)
+                self._followed[namespace] = _Followed()
+            followed = self._followed[namespace]
+            followed.read_at_s = self._since_start()
             self._followed.move_to_end(namespace)
-            return self._followed[namespace].read(epoch, seen, limit)
+            return followed.read(epoch, seen, limit)
 
-    def _make_room(self) -> None:
-        """Whoever follows most namespaces, with their parts, gives up the one that it read longest ago."""
-        while len(self._followed) >= self._followed_max:
-            counts = Counter(map(base_of, self._followed))
-            most = max(counts.values())
-            del self._followed[next(name for name in self._followed if counts[base_of(name)] == most)]
+    def _make_room(self, namespace: str) -> None:
+        tenant = without_digest(namespace)
+        own = [name for name in self._followed if without_digest(name) == tenant]
+        if len(own) >= FOLLOWED_OF_TENANT_MAX:
+            self._give_up(own[0])
+        elif len(self._followed) >= FOLLOWED_MAX:
+            self._give_up(next(iter(self._followed)))
+
+    def _give_up(self, namespace: str) -> None:
+        if self._since_start() - self._followed[namespace].read_at_s < FOLLOWED_S:
+            raise ResourceExhausted(
+                f"events of {FOLLOWED_MAX} namespaces, or of {FOLLOWED_OF_TENANT_MAX} parts of this one, are "
+                "read already; read those of fewer, or try again in a minute",
+                FOLLOWED_S,
+            )
+        del self._followed[namespace]
 
 
 class _Followed:
     """The log of one namespace."""
 
-    def __init__(self, events_max: int) -> None:
-        self._events: deque[ChunkEvent] = deque(maxlen=events_max)
+    def __init__(self) -> None:
+        self.read_at_s = 0.0
+        self._events: deque[ChunkEvent] = deque(maxlen=EVENTS_MAX)
         self._newest = 0
         """Number of the newest event."""
         self._epoch = secrets.token_hex(4)
@@ -136,7 +150,7 @@ class _Followed:
         return EventPage(events, f"{self._epoch}-{begin + len(events)}", seen < gone)
 
 
-def parse_cursor(cursor: str) -> tuple[str, int]:
+def _parse_cursor(cursor: str) -> tuple[str, int]:
     """The log that a shard's cursor is of, and the number of the last event that was read. Raises
     `InvalidField`."""
     epoch, _, number = cursor.partition("-")
@@ -165,8 +179,6 @@ class StoreCursor:
             tag, separator, cursor = part.partition(".")
             if not (tag and separator):
                 raise _no_cursor(part)
-            if cursor:
-                parse_cursor(cursor)
             parts[tag] = cursor
         return StoreCursor(parts)
 
@@ -174,22 +186,19 @@ class StoreCursor:
         """The shard's cursor; empty for a shard that this one knows nothing of."""
         return self.parts.get(_tag(shard_id), "")
 
-    def merge(self, pages: Mapping[str, EventPage | None], limit: int) -> EventPage:
-        """What shards answered, by their ids, in one page of at most ``limit`` events, which are in the order
-        of their times where shards differ. None for a shard that did not answer, whose place is kept. Events
-        are lost, too, where a shard has joined or left, or begins to tell any."""
+    def merge(self, pages: Mapping[str, EventPage | None]) -> EventPage:
+        """What shards answered, by their ids, in one page; events of different shards are in the order of
+        their times. None for a shard that did not answer, whose place is kept. Events are lost, too, where a
+        shard has joined or left, or begins to tell any."""
         shards = {_tag(shard_id): page for shard_id, page in pages.items()}
         answers = {tag: page for tag, page in shards.items() if page is not None}
-        told = [[(event, tag) for event in page.events] for tag, page in answers.items()]
-        taken = list(islice(heapq.merge(*told, key=lambda one: one[0].at_s), limit))
-        counts = Counter(tag for _, tag in taken)
-        parts = {tag: part for tag, part in self.parts.items() if tag in shards.keys() - answers.keys()}
-        for tag, page in answers.items():
-            parts[tag] = _rewind(page.cursor, len(page.events) - counts[tag])
+        silent = shards.keys() - answers.keys()
+        parts = {tag: part for tag, part in self.parts.items() if tag in silent}
+        parts |= {tag: page.cursor for tag, page in answers.items()}
         begins = any(parts[tag] and not self.parts[tag] for tag in parts.keys() & self.parts.keys())
         differs = bool(self.parts) and (begins or parts.keys() != self.parts.keys())
         return EventPage(
-            [event for event, _ in taken],
+            list(heapq.merge(*(page.events for page in answers.values()), key=lambda event: event.at_s)),
             "_".join(f"{tag}.{part}" for tag, part in parts.items()),
             differs or any(page.lost for page in answers.values()),
         )
@@ -197,11 +206,3 @@ class StoreCursor:
 
 def _tag(shard_id: str) -> str:
     return blake3.blake3(shard_id.encode()).hexdigest(length=4)
-
-
-def _rewind(cursor: str, events: int) -> str:
-    """A shard's cursor so many events before."""
-    if not events:
-        return cursor
-    epoch, number = parse_cursor(cursor)
-    return f"{epoch}-{number - events}"

@@ -226,7 +226,8 @@ class ChunkStore(ABC):
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
         """What the store got and gave up of a namespace after `cursor`, which an earlier page gave; empty:
         nothing, only the cursor behind the latest. At most `limit` events, or one of each shard. No use is
-        counted. Raises `Unavailable` if no shard answers, and `InvalidField` for what is no cursor."""
+        counted. Raises `Unavailable` if no shard answers, `InvalidField` for what is no cursor, and
+        `ResourceExhausted` where events of too many other namespaces are read."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:

@@ -51,8 +51,7 @@ def test_who_waits_in_vain_gets_an_empty_page_and_a_cursor() -> None:
     async def body(store: RamStore, readers: EventReaders) -> None:
         store.put(*make_chunk(range(8)))
         page = await readers.wait("router", "acme", "", 10, 0.01)
-        assert page == await readers.read("acme", "", 10)
-        assert page.is_empty
+        assert (page.is_empty, page.cursor) == (True, (await readers.read("acme", "", 10)).cursor)
 
     run(body)
 
