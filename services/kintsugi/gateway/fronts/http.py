@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -27,7 +28,7 @@ from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.identity import check_no_page, identify
 from kintsugi.gateway.fronts.limits import Places, RequestLimits
 from kintsugi.gateway.fronts.model_routes import model_routes
-from kintsugi.gateway.fronts.narrowing import narrow_by_request
+from kintsugi.gateway.fronts.narrowing import find_fields, narrow_by_request
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.router_routes import AskedOf, router_routes
@@ -138,10 +139,12 @@ class _Answers:
         served.caller = caller.name
         with self._places.hold(caller):
             try:
-                raw = await request.body() if request.method == "POST" else b"{}"
+                raw = await request.body() if request.method == "POST" else b""
             except ClientDisconnect:
                 raise InvalidField("body", "was cut off; send it whole") from None
-            body = await run_beside(len(raw), lambda: parse_body(raw))
+            body: Mapping[str, Any] = find_fields(request.query_params.multi_items())
+            if request.method == "POST":
+                body = await run_beside(len(raw), lambda: parse_body(raw))
             wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
             base = choose_namespace(caller, wanted)
             served.namespace = narrow_by_request(base, served.headers, body)

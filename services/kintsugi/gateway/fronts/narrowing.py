@@ -11,7 +11,7 @@ from kintsugi.core.namespaces.parts import CACHE_KEY, SALT, SESSION, TENANT, nar
 
 NARROWING_HEADERS = (TENANT, SESSION)
 NARROWING_FIELDS = (CACHE_KEY, SALT)
-"""Fields of an OpenAI request's body."""
+"""Fields of an OpenAI request's body, or of the query of a request without one."""
 
 
 def narrow_by_headers(namespace: str, headers: Mapping[str, str]) -> str:
@@ -23,6 +23,16 @@ def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[
     """As `narrow_by_headers`, also by the fields of an OpenAI request's body."""
     fields = {name: body[name] for name in NARROWING_FIELDS if name in body}
     return narrow(namespace, {**_read_headers(headers), **fields})
+
+
+def find_fields(query: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """`NARROWING_FIELDS` in the query of a request that has no body. Raises `InvalidField` for one that comes
+    twice."""
+    found = [(name, value) for name, value in query if name in NARROWING_FIELDS]
+    for name, count in Counter(name for name, _ in found).items():
+        if count > 1:
+            raise InvalidField(name, "comes more than once; send it once")
+    return dict(found)
 
 
 def check_sent_once(names: Iterable[str]) -> None:

@@ -45,8 +45,8 @@ Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf
 
 
 def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
-    """``receive`` authenticates and parses a request, which has a place while its block runs; a GET has an
-    empty body."""
+    """``receive`` authenticates and parses a request, which has a place while its block runs; of a GET the
+    body is what its query narrows the namespace by."""
 
     def serve(
         path: str,

@@ -331,8 +331,8 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_flood_of_distinct_prompts_costs_bounded_memory_and_no_other_namespace_notices(
     salts: Salts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A tenth of what a hostile caller sends in a minute (all of it under `full`), each with ten segments, in
-    thousands of parts of its namespace."""
+    """A tenth of what a hostile caller sends in a minute, each with ten segments, in thousands of parts of a
+    namespace. `test_discovery_floods` sends all of it."""
     discovery = discovery_of(salts)
     sight(discovery, [0, *passage(1)], "quiet")
     generator = random.Random(7)

@@ -13,6 +13,7 @@ import pytest
 
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces.limits import NamespaceLimits
+from kintsugi.core.namespaces.parts import CACHE_KEY, narrow
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey
@@ -288,6 +289,26 @@ def test_events_tell_what_was_put_and_deleted() -> None:
             assert (again["events"], again["lost"]) == ([], False)
             for query in ({"limit": "0"}, {"limit": "x"}, {"wait_s": "-1"}, {"cursor": "?"}):
                 assert (await caller.get(EVENTS_PATH, params=query)).status_code == 400
+        await gateway.close()
+
+    run(body)
+
+
+def test_events_of_the_part_that_a_body_would_name_are_asked_for_in_the_query() -> None:
+    async def body() -> None:
+        gateway = open_gateway(access=Tokens())
+        part = narrow("docs", {CACHE_KEY: "k"})
+        asked = {CACHE_KEY: "k"}
+        async with client(gateway) as caller:
+            cursor = (await caller.get(EVENTS_PATH, params=asked)).json()["cursor"]
+            whole = (await caller.get(EVENTS_PATH)).json()["cursor"]
+            keys = await put(gateway, part)
+            page = (await caller.get(EVENTS_PATH, params={**asked, "cursor": cursor})).json()
+            assert {(one["key"], one["namespace"]) for one in page["events"]} == {(key, part) for key in keys}
+            assert (await caller.get(EVENTS_PATH, params={"cursor": whole})).json()["events"] == []
+            twice = await caller.get(EVENTS_PATH, params=[(CACHE_KEY, "k"), (CACHE_KEY, "j")])
+            assert (twice.status_code, error_of(twice)["param"]) == (400, CACHE_KEY)
+            assert (await caller.get(EVENTS_PATH, params={CACHE_KEY: ""})).status_code == 400
         await gateway.close()
 
     run(body)
