@@ -5,7 +5,8 @@ would make the host wait, or copy from memory that is not pinned. Tensors of bot
 error, as they are on a GPU.
 
 The device takes `OPERATION_S` for every operation of the engine's thread, by a clock of its own that timing
-events read. While `is_behind`, it has reached no event.
+events read. While `is_behind`, it has reached no event, and threads beside the engine's that wait for
+one go on once it has caught up.
 
 `PretendCuda` replaces what it must of `torch.cuda`. It watches the thread that enters it and every thread
 that enters one of its streams. Only Triton's kernels cannot run; `attend` stands in for them.
@@ -181,6 +182,7 @@ class _Event:
 
     def synchronize(self) -> None:
         self._pretended.count("sync", "Event.synchronize")
+        self._pretended.wait_until_caught_up()
 
 
 class PretendCuda:
@@ -197,8 +199,10 @@ class PretendCuda:
         """On which tensors were made, in the order of their first; a GPU keeps freed memory for each."""
         self._default = _Stream(self)
         self._entered = threading.local()
-        self.is_behind = False
-        """Whether the device has not got to any event yet."""
+        self._is_behind = False
+        self._caught_up = threading.Condition()
+        self.num_waiting = 0
+        """Threads beside the engine's that wait for the device."""
         self.device_s = 0.0
         """What the operations of the engine's thread have taken."""
         self._pinned: dict[int, Tensor] = {}
@@ -215,6 +219,26 @@ class PretendCuda:
         self.syncs.clear()
         self.pageable.clear()
         self.streams.clear()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device has not got to any event yet."""
+        return self._is_behind
+
+    @is_behind.setter
+    def is_behind(self, value: bool) -> None:
+        with self._caught_up:
+            self._is_behind = value
+            self._caught_up.notify_all()
+
+    def wait_until_caught_up(self) -> None:
+        """In the engine's thread it returns at once: the wait was counted, and nobody else would end it."""
+        if threading.get_ident() == self._engine_thread:
+            return
+        with self._caught_up:
+            self.num_waiting += 1
+            self._caught_up.wait_for(lambda: not self._is_behind)
+            self.num_waiting -= 1
 
     @property
     def stream(self) -> _Stream:
@@ -236,7 +260,7 @@ class PretendCuda:
             "is_available": lambda: True,
             "_lazy_init": lambda: None,
             "Stream": lambda *_arguments, **_options: _Stream(self),
-            "Event": lambda enable_timing=False: _Event(self, enable_timing),
+            "Event": lambda enable_timing=False, blocking=False: _Event(self, enable_timing),
             "stream": self._in_thread,
             "current_stream": lambda *_arguments: self.stream,
             "get_device_capability": lambda *_arguments: (9, 0),
@@ -252,6 +276,7 @@ class PretendCuda:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self.is_behind = False
         self._modes.close()
         self._patch.undo()
         loading_stream.cache_clear()

@@ -134,6 +134,8 @@ class BlendPass(SlicedWork):
         self._fetched: dict[int, LoadedLayer] = {}
         """Layers that the question's pass has fetched and the blend has not reached yet."""
         self.watch = Stopwatch(stack.device)
+        self._waits = Stopwatch(stack.device)
+        """Runs on the device while the pass waits for what is loaded."""
         self._layer_marks: list[Mark] = []
         """On a GPU, where each layer begins and ends."""
         self._start()
@@ -345,16 +347,19 @@ class BlendPass(SlicedWork):
     def _wait_for(self, poll: Callable[[float], T | None]) -> Units[T]:
         """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""
         asked = time.perf_counter()
+        self.watch.stop()
+        self._waits.start()
         while True:
-            self.watch.stop()
             looked = time.perf_counter()
             arrived = poll(looked - asked)
             self.tally.polled_s += time.perf_counter() - looked
             if arrived is not None:
                 self.tally.load_wait_s += time.perf_counter() - asked
+                self._waits.stop()
                 self.watch.start()
                 return arrived
             yield WAITING
+            self.watch.stop()
 
     def _poll_priors(self, waited_s: float) -> LoadedPriors | None:
         """Poll the loader once. Raises `LoadFailed`, on every rank if on any: ranks must choose alike."""
@@ -475,11 +480,12 @@ class BlendPass(SlicedWork):
             self._layer_marks.append(Mark.of(self._stack.device))
 
     def _read_device_times(self) -> None:
-        """Say when a GPU computed, which has got to the end, in the place of when the host launched."""
-        device_s = self.watch.seconds()
-        if device_s is None:
+        """Say when a GPU computed and waited, which has got to the end, in the place of when the host
+        launched and waited. The host may wait while the device still computes."""
+        device_s, waited_s = self.watch.seconds(), self._waits.seconds()
+        if device_s is None or waited_s is None:
             return
-        self.tally.compute_s = device_s
+        self.tally.compute_s, self.tally.load_wait_s = device_s, waited_s
         began_s = self.tally.started_s
         ms = [round((moment_s - began_s) * 1e3, 3) for moment_s in reached_s(self._layer_marks)]
         for layer, (first, last) in enumerate(zip(ms[::2], ms[1::2], strict=True)):

@@ -1,4 +1,4 @@
-"""Loads layer i + 1 while layer i is computed, a bounded number of layers ahead.
+"""Loads layer i + 1 while layer i is computed, a bounded number of layers ahead of the device.
 
 Threads do everything that needs no model: wait for the store, move bytes to the device, decode them, cut them
 to the wanted tokens, and rotate keys to their positions (`fusor.staging`). The blend pass receives finished
@@ -123,8 +123,8 @@ class LayerLoader:
         with_priors: bool = False,
     ) -> None:
         """`num_heads`: KV heads that this rank loads of the layer that has most; `depth`: how many layers may
-        be ahead of `take`; `with_priors`: whether the streams begin with the prior frames of the chunks that
-        have one."""
+        be ahead of `take`, and of the layer that the device has got to; `with_priors`: whether the streams
+        begin with the prior frames of the chunks that have one."""
         self.patience_s = patience_s
         self._open_frames = open_frames
         self._placements = placements
@@ -135,7 +135,8 @@ class LayerLoader:
         self._filling: dict[int, _Filling] = {}
         self._done: dict[int, LoadedLayer] = {}
         self._failure: LoadFailed | None = None
-        self._taken = 0
+        self._taken: list[torch.cuda.Event | None] = []
+        """For each layer that was taken, the end of what was launched by then: all for earlier ones."""
         self._closed = False
         self._with_priors = with_priors
         self._scores = [torch.zeros(len(one.positions), dtype=torch.uint8) for one in placements]
@@ -153,7 +154,7 @@ class LayerLoader:
 
     def take(self, layer: int, timeout_s: float) -> LoadedLayer | None:
         """Return the next layer, or None if it does not arrive within `timeout_s`. Raises `LoadFailed`."""
-        assert layer == self._taken
+        assert layer == len(self._taken)
         with self._changed:
             self._changed.wait_for(lambda: layer in self._done or self._failure, timeout_s)
             if layer not in self._done:
@@ -161,7 +162,7 @@ class LayerLoader:
                     raise self._failure
                 return None
             loaded = self._done.pop(layer)
-            self._taken += 1
+            self._taken.append(self._staging.mark())
             self._changed.notify_all()
         self._staging.consume(loaded.key, loaded.value, loaded.on_device)
         return loaded
@@ -237,6 +238,8 @@ class LayerLoader:
     def _begin(self, layer: int, share: slice) -> _Filling | None:
         """Wait for room. Returns the layer to fill; None once the load is over.
 
+        The host launches layers long before a GPU computes them, and their K and V stay until then. So the
+        layer `depth` before this one has to be taken, and the device has to be done with what came before it.
         The first share's thread makes it, outside the lock: pinned memory can take milliseconds, and the
         engine's thread must not wait for it.
         """
@@ -245,11 +248,14 @@ class LayerLoader:
             self._changed.wait_for(
                 lambda: (
                     self._is_over
-                    or (layer < self._taken + self._depth if is_first else layer in self._filling)
+                    or (layer < len(self._taken) + self._depth if is_first else layer in self._filling)
                 )
             )
             if self._is_over or not is_first:
                 return None if self._is_over else self._filling[layer]
+            launched = self._taken[layer - self._depth] if layer >= self._depth else None
+        if launched is not None:
+            launched.synchronize()
         filling = _Filling(self._staging.begin_layer(layer), len(self._threads), time.perf_counter())
         with self._changed:
             self._filling[layer] = filling

@@ -166,6 +166,15 @@ class Staging:
         """Check the frame's scales on the host. Raises `Corrupted`."""
         check_scales(frame, self.placements[index].encoding(layer))
 
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of what the computation's stream has been given so far; None on a CPU, which has done it.
+        Called by the thread that computes."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def consume(self, key: Tensor, value: Tensor, ready: torch.cuda.Event | None) -> None:
         """Let the computation's stream wait for a layer; called by the thread that computes."""
         if ready is None:

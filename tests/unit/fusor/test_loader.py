@@ -32,6 +32,7 @@ from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import Staging
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
 from tests.fakes.toy_chunks import SPACE, Gate, manifest_of
+from tests.waiting import wait_until
 
 LAYERS, HEAD_DIM = 5, 8
 TIMEOUT_S = 20.0
@@ -165,6 +166,34 @@ def test_a_device_takes_read_only_bytes_without_a_copy(codec: Codec, monkeypatch
         with pytest.raises(Corrupted) if codec is Codec.INT8 else contextlib.nullcontext():
             size = len(chunks.frames[0][0])
             Staging(placements, 2, CUDA).begin_layer(0).put(0, memoryview(b"\xff" * size))
+
+
+def test_it_runs_at_most_depth_layers_ahead_of_the_device_that_the_host_is_ahead_of() -> None:
+    """K and V of a layer stay until the device has used them, however early the host launched that."""
+    chunks = Chunks([5])
+    pulled: list[int] = []
+
+    def stream(_share: slice) -> Frames:
+        for frame in chunks.stream([0]):
+            pulled.append(frame.layer)
+            yield frame
+
+    with PretendCuda() as device:
+        rotary = [
+            Rotary(one.cos.to(CUDA), one.sin.to(CUDA), is_neox=True) for one in map(rotary_of, range(LAYERS))
+        ]
+        device.is_behind = True
+        loader = LayerLoader(stream, [chunks.placement(0, 7)], rotary, CUDA, 2, depth=2, patience_s=1.0)
+        try:
+            assert [taken(loader, layer).layer for layer in (0, 1)] == [0, 1]
+            wait_until(lambda: device.num_waiting == 1, "it does not wait", within_s=TIMEOUT_S)
+            assert pulled == [0, 1]
+            device.is_behind = False
+            assert [taken(loader, layer).layer for layer in (2, 3, 4)] == [2, 3, 4]
+        finally:
+            device.is_behind = False
+            loader.close()
+        assert not device.syncs, "the thread that computes waits for nothing"
 
 
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])

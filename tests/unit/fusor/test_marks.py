@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -53,6 +55,17 @@ def test_a_watch_keeps_the_laps_that_the_device_has_not_finished(device: Pretend
     assert watch.seconds() == 0.0
     device.is_behind = False
     assert watch.seconds() == pytest.approx(6.0)
+
+
+def test_a_thread_that_waits_for_the_device_goes_on_once_it_has_caught_up(device: PretendCuda) -> None:
+    device.is_behind = True
+    event = Mark.of(CUDA).event
+    thread = threading.Thread(target=event.synchronize)
+    thread.start()
+    wait_until(lambda: device.num_waiting == 1, within_s=10.0)
+    device.is_behind = False
+    thread.join(10.0)
+    assert not thread.is_alive()
 
 
 def test_on_a_cpu_a_watch_knows_nothing() -> None:

@@ -340,6 +340,13 @@ def test_nothing_waits_where_nothing_is_selected(ratio: float) -> None:
     check(Selection(ratio), Codec.RAW, 30)
 
 
+def test_a_pass_waits_only_while_the_device_has_nothing_to_do() -> None:
+    """The host waits whenever it is ahead; the loading controller must not learn from that."""
+    with PretendCuda():
+        model = model_of(3, CUDA, kernel_serves=True)
+        assert blend(scene_of(3, Codec.RAW), model, Selection(0.3), 30).tally.load_wait_s == 0.0
+
+
 def test_passes_load_on_one_stream_for_which_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU keeps freed memory for the stream that it was allocated on."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 20, 1 << 30))
