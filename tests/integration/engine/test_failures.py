@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kintsugi.core.errors import DeadlineExceeded, ResourceExhausted, Unavailable
@@ -342,22 +343,32 @@ def test_a_chunk_that_cannot_be_stored_costs_only_itself(
     assert blocks_in_use(engine) == 0
 
 
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has none")
+FAILURES = [(RuntimeError("broken"), "defect: RuntimeError: broken"), (NO_MEMORY, "device_memory: CUDA out")]
+
+
 @pytest.mark.parametrize("method", ["__init__", "write_kv"])
+@pytest.mark.parametrize(("error", "reason"), FAILURES)
 def test_a_defect_in_a_pass_costs_one_blend(
-    engine: LocalEngine, chunks: list[list[int]], monkeypatch: pytest.MonkeyPatch, method: str
+    engine: LocalEngine,
+    chunks: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    error: Exception,
+    reason: str,
 ) -> None:
     prompt = rag(*chunks)
     full = ask_cold(engine, prompt.token_ids)
 
     def broken(*_arguments: object, **_keywords: object) -> None:
-        raise RuntimeError("out of memory")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(VllmStack, method, broken)
         failed = ask_cold(engine, prompt.token_ids, prompt.params(0.2))
     assert failed.accounting is not None
     assert failed.accounting["outcome"] == "failed"
-    assert failed.accounting["reason"].startswith("defect")
+    assert failed.accounting["reason"].startswith(reason)
     assert failed.token_ids == full.token_ids
     again = ask_cold(engine, prompt.token_ids, prompt.params(1.0))
     assert max_dlogprob(full, again) <= 0.01
@@ -383,13 +394,14 @@ def test_a_blend_that_needs_more_memory_than_there_is_costs_a_prefill(
 
 
 @pytest.mark.parametrize("method", ["__init__", "run_layer"])
+@pytest.mark.parametrize(("error", "reason"), FAILURES)
 def test_a_defect_in_a_save_costs_its_chunks(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, reason: str
 ) -> None:
     fresh = chunks_of(40, 60, seed=33)
 
     def broken(*_arguments: object, **_keywords: object) -> None:
-        raise RuntimeError("out of memory")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(VllmStack, method, broken)
@@ -397,7 +409,7 @@ def test_a_defect_in_a_save_costs_its_chunks(
     for answer in failed:
         assert answer.accounting is not None
         assert answer.accounting["outcome"] == "failed"
-        assert answer.accounting["reason"].startswith("defect")
+        assert answer.accounting["reason"].startswith(reason)
     assert blocks_in_use(engine) == 0
     again = engine.save(PREFIX, fresh, NAMESPACE)
     assert [(answer.accounting or {})["outcome"] for answer in again] == ["saved", "saved"]
