@@ -16,7 +16,7 @@ from kintsugi.sdk.client import Client
 from tests.integration.clients.conftest import ServiceUnderTest
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PASSAGES = corpus(RagWorkload(documents=3, chunks=3, chunk_tokens=256, seed=7))
 QUESTION = "Question: what do these documents have in common?"
