@@ -171,7 +171,7 @@ starts. Each message has the versions that work.
 
 | vLLM | what is known |
 |---|---|
-| {", ".join(RUN)} | the engine's tests pass on a CPU; on {RUN[0]} those without the mark `full` |
+| {", ".join(RUN)} | the engine's tests pass on a CPU; on {RUN[0]} those without `full` (2026-11-26) |
 | {", ".join(PROBED)} | the sources have every one (`scripts/probe_vllm.py`); no test was run |
 | {", ".join(LACKING)} | the sources lack some: nothing is blended |
 
