@@ -16,7 +16,7 @@ from kintsugi.sdk.client import Client
 from tests.integration.clients.conftest import ServiceUnderTest
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
 PASSAGES = corpus(RagWorkload(documents=3, chunks=3, chunk_tokens=256, seed=7))
 QUESTION = "Question: what do these documents have in common?"
@@ -60,8 +60,8 @@ def test_passages_that_nobody_declared_are_hit_at_their_third_sight(
         assert (first["segments_counted"], first["tokens_discovered"]) == (3, 0)
         assert ask(client, service, 1, 2, 0).kv_transfer_params["kintsugi"]["segments_queued"] == 3
         wait_until_saved(kintsugi, lengths)
+        told = httpx.get(f"{service.http}{EVENTS_PATH}", params={"cursor": cursor}).json()["events"]
         keys = {chunk.key for chunk in kintsugi.list_chunks()}
-    told = httpx.get(f"{service.http}{EVENTS_PATH}", params={"cursor": cursor}).json()["events"]
     stored = {event["num_tokens"]: event["key"] for event in told if event["type"] == "chunk_stored"}
     assert lengths <= stored.keys(), "routers are told of what was found, too"
     assert set(stored.values()) <= keys
