@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kintsugi.core.errors import NotFound, PermissionDenied
 from kintsugi.core.spaces import ChunkKey
@@ -59,7 +59,7 @@ class Remembered:
     saver: Saver
     filler: Filler | None
     documents: DocumentIndex | None
-    learner: Learner | None = field(default=None)
+    learner: Learner | None
 
     def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
         """Forget what only memory holds."""

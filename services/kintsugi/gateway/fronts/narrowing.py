@@ -28,18 +28,16 @@ def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[
 def find_fields(query: Iterable[tuple[str, str]]) -> dict[str, str]:
     """`NARROWING_FIELDS` in the query of a request that has no body. Raises `InvalidField` for one that comes
     twice."""
-    found = [(name, value) for name, value in query if name in NARROWING_FIELDS]
-    for name, count in Counter(name for name, _ in found).items():
-        if count > 1:
-            raise InvalidField(name, "comes more than once; send it once")
-    return dict(found)
+    fields = [*query]
+    check_sent_once((name for name, _ in fields), NARROWING_FIELDS)
+    return {name: value for name, value in fields if name in NARROWING_FIELDS}
 
 
-def check_sent_once(names: Iterable[str]) -> None:
-    """``names``: of all headers or metadata. Raises `InvalidField` for one that narrows and comes twice: a
-    proxy that adds its own behind a client's must not leave the choice to chance."""
+def check_sent_once(names: Iterable[str], narrowing: Iterable[str] = NARROWING_HEADERS) -> None:
+    """``names``: of all headers, metadata or fields. Raises `InvalidField` for one that narrows and comes
+    twice: a proxy that adds its own behind a client's must not leave the choice to chance."""
     sent = Counter(names)
-    for name in NARROWING_HEADERS:
+    for name in narrowing:
         if sent[name] > 1:
             raise InvalidField(name, "comes more than once; send it once")
 

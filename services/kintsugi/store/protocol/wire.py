@@ -60,6 +60,7 @@ LOOKUP_KEYS_BATCH = 256
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
 _EVENT_TYPES = {kind: pb.ChunkEventType.Value(f"CHUNK_EVENT_TYPE_{kind.name}") for kind in ChunkEventType}
+_EVENT_TYPES_READ = {number: kind for kind, number in _EVENT_TYPES.items()}
 _GROUP_BYTES_MAX = 64
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
@@ -258,10 +259,9 @@ def events_to_wire(page: EventPage) -> pb.ListEventsResponse:
 def events_from_wire(wire: pb.ListEventsResponse, shard: str) -> EventPage:
     """Events of a later build's types are left out. ``shard``: the address that answered."""
     events = [
-        ChunkEvent(kind, ChunkKey(event.key), event.num_tokens, event.at_s, shard)
+        ChunkEvent(_EVENT_TYPES_READ[event.type], ChunkKey(event.key), event.num_tokens, event.at_s, shard)
         for event in wire.events
-        for kind, number in _EVENT_TYPES.items()
-        if number == event.type
+        if event.type in _EVENT_TYPES_READ
     ]
     return EventPage(events, wire.cursor, wire.lost)
 

@@ -89,7 +89,7 @@ def test_a_cursor_of_another_process_says_that_events_were_lost() -> None:
 def test_logs_are_bounded_and_who_reads_keeps_its_own(
     monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """Of one tenant's parts, and of all namespaces."""
+    """One tenant's parts have a bound, and all namespaces together."""
     monkeypatch.setattr(chunk_events, "FOLLOWED_OF_TENANT_MAX", 2)
     monkeypatch.setattr(chunk_events, "FOLLOWED_MAX", 3)
     now_s = [0.0]
