@@ -13,7 +13,6 @@ import json
 import sqlite3
 import struct
 import tempfile
-import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,6 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from kintsugi.bench.profile import _parse_time
 from kintsugi.cli.backup import INDEX, _read_index
@@ -34,7 +32,6 @@ from kintsugi.core.report import _digest, _parse_report
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
 from kintsugi.gateway.texts import chunk_table
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.gateway.texts.lmdb_folder import _decode_record
 from kintsugi.models import checkpoint
 from kintsugi.models.gguf import parse_gguf
 from kintsugi.precompute.database import Database
@@ -188,16 +185,6 @@ def _serialize(db: sqlite3.Connection) -> bytes:
     return bytes(content)
 
 
-def lmdb_record(data: bytes) -> None:
-    """A record of known chunks as early versions wrote it, under a right checksum: sound, or none."""
-    name, value = b"acme\0" + bytes(32), data
-    for version in (0, 1):
-        checksum = xxhash.xxh3_64_digest(name + value, version)
-        found = _decode_record(name, checksum + value)
-        assert found is None or len(found[2]) % 4 == 0
-    _decode_record(data[:40], data[40:])
-
-
 def kept_document(data: bytes) -> None:
     """A document that services keep or a user gives, read in each way that there is one."""
     path = scratch() / "kept"
@@ -290,7 +277,6 @@ FILE_DECODERS: tuple[Callable[[bytes], None], ...] = (
     model_files,
     ledger_row,
     known_texts_row,
-    lmdb_record,
     kept_document,
     evidence,
 )
@@ -365,13 +351,9 @@ FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
             for column in range(len(_TEXTS_COLUMNS))
             for kind, value in enumerate((bytes(36), b"text", b"\5", bytes(8), token_bytes(IDS)))
         ],
-        "lmdb_record": [
-            struct.pack("<QBQI16sQ", 1, 1, 2, 3, bytes(16), 4) + zlib.compress(token_bytes(IDS)),
-            struct.pack("<QBQI16s", 1, 0, 2, 3, bytes(16)) + zlib.compress(bytes(1 << 16)),
-        ],
         "kept_document": [
             b'{"format_version": 2, "shard_id": "a"}',
-            b'{"version": 1, "sha256": {"ledger.sqlite": "0"}}',
+            b'{"version": 1, "made_at_s": 1.5, "sha256": {"ledger.sqlite": "0"}}',
             b'{"version": 1, "replicas": 1, "shards": [{"shard_id": "a", "address": "b:1"}]}',
             b'{"key": "a", "size": 2, "cost_ms": 1.5}\n{"hash_ids": [1, 2]}',
             b'{"timestamp": 5}',

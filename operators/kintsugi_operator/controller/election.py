@@ -129,9 +129,6 @@ class Candidate:
         if live is None:
             await self._cluster.create(self._manifest({"metadata": await self._metadata()}, move))
         else:
-            if move is Move.TAKE and self._deployment:
-                # One that an earlier version made has no owner, and would stay.
-                live = {**live, "metadata": {**live["metadata"], **await self._metadata()}}
             # With the version that was read: of two who write, one is refused.
             await self._cluster.replace({**live, **self._manifest(live, move)})
         return True

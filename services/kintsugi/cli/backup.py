@@ -54,7 +54,7 @@ class Restored:
 class _Index:
     digests: Mapping[str, str]
     made_at_s: float
-    """Unix seconds; 0 in backups of earlier versions, to which every recorded erasure is later."""
+    """Unix seconds."""
 
 
 def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[BackupPart]:
@@ -154,7 +154,7 @@ def _read_index(source: Path) -> _Index:
     try:
         document = json.loads((source / INDEX).read_text(encoding="utf-8"))
         version, digests = document["version"], dict(document["sha256"])
-        made_at_s = float(document.get("made_at_s", 0))
+        made_at_s = float(document["made_at_s"])
     except FileNotFoundError:
         raise NotFound(f"{source} holds no {INDEX}; name a folder that kintsugi backup wrote") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -20,8 +20,6 @@ from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.private_files import make_private
 
 BUSY_S = 60.0
-_DELETES_SECURELY = 0x4B534431
-"""SQLite's `application_id` of a file in which nothing deleted was left by earlier versions of Kintsugi."""
 
 
 class Database:
@@ -53,8 +51,6 @@ class Database:
             if written not in (0, version):
                 kind = VersionMismatch if written > version else Corrupted
                 raise kind(f"{path} was written by another version (schema {written}); {remedy}")
-            if not written:
-                self._db.execute(f"PRAGMA application_id={_DELETES_SECURELY}")
             self._db.executescript(f"{schema} PRAGMA user_version={version};")
             self._file = None if path is None else _identify_file(path)
             if path is not None:
@@ -82,17 +78,11 @@ class Database:
 
     def scrub(self) -> None:
         """Leave nothing of deleted rows in the file and its log. Raises `Unavailable` while somebody reads,
-        `ResourceExhausted` and `Corrupted`.
-
-        A file from before rows were overwritten is rewritten once, which takes as much room again."""
+        `ResourceExhausted` and `Corrupted`."""
         if self.path is None:
             return
         with self._lock, self._translate_errors("written"):
             self._check_file()
-            (made_by,) = self._db.execute("PRAGMA application_id").fetchone()
-            if made_by != _DELETES_SECURELY:
-                self._db.execute("VACUUM")
-                self._db.execute(f"PRAGMA application_id={_DELETES_SECURELY}")
             (busy, _, _) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
             raise Unavailable(f"{self.path} is being read, so its log may hold what was deleted; erase again")

@@ -155,18 +155,6 @@ def test_what_was_put_again_before_the_backup_comes_back(tmp_path: Path, backup:
     assert restored_texts(fresh) == (True, True)
 
 
-def test_a_backup_without_a_time_is_older_than_every_erasure(tmp_path: Path, backup: Path) -> None:
-    index = json.loads((backup / "backup.json").read_text())
-    del index["made_at_s"]
-    (backup / "backup.json").write_text(json.dumps(index))
-    fresh = tmp_path / "fresh"
-    with closing(open_shard(ShardSpec(1 << 20, fresh / "shard"))) as shard:
-        shard.erase(Scope("acme"), 5.0)
-    shutil.rmtree(fresh / "shard/reports")
-    assert kintsugi("restore", backup, *folders(fresh)).exit_code == 0
-    assert restored_texts(fresh) == (False, False)
-
-
 def test_nothing_is_restored_while_the_store_does_not_say_what_was_erased(
     tmp_path: Path, backup: Path
 ) -> None:

@@ -25,7 +25,7 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert "kintsugi/py.typed" in names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     assert "Name: kintsugi-kv\n" in metadata
-    for extra in ("langchain", "llama-index", "llamaindex", "serving"):
+    for extra in ("langchain", "llama-index", "serving"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 

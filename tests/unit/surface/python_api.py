@@ -8,7 +8,6 @@ import enum
 import inspect
 import re
 import textwrap
-import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -25,19 +24,19 @@ CLASSES = (
     "kintsugi:Plain",
     "kintsugi:Sampling",
     "kintsugi:Tokens",
-    "kintsugi.client.sdk:GenerateOptions",
-    "kintsugi.client.sdk_types:Answer",
-    "kintsugi.client.sdk_types:Delta",
-    "kintsugi.client.sdk_types:PlacedSegment",
-    "kintsugi.client.sdk_types:Prefetched",
-    "kintsugi.client.sdk_types:PutChunk",
-    "kintsugi.client.sdk_types:StoredChunk",
-    "kintsugi.client.sdk_types:TokenizedText",
-    "kintsugi.client.sdk_types:Usage",
-    "kintsugi.client.chunking:Chunker",
-    "kintsugi.client.chunking:ChunkingConfig",
-    "kintsugi.client.langchain:KintsugiTextSplitter",
-    "kintsugi.client.llama_index:KintsugiNodeParser",
+    "kintsugi.sdk.client:GenerateOptions",
+    "kintsugi.sdk.types:Answer",
+    "kintsugi.sdk.types:Delta",
+    "kintsugi.sdk.types:PlacedSegment",
+    "kintsugi.sdk.types:Prefetched",
+    "kintsugi.sdk.types:PutChunk",
+    "kintsugi.sdk.types:StoredChunk",
+    "kintsugi.sdk.types:TokenizedText",
+    "kintsugi.sdk.types:Usage",
+    "kintsugi.precompute.chunking:Chunker",
+    "kintsugi.precompute.chunking:ChunkingConfig",
+    "kintsugi.sdk.langchain:KintsugiTextSplitter",
+    "kintsugi.sdk.llama_index:KintsugiNodeParser",
     "kintsugi.core.plan:Selection",
     "kintsugi.core.report:Binding",
     "kintsugi.core.request:KintsugiParams",
@@ -55,7 +54,7 @@ CLASSES = (
 
 OTHERS = (
     "kintsugi:__version__",
-    "kintsugi.client.sdk_types:Segment",
+    "kintsugi.sdk.types:Segment",
     "kintsugi.rpc.v1.gateway_pb2:GenerateRequest",
     "kintsugi.rpc.v1.gateway_pb2_grpc:KintsugiStub",
 )
@@ -84,9 +83,7 @@ def _exported() -> Iterator[str]:
 
 def _found(path: str) -> Any:
     module, name = path.split(":")
-    with warnings.catch_warnings():  # an alias counts: that it warns is tested in `test_aliases`
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return getattr(import_module(module), name)
+    return getattr(import_module(module), name)
 
 
 def _resolves(path: str) -> bool:

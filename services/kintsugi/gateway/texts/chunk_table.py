@@ -6,7 +6,6 @@ the least recently used chunks of whichever namespace holds too much.
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -16,15 +15,12 @@ from typing import Any
 
 import xxhash
 
-from kintsugi.core.errors import Corrupted, KintsugiError
+from kintsugi.core.errors import Corrupted
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import ID_BYTES
 from kintsugi.gateway.texts.known_texts import ChunkText
-from kintsugi.gateway.texts.lmdb_folder import read_lmdb_folder, remove_lmdb_folder
 from kintsugi.precompute.database import Database
-
-log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FILE_NAME = "chunks.sqlite"
@@ -59,7 +55,6 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunk BEGIN
     WHERE namespace = old.namespace;
     DELETE FROM share WHERE namespace = old.namespace AND chunks = 0;
 END;
-CREATE TABLE IF NOT EXISTS imported (source TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS followed (id INTEGER PRIMARY KEY CHECK (id = 0), cursor TEXT NOT NULL);
 """
 _TOTAL = "SELECT cast(chunks AS INTEGER), cast(tokens AS INTEGER) FROM total"
@@ -108,21 +103,7 @@ class ChunkTable:
         """Totals after the last change."""
         with self._writes.transaction() as db:
             (self._used,) = db.execute(_LAST_USED, (_USED_MAX,)).fetchone()
-            if folder is not None:
-                self._import_lmdb(db, folder)
             self._evict(db)
-
-    def _import_lmdb(self, db: sqlite3.Connection, folder: Path) -> None:
-        """Read once what versions before this table kept in the folder."""
-        source = folder / "data.mdb"
-        if not source.exists() or db.execute("SELECT 1 FROM imported").fetchone():
-            return
-        try:
-            for namespace, key, tokens, text in read_lmdb_folder(folder):
-                self._replace(db, (namespace, key), Record(tokens, text))
-        except KintsugiError as error:
-            log.warning("known chunks of an older version are not imported: %s", error)
-        db.execute("INSERT INTO imported VALUES (?)", (source.name,))
 
     def texts(self) -> Iterator[Removed]:
         """The namespace and text of every chunk whose text is known and undamaged."""
@@ -183,8 +164,6 @@ class ChunkTable:
                     removed += self._replace(db, (namespace, key), None)
             self._evict(db)
         self._writes.scrub()
-        if self._folder is not None:
-            remove_lmdb_folder(self._folder)
         return removed
 
     def read_cursor(self) -> str:

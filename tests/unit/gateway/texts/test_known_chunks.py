@@ -3,15 +3,12 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
-import struct
 import threading
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import lmdb
 import pytest
 import xxhash
 
@@ -19,7 +16,7 @@ from kintsugi.core.errors import Corrupted, Unavailable, VersionMismatch
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.gateway.texts import chunk_table
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX, ChunkText
+from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "test"}), "tenant")
 
@@ -174,62 +171,6 @@ def test_a_restart_finds_texts_again(tmp_path: Path) -> None:
     known.close()
 
 
-def fill_lmdb_folder(folder: Path, texts: Sequence[str | None], version: int) -> None:
-    """Write chunks 1, 2, … as earlier versions did; version 0 had no hash of a text's end."""
-    with lmdb.open(str(folder)) as environment, environment.begin(write=True) as transaction:
-        for number, text in enumerate(texts, 1):
-            known_text = ChunkText(0, 0, bytes(16)) if text is None else ChunkText.of(text)
-            assert known_text is not None
-            fields = (known_text.window, known_text.chars, known_text.digest, known_text.last_window)
-            kept = struct.pack("<QI16sQ" if version else "<QI16s", *fields[: 3 + version])
-            header = struct.pack("<QB", number, text is not None) + kept
-            value = header + zlib.compress(number.to_bytes(4, "little"), 1)
-            name = b"tenant\0" + key_of(number).digest
-            transaction.put(name, xxhash.xxh3_64_digest(name + value, version) + value)
-        transaction.put(b"not ours", b"")
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_lmdb_folder_of_an_earlier_version_is_imported_once(tmp_path: Path, version: int) -> None:
-    texts = [words(seed, 300) for seed in range(3)]
-    fill_lmdb_folder(tmp_path, [*texts, None], version)
-    known = KnownChunks(tmp_path)
-    message = "".join(texts)
-    everything = [(0, 300), (300, 600), (600, 900)]
-    assert [token_ids(known, "tenant", key_of(number)) for number in (1, 2, 3, 4)] == [(1,), (2,), (3,), (4,)]
-    assert known.find("tenant", message) == everything
-    assert known.find("tenant", message.replace(texts[1][200:], "x" * 100)) == [(0, 300), (600, 900)]
-    known.remember("tenant", key_of(2), (2,), texts[1])
-    known.remember("tenant", key_of(4), (4,))
-    assert known.find("tenant", message) == everything
-    known.close()
-    known = KnownChunks(tmp_path)
-    assert len(known) == 4
-    assert known.find("tenant", message) == everything
-    known.forget("tenant", [key_of(2)])
-    assert known.find("tenant", message) == [(0, 300), (600, 900)]
-    known.close()
-    known = KnownChunks(tmp_path)
-    assert not known.knows("tenant", key_of(2)), "what was forgotten is not imported again"
-    assert (tmp_path / "data.mdb").exists()
-    known.close()
-
-
-def test_an_import_keeps_the_newest_that_fit(tmp_path: Path) -> None:
-    fill_lmdb_folder(tmp_path, [None] * 10, version=1)
-    known = KnownChunks(tmp_path, chunks_max=8)
-    assert [number for number in range(1, 11) if known.knows("tenant", key_of(number))] == [7, 8, 9, 10]
-    known.close()
-
-
-def test_an_lmdb_folder_that_cannot_be_read_costs_its_chunks_only(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(b"no database" * 1000)
-    known = KnownChunks(tmp_path)
-    known.remember("tenant", key_of(1), (1,))
-    assert token_ids(known, "tenant", key_of(1)) == (1,)
-    known.close()
-
-
 def test_chunks_that_begin_alike_are_all_found(known: KnownChunks) -> None:
     header, footer = "file_path: /data/corpus/handbook/", "\n-- this page ends here --------------\n"
     texts = [f"{header}{n:02}.md\n{words(n, 100 + n % 3)}{footer if n % 2 else ''}" for n in range(60)]
@@ -352,19 +293,6 @@ def test_damaged_counts_are_an_error_that_says_what_to_do(tmp_path: Path, value:
     damage(tmp_path, "UPDATE total SET chunks = 9")
     with pytest.raises(Corrupted, match="remove the folder"):
         KnownChunks(tmp_path)
-
-
-@pytest.mark.parametrize("tokens", [b"no zlib", zlib.compress(b"abc"), zlib.compress(bytes(4 << 21))])
-def test_a_damaged_chunk_of_an_lmdb_folder_is_left_out(tmp_path: Path, tokens: bytes) -> None:
-    fill_lmdb_folder(tmp_path, [None], version=1)
-    with lmdb.open(str(tmp_path)) as environment, environment.begin(write=True) as transaction:
-        for name in (b"tenant\0" + key_of(2).digest, b"\xff\0" + key_of(3).digest):
-            value = struct.pack("<QBQI16sQ", 2, 0, 0, 0, bytes(16), 0) + tokens
-            transaction.put(name, xxhash.xxh3_64_digest(name + value, 1) + value)
-    with closing(KnownChunks(tmp_path)) as known:
-        assert token_ids(known, "tenant", key_of(1)) == (1,)
-        assert not known.knows("tenant", key_of(2))
-        assert len(known) == 1
 
 
 def test_a_disk_that_fails_costs_hits_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
