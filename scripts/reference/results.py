@@ -29,7 +29,7 @@ figures may still be right, but nobody has measured them again.
 | list stale results | `make bench-stale` |
 
 Times depend on the machine: compare ratios within one result, not times between results.
-[The log](LOG.md) says what was tried and did not work."""
+[The log](../benchmarks/LOG.md) lists what was tried, and what failed."""
 
 
 def markdown() -> str:
