@@ -13,6 +13,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -45,7 +46,7 @@ from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
-from kintsugi.precompute.progress import Progress
+from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from tests.fakes.stub_prefiller import StubPrefiller
 
@@ -174,17 +175,17 @@ class Turns:
     def __call__(self, progress: Progress) -> None:
         assert self.job is not None
         pool = self.job._pool
-        if pool is None or progress.state.is_final:
+        if pool is None or progress.state is not State.RUNNING:
             return
         if not self._paused and pool.in_flight:
-            self.job.pause()
+            self.job._next_batch_s = math.inf
             self._paused = True
         elif self._paused and not pool.in_flight:
             self.seconds += time.perf_counter() - self._begun_s
             self._at_rest(progress)
             self._paused = False
             self._begun_s = time.perf_counter()
-            self.job.resume()
+            self.job._next_batch_s = 0.0
 
     def run(self, spec: JobSpec, folder: Path) -> Progress:
         """The whole job, rests included."""

@@ -1,4 +1,4 @@
-"""Decoders of what clients of a gateway and of a precompute server send, and of files that users give.
+"""Decoders of what clients of a gateway send, and of files that users give.
 
 As in `tests/decoders.py`, which lists these, too: a decoder takes any bytes and returns, or fails.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,11 +24,9 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.fusor.codecs import decode_frame
 from kintsugi.gateway.fronts import bodies, wire
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
-from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import LENGTH, _read_anything, _send
 from kintsugi.precompute.sources.readers import Columns, Document, Failure
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 from kintsugi.precompute.sources.sandbox import _ParserEnded, parse_answer
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.client.chunk_cipher import ChunkCipher, encrypt_chunk
@@ -76,13 +73,6 @@ def request_params(data: bytes) -> None:
         params = KintsugiParams.from_mapping(values)
         (again,) = params.to_mapping().values()
         assert KintsugiParams.from_mapping(again) == params
-
-
-def job_spec(data: bytes) -> None:
-    """A job's specification: sound ones say the same after another round."""
-    with contextlib.suppress(KintsugiError):
-        spec = parse_spec(data.decode(errors="replace"))
-        assert parse_spec(spec.to_json()).to_json() == spec.to_json()
 
 
 def tokens_document(data: bytes) -> None:
@@ -143,7 +133,7 @@ def corpus_file(data: bytes) -> None:
     kind = formats[data[0] % len(formats)] if data else Format.TEXT
     fsspec.filesystem("memory").pipe_file("/decoded-file", data[1:])
     piece = FileRange(PIECE.url, PIECE.name, kind, "")
-    for item in _read_anything(piece, Columns(), EVERYWHERE):
+    for item in _read_anything(piece, Columns()):
         sent = _Sent()
         values = {name: value for name, value in vars(item).items() if name != "url"}
         _send(sent, {"document" if isinstance(item, Document) else "failure": values})
@@ -175,20 +165,6 @@ def parser_answer(data: bytes) -> None:
                 text.encode()
 
 
-def source_url(data: bytes) -> None:
-    """A source of a caller: within the root only if its path is, however it is written."""
-    url = data.decode(errors="surrogateescape")
-    roots = SourceRoots((ROOT, "/data/docs"))
-    if not roots.allows(url):
-        return
-    if url.lower().startswith("https://docs.example/"):
-        path = url.partition("?")[0].partition("#")[0].lower()
-        assert ".." not in PurePosixPath(path.replace("%2e", ".")).parts
-        return
-    local = url.partition("://")[2] if "://" in url else url.removeprefix("file:").removeprefix("local:")
-    assert os.path.realpath(local).startswith("/data/docs")
-
-
 def _parse_json(data: bytes) -> Any:
     try:
         return json.loads(data)
@@ -207,7 +183,6 @@ FRONT_DECODERS: tuple[Callable[[bytes], None], ...] = (
     put_request,
     openai_body,
     request_params,
-    job_spec,
     tokens_document,
     keys_document,
     ciphertext,
@@ -215,16 +190,8 @@ FRONT_DECODERS: tuple[Callable[[bytes], None], ...] = (
     certificate,
     corpus_file,
     parser_answer,
-    source_url,
 )
 
-_SPEC = {
-    "source": "s",
-    "model": "m",
-    "store": "grpc://a:1",
-    "namespace": "acme",
-    "chunking": {"tokens_max": 9},
-}
 _TOKEN = {
     "name": "a",
     "sha256": "0" * 64,
@@ -261,7 +228,6 @@ FRONT_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
         "request_params": [
             b'{"namespace": "a", "op": "save", "spans": [[1, 5]], "ratio": 0.5, "tier": "ram"}'
         ],
-        "job_spec": [json.dumps(_SPEC).encode()],
         "tokens_document": [json.dumps({"tokens": [_TOKEN]}).encode()],
         "keys_document": [
             json.dumps(
@@ -287,12 +253,6 @@ FRONT_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
             b'{"end": true}',
             json.dumps({"document": _DOCUMENT}).encode(),
             b'{"failure": {"place": 1, "reason": "r", "document_id": "d"}}',
-        ],
-        "source_url": [
-            f"{ROOT}/%2e%2e/a?b#c".encode(),
-            b"file:///data/docs/../a",
-            b"/data/docs/a",
-            b"s3://a",
         ],
     }
 )

@@ -15,7 +15,6 @@ from kintsugi.core.deploy import ServiceSpec
 from kintsugi.core.request import _Wire as RequestForm
 from kintsugi.core.settings import default_of
 from kintsugi.engine.config import EngineConfig
-from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
 from kintsugi.store.protocol.callers import AccessDocument
 from kintsugi_operator.api.crd import descriptions
@@ -54,7 +53,6 @@ def page() -> Page:
                 'What a request carries in `kv_transfer_params`, under `"kintsugi"`.',
                 RequestForm,
             ),
-            _section("Precompute job", "A job of `kintsugi precompute`, as its server takes it.", JobSpec),
             _section("Tokens file", "Who may do what: JSON, read again when it changes.", AccessDocument),
             _section(
                 "Store URL",

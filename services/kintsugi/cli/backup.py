@@ -62,7 +62,7 @@ def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Pat
     shards' data folders. Raises `InvalidField` where none is given."""
     parts = []
     if state is not None:
-        parts += [BackupPart(name, state / Path(name).name) for name in (_LEDGER, "state/jobs.sqlite")]
+        parts.append(BackupPart(_LEDGER, state / Path(_LEDGER).name))
     if gateway_data is not None:
         parts.append(BackupPart(_TEXTS, gateway_data / "known_chunks/chunks.sqlite"))
     parts += [BackupPart(f"shard-{n}/data.mdb", data / "reports/data.mdb") for n, data in enumerate(shards)]

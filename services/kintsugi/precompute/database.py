@@ -1,4 +1,4 @@
-"""A SQLite database behind a lock that raises our errors: ledger, journal, and a gateway's known chunks."""
+"""A SQLite database behind a lock that raises our errors: a job's ledger and a gateway's known chunks."""
 
 from __future__ import annotations
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kintsugi.core.errors import (
@@ -36,7 +38,6 @@ from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.files import FileRange, list_source
 from kintsugi.precompute.sources.readers import Failure
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 from kintsugi.precompute.sources.sandbox import read_confined
 from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -71,7 +72,7 @@ class Cancelled(Exception):
 
 
 class Job:
-    """Call `run` in one thread; `pause`, `resume`, `cancel` and `progress` may be used from any other."""
+    """Call `run` in one thread; `cancel` and `progress` may be used from any other."""
 
     def __init__(
         self,
@@ -80,12 +81,11 @@ class Job:
         *,
         dataset: Any = None,
         dry: bool = False,
-        roots: SourceRoots = EVERYWHERE,
         factory: PrefillerFactory = EnginePrefiller,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """``dataset``: a `ray.data.Dataset` to read instead of `spec.source`. ``dry``: only look chunks up;
-        needs a ledger of its own. ``roots``: what the source may lie in."""
+        needs a ledger of its own."""
         self.spec = spec
         self.facts = ModelFacts.of(spec)
         self.progress = Progress(
@@ -93,12 +93,9 @@ class Job:
         )
         self._ledger = ledger
         self._dataset = dataset
-        self._roots = roots
         self._dry = dry
         self._factory = factory
         self._on_progress = on_progress
-        self._go_on = threading.Event()
-        self._go_on.set()
         self._stop = threading.Event()
         self._batches = Batches(spec.batch_tokens)
         self._pool: Pool | None = None
@@ -111,13 +108,6 @@ class Job:
         self._fill_started_s: float | None = None
         self._failed_urls: set[str] = set()
 
-    def pause(self) -> None:
-        """Stop sending batches. Running ones finish."""
-        self._go_on.clear()
-
-    def resume(self) -> None:
-        self._go_on.set()
-
     def cancel(self) -> None:
         """End the job once its running batches are done. Running the same job again continues it."""
         self._stop.set()
@@ -125,7 +115,6 @@ class Job:
     def run(self) -> Progress:
         """Run the job to its end. Raises the error that stopped it; the same job can then be run again."""
         self._started_s = time.monotonic()
-        self.progress.state = State.RUNNING
         try:
             with self._ledger.exclusive(self.spec.corpus_name):
                 self._run()
@@ -204,12 +193,12 @@ class Job:
     def _scan_changed(self, edition: int, run: int, clean: dict[str, str]) -> Iterator[list[Scanned]]:
         """Yield blocks of the files that have changed. Fills `clean` with the stamps of all files."""
         spec = self.spec
-        task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns, self._roots)
+        task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns)
         if self._dataset is not None:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             yield from scan(self._dataset, task, spec.source)
             return
-        listing = list_source(spec.source, spec.format, self._roots)
+        listing = list_source(spec.source, spec.format)
         pieces = listing.pieces
         self._note_failures(run, [Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
         known = self._ledger.stamps(edition)
@@ -230,7 +219,7 @@ class Job:
     def _check_columns(self, piece: FileRange) -> None:
         """Raise `InvalidField` if the text column is missing: that is a mistake in the job, not in a
         document."""
-        with closing(read_confined(piece, self.spec.columns, self._roots)) as documents:
+        with closing(read_confined(piece, self.spec.columns)) as documents:
             first = next(documents, None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
             raise InvalidField(
@@ -361,7 +350,7 @@ class Job:
 
     def _may_send(self) -> bool:
         room = self._pool is None or self._pool.has_room
-        return room and self._go_on.is_set() and time.monotonic() >= self._next_batch_s
+        return room and time.monotonic() >= self._next_batch_s
 
     def _open_pool(self) -> Pool:
         if self._pool is None:
@@ -438,9 +427,6 @@ class Job:
 
     def _check_cancelled(self) -> None:
         """If the job is cancelled, wait for its running batches and raise `Cancelled`."""
-        paused = not self._go_on.is_set()
-        if self.progress.state in (State.RUNNING, State.PAUSED):
-            self.progress.state = State.PAUSED if paused else State.RUNNING
         if not self._stop.is_set():
             return
         while self._pool is not None and self._pool.in_flight:
@@ -474,3 +460,13 @@ class Job:
             self.progress.engine_start_s = start_s
             self.progress.fill_s = now_s - self._fill_started_s - start_s
         self._on_progress(replace(self.progress, failures=list(self.progress.failures)))
+
+
+def survey(spec: JobSpec, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
+    """Find out what a job would do: chunks, bytes, and what is resident in which tier. Keeps nothing and
+    starts no engine."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder,
+        closing(Ledger(Path(folder))) as ledger,
+    ):
+        return Job(spec, ledger, dry=True, on_progress=on_progress).run()

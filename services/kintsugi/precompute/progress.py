@@ -6,24 +6,17 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kintsugi.core.schema import STRICT
 from kintsugi.precompute.sources.readers import Failure
 
 
 class State(StrEnum):
     """The state of a job."""
 
-    QUEUED = "queued"
     RUNNING = "running"
-    PAUSED = "paused"
     DONE = "done"
     CANCELLED = "cancelled"
     """Stopped on request; running the same job again continues it."""
     FAILED = "failed"
-
-    @property
-    def is_final(self) -> bool:
-        return self in (State.DONE, State.CANCELLED, State.FAILED)
 
 
 @dataclass
@@ -31,11 +24,9 @@ class Progress:
     """Counts of one run. `chunks` counts distinct chunks, `chunks_listed` all chunks of the documents
     read."""
 
-    __pydantic_config__ = STRICT
-
     corpus: str = ""
     fingerprint: str = ""
-    state: State = State.QUEUED
+    state: State = State.RUNNING
     dry: bool = False
     documents: int = 0
     documents_unchanged: int = 0
@@ -84,7 +75,7 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Estimated time left; None while there is nothing to estimate it from."""
         waiting = self.tokens_missing - self.tokens_filled
-        if self.state.is_final or self.tokens_per_s <= 0 or self.share_read <= 0:
+        if self.state is not State.RUNNING or self.tokens_per_s <= 0 or self.share_read <= 0:
             return None
         unread = self.tokens_missing * (1 - self.share_read) / self.share_read
         return (waiting + unread) / self.tokens_per_s

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec, KVLayout, codec_named
-from kintsugi.core.schema import STRICT
 from kintsugi.core.sizing import engine_dtype, model_size, text_config
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
@@ -31,8 +29,6 @@ _CORPUS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 @dataclass(frozen=True)
 class JobSpec:
     """One job. Running the same spec again continues where the last run stopped."""
-
-    __pydantic_config__ = STRICT
 
     source: str
     """Path or URL of a file or folder; a name if a Ray dataset is given beside the spec."""
@@ -127,9 +123,6 @@ class JobSpec:
         folder = Path(self.model)
         is_name = is_reference(self.model) or (not folder.is_dir() and is_hub_name(folder))
         return self.model if is_name else str(folder.resolve())
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)

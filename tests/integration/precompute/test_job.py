@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -23,8 +22,8 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.documents import DocumentRef
+from kintsugi.precompute.job import survey
 from kintsugi.precompute.ledger import Ledger
-from kintsugi.precompute.manager import survey
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import forget, pin, retire
 from kintsugi.store.client.admin import ShardAdmin
@@ -298,24 +297,6 @@ def test_a_cancelled_job_goes_on_where_it_was(bench: Bench) -> None:
     done = len(bench.prefilled)
     rest = bench.run()
     assert 0 < done < len(bench.prefilled) == len(set(bench.prefilled)) == done + rest.chunks_filled
-
-
-def test_a_paused_job_sends_nothing_until_it_is_resumed(bench: Bench) -> None:
-    write_corpus(bench.source, TEXTS)
-    states: list[State] = []
-    job = bench.job(lambda progress: states.append(progress.state))
-    job.pause()
-    thread = threading.Thread(target=job.run)
-    thread.start()
-    deadline_s = time.monotonic() + 60
-    while State.PAUSED not in states:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    assert bench.prefilled == []
-    job.resume()
-    thread.join(120)
-    assert job.progress.state is State.DONE
-    assert len(bench.prefilled) == job.progress.chunks
 
 
 def test_the_rate_limit_holds(bench: Bench) -> None:

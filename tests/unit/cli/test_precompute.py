@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("semantic_text_splitter", reason="install the extra `precompute`")
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
@@ -92,20 +88,3 @@ def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
     for as_json in (False, True):
         with pytest.raises(InvalidField, match=r"none of 3 documents can be read \(/a: no column"):
             command._report_coverage(Screen(as_json), progress)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [((), "precompute listens on 127.0.0.1:7410\n"), (("--json",), '{"address": "127.0.0.1:7410"}\n')],
-)
-def test_a_server_says_where_it_listens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: tuple[str, ...], said: str
-) -> None:
-    async def served(
-        manager: Any, listen: str, ready: Callable[[str], None], until: Any, access: Any
-    ) -> None:
-        ready(listen)
-
-    monkeypatch.setattr(command, "serve_jobs", served)
-    result = CliRunner().invoke(command.app, ["serve", "--state", str(tmp_path), *more])
-    assert (result.exit_code, result.stdout) == (0, said)

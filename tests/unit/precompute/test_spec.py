@@ -19,7 +19,6 @@ from kintsugi.models.checkpoint import model_fingerprint
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import PromptForm, load_tokenizer
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.precompute.service import parse_spec
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.worker import durable_url
 from tests.fakes.chat_templates import CHATML
@@ -51,20 +50,6 @@ def spec(**values: Any) -> JobSpec:
 def test_impossible_values_are_named(values: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidField, match=field):
         spec(**values)
-
-
-def test_a_spec_survives_json_and_unknown_fields_do_not() -> None:
-    assert parse_spec(spec(workers=3, chunking=ChunkingConfig(100)).to_json()) == spec(
-        workers=3, chunking=ChunkingConfig(100)
-    )
-    with pytest.raises(InvalidField, match="workers"):
-        parse_spec(
-            json.dumps({"source": "x", "model": "m", "store": "grpc://h:1", "namespace": "a", "worker": 1})
-        )
-    with pytest.raises(InvalidField, match="not JSON"):
-        parse_spec("{")
-    with pytest.raises(InvalidField, match="at most"):
-        parse_spec(" " * (1 << 21))
 
 
 def test_a_corpus_is_called_by_its_source_and_tenant() -> None:

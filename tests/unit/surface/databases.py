@@ -1,4 +1,4 @@
-"""What is kept in SQLite: the tables of ledger, journal and known chunks, and the journal's JSON."""
+"""What is kept in SQLite: the tables of ledger and known chunks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.precompute.journal import Journal
 from kintsugi.precompute.ledger import Ledger
-from kintsugi.precompute.progress import Progress, State
-from tests.unit.surface.python_api import fields_of
 
 
 def surface() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         Ledger(folder).close()
-        Journal(folder).close()
         KnownChunks(folder).close()
-        return {
-            **{path.name: _schema(path) for path in sorted(folder.glob("*.sqlite"))},
-            "progress of a job": fields_of(Progress),
-            "states of a job": [state.value for state in State],
-        }
+        return {path.name: _schema(path) for path in sorted(folder.glob("*.sqlite"))}
 
 
 def _schema(path: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import yaml
 
 from kintsugi.core import deploy
 from kintsugi.engine.local import FORCING, transfer_config
-from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client import registry
 from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
 from kintsugi.store.protocol.callers import AccessDocument as TokensFile
@@ -70,7 +69,6 @@ def configuration() -> dict[str, Any]:
     """Keys, types and defaults of the files and URLs that users write."""
     return {
         "kintsugi serve --config": dict(_tree(deploy.ServiceSpec)),
-        "precompute job": dict(_tree(JobSpec)),
         "tokens file": dict(_tree(TokensFile)),
         "store URL schemes": sorted(registry._OPENERS),
         "store URL options": fields_of(StoreUrlQuery),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -37,19 +35,14 @@ from kintsugi.core.prompt import FormName
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
-from kintsugi.precompute.job import Job
+from kintsugi.precompute.job import Job, survey
 from kintsugi.precompute.ledger import Ledger
-from kintsugi.precompute.manager import JobManager, survey
-from kintsugi.precompute.policy import JobPolicy
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.service import serve as serve_jobs
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns, Failure
-from kintsugi.precompute.sources.roots import SourceRoots
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import pin as pin_corpus
 from kintsugi.precompute.warm import retire as retire_editions
-from kintsugi.store.protocol.access import open_access
 
 DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
@@ -238,59 +231,6 @@ def list_corpora(screen: Screen, state: StateFolder = None) -> None:
         counts = (str(one.documents), str(one.chunks), "yes" if one.completed else "no")
         table.add_row(one.corpus, one.namespace, f"{Path(one.model).name} {one.fingerprint[:16]}", *counts)
     screen.show([dataclasses.asdict(edition) for edition in editions], lambda console: console.print(table))
-
-
-@command(app, serves=True)
-def serve(
-    screen: Screen,
-    listen: Annotated[str, typer.Option(help="Loopback address, as host:port.")] = "127.0.0.1:7410",
-    state: StateFolder = None,
-    tokens_file: Annotated[
-        Path | None,
-        typer.Option(help="Token file; see kintsugi token. Without one, all local users may call."),
-    ] = None,
-    allow_source: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Folder, URL or scheme (s3://) that jobs may read, or * for everything; repeat for several. "
-            "Default: nothing."
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", "-m", help="Model that jobs may use; repeat for several. Default: none."),
-    ] = None,
-    store: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"URL of a store that jobs may fill; repeat for several. Default: {DEFAULT_STORE}."
-        ),
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Maximum number of engines per job.")] = 1,
-    engine: EngineArguments = "{}",
-) -> None:
-    """Serve the gRPC service Precompute until interrupted."""
-    policy = JobPolicy(
-        sources=SourceRoots(tuple(allow_source or ())),
-        models=tuple(model or ()),
-        stores=tuple(store or (DEFAULT_STORE,)),
-        workers_max=workers,
-        engine=parse_engine_arguments(engine),
-    )
-    access = open_access(tokens_file)
-
-    async def wait_for_signal() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
-
-    def ready(address: str) -> None:
-        text = json.dumps({"address": address}) if screen.as_json else f"precompute listens on {address}"
-        print(text, flush=True)
-
-    with closing(JobManager(state_folder(state), policy=policy)) as manager:
-        asyncio.run(serve_jobs(manager, listen, ready, wait_for_signal, access))
 
 
 @contextmanager

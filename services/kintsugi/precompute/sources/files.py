@@ -14,7 +14,6 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 
 FILES_MAX = 250_000
 """The listing is held in memory, about 0.5 KiB per file. Pack more documents into Parquet or JSON lines."""
@@ -76,20 +75,18 @@ class Listing:
     """Why a URL is not among the pieces, by URL. A folder's URL ends with a slash."""
 
 
-def list_source(source: str, only: Format | None = None, roots: SourceRoots = EVERYWHERE) -> Listing:
+def list_source(source: str, only: Format | None = None) -> Listing:
     """List the source's files; `only` sets their format instead of their suffixes.
 
     Follows links to files, but not to folders unless the source itself is one. Raises `NotFound` if there are
     no files, `InvalidField` if no file has a known format, `ResourceExhausted` beyond `FILES_MAX`,
-    `Unavailable` if the file system does not answer, `PermissionDenied` for a source outside ``roots``. Files
-    outside them, behind links, are not listed.
+    `Unavailable` if the file system does not answer.
     """
-    roots.check(source)
-    system, root = _open_filesystem(source, roots)
+    system, root = _open_filesystem(source)
     found: dict[str, dict[str, Any]] = {}
     unlisted: dict[str, str] = {}
     try:
-        for path, info in _walk_files(system, root, unlisted, roots):
+        for path, info in _walk_files(system, root, unlisted):
             found[path] = info
             if len(found) > FILES_MAX:
                 raise ResourceExhausted(
@@ -107,9 +104,6 @@ def list_source(source: str, only: Format | None = None, roots: SourceRoots = EV
         url = system.unstrip_protocol(path)
         if chosen is None:
             continue
-        if not roots.allows(url):
-            unlisted[url] = "lies outside the sources that may be read"
-            continue
         if info["type"] != "file":
             unlisted[url] = "is neither a file nor a link to one"
             continue
@@ -126,7 +120,7 @@ def list_source(source: str, only: Format | None = None, roots: SourceRoots = EV
     return Listing(pieces, unlisted)
 
 
-def _open_filesystem(source: str, roots: SourceRoots) -> tuple[Any, str]:
+def _open_filesystem(source: str) -> tuple[Any, str]:
     """The file system of a source and the path in it."""
     if "::" in source:
         raise InvalidField("source", f"{source!r} is an archive or a chain of URLs; unpack it first")
@@ -136,15 +130,13 @@ def _open_filesystem(source: str, roots: SourceRoots) -> tuple[Any, str]:
             "contains a password, which would be stored with every document; configure it in fsspec instead",
         )
     try:
-        system, root = fsspec.core.url_to_fs(source, **roots.open_options(source))
+        system, root = fsspec.core.url_to_fs(source)
     except (ValueError, ImportError) as error:
         raise InvalidField("source", f"{source!r} cannot be opened: {error}") from None
     return system, root.rstrip("/") or "/"
 
 
-def _walk_files(
-    system: Any, root: str, unlisted: dict[str, str], roots: SourceRoots
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield path and info of everything that is not a folder, in no particular order."""
     if not _is_tree(system):
         yield from system.find(root, detail=True).items()
@@ -157,15 +149,12 @@ def _walk_files(
     waiting = [root]
     while waiting:
         folder = waiting.pop()
-        if not roots.allows(url := system.unstrip_protocol(folder)):
-            unlisted[url + "/"] = "lies outside the sources that may be read"
-            continue
         try:
             entries = system.ls(f"{folder}/" if "http" in system.protocol else folder, detail=True)
         except OSError as error:
             if folder == root:
                 raise
-            unlisted[url + "/"] = f"cannot be listed: {error}"
+            unlisted[f"{system.unstrip_protocol(folder)}/"] = f"cannot be listed: {error}"
             continue
         for entry in entries:
             path = entry["name"].rstrip("/")

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 from kintsugi.core.schema import STRICT, load
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, read
-from kintsugi.precompute.sources.roots import SourceRoots
 
 MEMORY_EXIT = 70
 LENGTH = struct.Struct(">I")
@@ -65,18 +64,18 @@ def _limit_memory(size: int) -> None:
 
 def _answer(request: Any, limits: ParserLimits, answers: BinaryIO) -> None:
     piece = FileRange(**{**request["piece"], "format": Format(request["piece"]["format"])})
-    columns, roots = Columns(**request["columns"]), SourceRoots(tuple(request["roots"]))
-    for item in _within_cpu_time(_read_anything(piece, columns, roots), limits.cpu_s_max):
+    columns = Columns(**request["columns"])
+    for item in _within_cpu_time(_read_anything(piece, columns), limits.cpu_s_max):
         values = asdict(item)
         del values["url"]
         _send(answers, {"document" if isinstance(item, Document) else "failure": values})
     _send(answers, {"end": True})
 
 
-def _read_anything(piece: FileRange, columns: Columns, roots: SourceRoots) -> Iterator[Document | Failure]:
-    """Reads the piece. Parsers raise whatever a hostile file makes them raise: that costs the file alone."""
+def _read_anything(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
+    """Read the piece. Parsers raise whatever a hostile file makes them raise: that costs the file alone."""
     try:
-        yield from read(piece, columns, roots)
+        yield from read(piece, columns)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -84,7 +83,7 @@ def _read_anything(piece: FileRange, columns: Columns, roots: SourceRoots) -> It
 
 
 def _within_cpu_time(items: Iterator[Document | Failure], seconds_max: float) -> Iterator[Document | Failure]:
-    """Lets SIGPROF end the process while it works on an item for too long. The kernel does it: a signal
+    """Let SIGPROF end the process if one item takes too long. The kernel does it: a signal
     handler of Python would wait for the parser."""
     while True:
         signal.setitimer(signal.ITIMER_PROF, seconds_max)

@@ -19,7 +19,6 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.schema import STRICT
 from kintsugi.precompute.documents import check_document_id
 from kintsugi.precompute.sources.files import FileRange, Format
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 
 DOCUMENT_BYTES_MAX = 16 << 20
 """Longer documents fail, because every reading task holds a whole document in memory."""
@@ -100,12 +99,11 @@ class Failure:
     document_id: str = field(default="")
 
 
-def read(piece: FileRange, columns: Columns, roots: SourceRoots = EVERYWHERE) -> Iterator[Document | Failure]:
-    """Yield the piece's documents in order. A file outside ``roots`` is a failure. Parses in this process:
-    `sandbox.read_confined` is for files that others wrote."""
+def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
+    """Yield the piece's documents in order. Parses in this process: `sandbox.read_confined` is for files that
+    others wrote."""
     try:
-        with fsspec.open(piece.url, "rb", **roots.open_options(piece.url)) as stream:
-            roots.check_opened(stream, piece.url)
+        with fsspec.open(piece.url, "rb") as stream:
             if piece.format is Format.JSONL:
                 # Streams of remote files do not limit the length of a line.
                 with io.BufferedReader(stream) as lines:

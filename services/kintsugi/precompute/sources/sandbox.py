@@ -29,7 +29,6 @@ from kintsugi.precompute.sources.readers import (
     Failure,
     check_document,
 )
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 
 MESSAGE_BYTES_MAX = 8 * DOCUMENT_BYTES_MAX
 """JSON takes at most six bytes for a character."""
@@ -47,7 +46,6 @@ _idle: list[_Parser] = []
 def read_confined(
     piece: FileRange,
     columns: Columns,
-    roots: SourceRoots = EVERYWHERE,
     limits: ParserLimits | None = None,
 ) -> Generator[Document | Failure]:
     """Yield the piece's documents in order, as `readers.read` does. A file that takes more than the limits
@@ -56,7 +54,7 @@ def read_confined(
     parser = _take_parser(given)
     is_reusable = False
     try:
-        parser.ask(piece, columns, roots)
+        parser.ask(piece, columns)
         while (item := parse_answer(parser.receive(), piece)) is not None:
             yield item
         is_reusable = True
@@ -134,9 +132,9 @@ class _Parser:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, piece: FileRange, columns: Columns, roots: SourceRoots) -> None:
+    def ask(self, piece: FileRange, columns: Columns) -> None:
         """Raises `_ParserEnded`."""
-        request = {"piece": asdict(piece), "columns": asdict(columns), "roots": roots.roots}
+        request = {"piece": asdict(piece), "columns": asdict(columns)}
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")

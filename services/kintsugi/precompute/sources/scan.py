@@ -23,7 +23,6 @@ from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.readers import Columns, Document, Failure, row_to_document
-from kintsugi.precompute.sources.roots import EVERYWHERE, SourceRoots
 from kintsugi.precompute.sources.sandbox import read_confined
 
 BLOCK_DOCUMENTS = 256
@@ -44,12 +43,11 @@ class ChunkTask:
     chunking: ChunkingConfig
     space: ChunkSpace
     columns: Columns
-    roots: SourceRoots = EVERYWHERE
 
     def read_pieces(self, batch: pa.Table) -> Iterator[pa.Table]:
         """Read and chunk pieces."""
         for piece in _unpickle(batch):
-            yield from self._tables(read_confined(piece, self.columns, self.roots))
+            yield from self._tables(read_confined(piece, self.columns))
 
     def read_rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
         """Chunk a dataset's rows. Rows have no place, so a document without an id is named after its text."""
