@@ -387,8 +387,15 @@ class AsyncEngine(EngineBackend):
         # Serve streams from generator functions only: a method that returns a generator runs in a thread.
         self.check_health()
         check_no_audit(call.params)
-        async with aclosing(self._open_front().answer(call)) as pieces:
-            async for piece in pieces:
+        async with self._open_front().ask(call) as answer:
+            yield answer.head
+            if answer.events is None:
+                yield answer.body
+                return
+            async for event in answer.events:
+                for piece in answer.pass_on(event):
+                    yield piece
+            for piece in answer.end():
                 yield piece
 
     def _open_front(self) -> Any:

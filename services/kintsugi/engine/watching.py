@@ -44,6 +44,14 @@ class Watcher(Protocol):
     def take(self, prompt: Prompt, generation: Generation) -> bool: ...
 
 
+class Notes(Protocol):
+    """What `openai.requests.CallState` does for this module."""
+
+    def note(self, output: Any) -> None: ...
+
+    def note_failure(self, error: Exception) -> None: ...
+
+
 class WatchedClient:
     """A `vllm.v1.engine.async_llm.AsyncLLM` that counts its requests and shows them to a watcher, if any."""
 
@@ -60,9 +68,9 @@ class WatchedClient:
         return getattr(self._client, name)
 
     async def generate(
-        self, prompt: Any, sampling: Any, request_id: str, **more: Any
+        self, prompt: Any, sampling: Any, request_id: str, call: Notes | None = None, **more: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's. Closing it ends the work in the engine."""
+        """As vLLM's. ``call`` notes the outputs. Closing the generator ends the work in the engine."""
         watcher = self.watcher
         # Callers choose their request's id, and must not choose with it whether they are sampled.
         sample_id = "" if watcher is None else uuid.uuid4().hex
@@ -88,7 +96,13 @@ class WatchedClient:
                     if watcher is not None and asked is not None and answer and output.finished:
                         watcher.take(asked, answer.generation(output, accounting))
                     has_begun = True
+                    if call is not None:
+                        call.note(output)
                     yield output
+        except Exception as error:
+            if call is not None:
+                call.note_failure(error)
+            raise
         finally:
             self._told.forget(ticket)
             self._load.record_end(request_id)

@@ -47,15 +47,13 @@ class Copies:
         return [theirs[key] for key, _ in absent]
 
     async def retain(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> list[ToSave]:
-        """Keep all copies that there are of chunks for ``ttl_s`` more seconds at least; None: as if they were
-        put now. Those in the namespace that this one shares are left alone. Returns the chunks of which a
-        copy has gone since it was found: they are missing. Raises `Unavailable`."""
-        if not chunks:
-            return []
+        """Keeps all copies that there are of chunks for ``ttl_s`` more seconds at least; None: as if they
+        were put now. Copies in the namespace that this one shares are left alone. Returns the missing chunks,
+        as `find_missing` does. Raises `Unavailable`."""
         keys = await self._keys_of(namespace, chunks)
         kept = await self._store.run(lambda store: store.retain(namespace, keys, ttl_s or 0.0))
-        gone = [chunk for index, chunk in enumerate(chunks) if not all(kept[index :: len(chunks)])]
-        return await self._without_shared(namespace, gone)
+        missing = [chunk for index, chunk in enumerate(chunks) if not all(kept[index :: len(chunks)])]
+        return await self._without_shared(namespace, missing)
 
     async def _keys_of(self, namespace: str, chunks: Sequence[ToSave]) -> list[ChunkKey]:
         """Keys of the copies that saving makes, copy by copy."""

@@ -329,10 +329,7 @@ class Gateway:
                         f"chunks[{index}]", f"has {piece.num_tokens} tokens; this model takes {room}: cut it"
                     )
             wanted = [(one.key, one.token_ids) for one in pieces]
-            missing = await self._copies.find_missing(namespace, wanted)
-            absent = {key for key, _ in missing}
-            present = [one for one in wanted if one[0] not in absent]
-            missing += await self._copies.retain(namespace, present, ttl_s)
+            missing = await self._copies.retain(namespace, wanted, ttl_s)
             num_tokens = sum(len(tokens) for _, tokens in missing)
             self.shares.charge(namespace, num_tokens)
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client
-from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.callers import ANYONE
 from tests.integration.serving.gateways import Running, Setup, running
 
@@ -52,37 +50,16 @@ def test_a_chunk_is_put_and_used_in_both_copies() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_chunk_is_missing_where_either_copy_is(lost: int) -> None:
-    with running(PREPARED) as gateway, Client(gateway.address, NAMESPACE) as client:
+@pytest.mark.parametrize("shared", ["", "elsewhere"])
+def test_a_chunk_is_missing_where_either_copy_is(lost: int, shared: str) -> None:
+    rules = NamespaceRules(privacy={NAMESPACE: NamespacePrivacy(shared=shared)})
+    setup = replace(PREPARED, gateway={"rules": rules})
+    with running(setup) as gateway, Client(gateway.address, NAMESPACE) as client:
         client.put_chunks(PASSAGES)
         keys = copies_of(gateway, PASSAGES[1])
         gateway.store.delete(NAMESPACE, keys[lost : lost + 1])
         states = [one.new for one in client.put_chunks(PASSAGES)]
         assert states == [False, True, False]
-        assert held(gateway, keys) == [True, True]
-
-
-class EvictingStore(RamStore):
-    """Evicts some chunks just before it is asked to keep what it said it has."""
-
-    leaving: Sequence[ChunkKey] = ()
-
-    def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> list[bool]:
-        self.delete(namespace, self.leaving)
-        return super().retain(namespace, keys, ttl_s)
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("shared", ["", "elsewhere"])
-def test_a_chunk_that_leaves_between_the_look_and_the_keeping_is_put(lost: int, shared: str) -> None:
-    store = EvictingStore()
-    rules = NamespaceRules(privacy={NAMESPACE: NamespacePrivacy(shared=shared)})
-    setup = replace(PREPARED, store=store, gateway={"rules": rules})
-    with running(setup) as gateway, Client(gateway.address, NAMESPACE) as client:
-        client.put_chunks(PASSAGES)
-        keys = copies_of(gateway, PASSAGES[1])
-        store.leaving = keys[lost : lost + 1]
-        assert [one.new for one in client.put_chunks(PASSAGES)] == [False, True, False]
         assert held(gateway, keys) == [True, True]
 
 

@@ -173,6 +173,7 @@ def test_without_its_key_a_chunk_is_not_read(
     if keys == "others":
         assert stranger.lookup("acme", [manifest.key]) == [None]
         assert stranger.tiers("acme", [manifest.key]) == [None]
+        assert stranger.retain("acme", [manifest.key]) == [False]
     (lost,) = stranger.stream("acme", [manifest.key], range(3), EVERY_HEAD, 5.0)
     assert "key" in lost.reason or lost.reason == "absent"  # type: ignore[union-attr]
     assert server.shard.table.counters.quarantined == 0

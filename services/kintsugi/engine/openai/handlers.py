@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -41,11 +42,11 @@ from kintsugi.engine.openai.requests import (
 )
 from kintsugi.engine.openai.serving import (
     CALL,
+    EventsWithAccounting,
     NotingClient,
     OurChat,
     OurCompletion,
     OurResponses,
-    with_accounting,
 )
 from kintsugi.engine.openai.tools import check_response_tools, check_tools
 
@@ -62,6 +63,30 @@ _DIED = "the engine has died; send the request to another"
 _UNREADABLE = "vLLM made no answer of what was generated; the engine's log says why"
 _SERVER_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
 _NO_ITEM = "is neither a message (role and content) nor a tool's call or output as OpenAI has them"
+
+
+class OpenAIAnswer:
+    """An answer of vLLM's handlers: a head, then either a stream of events or a body."""
+
+    def __init__(
+        self, head: OpenAIHead, state: CallState, events: AsyncIterator[str] | None = None, body: bytes = b""
+    ) -> None:
+        self.head = head
+        self.events = events
+        """vLLM's events, each of which `pass_on` takes; None where the answer is ``body``."""
+        self.body = body
+        self._state = state
+        self._accounted = EventsWithAccounting(state)
+
+    def pass_on(self, event: str) -> list[bytes]:
+        """The pieces that are sent once vLLM has given ``event``. Raises `Unavailable`."""
+        if self._state.engine_died:
+            raise Unavailable(_DIED)
+        return [one.encode() for one in self._accounted.pass_on(event)]
+
+    def end(self) -> list[bytes]:
+        """The pieces that are sent once vLLM's events have ended."""
+        return [one.encode() for one in self._accounted.end()]
 
 
 class OpenAIFront:
@@ -110,11 +135,10 @@ class OpenAIFront:
         self._template_takes_documents = bool(resolved and re.search(r"\bdocuments\b", resolved))
         online.warmup()
 
-    async def answer(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        """The head, then pieces of the body. Raises `Unavailable` where the engine is dead.
-
-        Closing the generator, or cancelling who awaits it, aborts the request in the engine.
-        """
+    @asynccontextmanager
+    async def ask(self, call: OpenAICall) -> AsyncIterator[OpenAIAnswer]:
+        """The answer of vLLM, which is read while the block runs; the request is aborted in the engine when
+        the block ends. Raises `Unavailable` where the engine is dead."""
         state = CallState(call)
         try:
             response = await self._ask_vllm(state, self._create)
@@ -123,15 +147,12 @@ class OpenAIFront:
                 raise asyncio.CancelledError
             if isinstance(response, AsyncGenerator):
                 state.streams.append(response)
-                yield OpenAIHead(200, STREAM_TYPE)
-                async for event in with_accounting(response, state):
-                    if state.engine_died:
-                        raise Unavailable(_DIED)
-                    yield event.encode()
-                return
-            error = getattr(response, "error", None)
-            yield OpenAIHead(200 if error is None else int(error.code), JSON_TYPE)
-            yield response.model_dump_json(by_alias=call.path == RESPONSES_PATH).encode()
+                yield OpenAIAnswer(OpenAIHead(200, STREAM_TYPE), state, response)
+            else:
+                error = getattr(response, "error", None)
+                head = OpenAIHead(200 if error is None else int(error.code), JSON_TYPE)
+                body = response.model_dump_json(by_alias=call.path == RESPONSES_PATH)
+                yield OpenAIAnswer(head, state, body=body.encode())
         except EngineDeadError as error:
             raise Unavailable(_DIED) from error
         finally:
@@ -139,7 +160,7 @@ class OpenAIFront:
                 await stream.aclose()
 
     async def render(self, call: OpenAICall) -> list[TokenIds]:
-        """The token ids of the call's prompts, as `answer` would send them. Raises `InvalidField` and
+        """The token ids of the call's prompts, as `ask` would send them. Raises `InvalidField` and
         `NotFound` for what vLLM refuses, and `Unavailable`."""
         inputs = await self._ask_vllm(CallState(call), self._render)
         error = getattr(inputs, "error", None)

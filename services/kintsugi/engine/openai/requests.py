@@ -11,6 +11,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers import TokenizeParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from kintsugi.core.exchange import OpenAICall
 from kintsugi.core.request import PARAMS_KEY
@@ -44,8 +45,13 @@ class CallState:
         return dataclasses.replace(self.call.params, spans=spans or None).to_mapping()
 
     def note(self, output: Any) -> None:
+        """Note an output of the engine. Of several prompts or answers, the accounting is the first's."""
+        self.has_begun = True
         if output.finished and self.accounting is None:
             self.accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
+
+    def note_failure(self, error: Exception) -> None:
+        self.engine_died = isinstance(error, EngineDeadError)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,7 +27,7 @@ CALL: ContextVar[CallState | None] = ContextVar("CALL", default=None)
 
 
 class NotingClient:
-    """An engine's client that notes which calls the engine has begun to answer."""
+    """An engine's client whose outputs are noted in the state of the call that they answer."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -36,34 +35,23 @@ class NotingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """As vLLM's."""
-        state = CALL.get()
-        async with aclosing(self._client.generate(*args, **kwargs)) as outputs:
-            async for output in outputs:
-                if state is not None:
-                    state.has_begun = True
-                yield output
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's. A generator here would be one more that each token passes."""
+        return self._client.generate(*args, **kwargs, call=CALL.get())
 
 
 class OurChat(OpenAIServingChat):  # type: ignore[misc]
     def chat_completion_stream_generator(self, request: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        state = request.call_state
-        state.streams.append(outputs)
-        return super().chat_completion_stream_generator(
-            request, _note_outputs(outputs, state), *args, **kwargs
-        )
+        request.call_state.streams.append(outputs)
+        return super().chat_completion_stream_generator(request, outputs, *args, **kwargs)
 
 
 class OurCompletion(OpenAIServingCompletion):  # type: ignore[misc]
     def completion_stream_generator(
         self, request: Any, engine_inputs: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        state = request.call_state
-        state.streams.append(outputs)
-        return super().completion_stream_generator(
-            request, engine_inputs, _note_outputs(outputs, state), *args, **kwargs
-        )
+        request.call_state.streams.append(outputs)
+        return super().completion_stream_generator(request, engine_inputs, outputs, *args, **kwargs)
 
 
 class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
@@ -95,34 +83,28 @@ class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
             yield _DONE
 
 
-async def _note_outputs(items: AsyncIterator[Any], state: CallState) -> AsyncIterator[Any]:
-    """``items``: outputs, or pairs of a prompt's index and its output."""
-    try:
-        async for item in items:
-            state.note(item[1] if isinstance(item, tuple) else item)
-            yield item
-    except EngineDeadError:
-        state.engine_died = True
-        raise
+class EventsWithAccounting:
+    """Adds the accounting to the last event of a stream. From the engine's last output on, the newest event
+    is held back, as it may be that one."""
 
+    def __init__(self, state: CallState) -> None:
+        self._state = state
+        self._held = ""
 
-async def with_accounting(events: AsyncIterator[str], state: CallState) -> AsyncIterator[str]:
-    """Pass events on. From the engine's last output on, hold the newest one back to add the accounting."""
-    held: str | None = None
-    async for event in events:
-        if event == _DONE and held is not None:
-            held = _add_accounting(held, state.accounting)
-        if held is not None:
-            yield held
-            held = None
-        if state.accounting is None or event == _DONE:
-            yield event
-        else:
-            held = event
-    if held is not None:
-        yield held
+    def pass_on(self, event: str) -> list[str]:
+        """The events that are sent now, once the stream has given ``event``."""
+        sent, self._held = self._held, ""
+        if event == _DONE:
+            return [self._add_accounting(sent), event] if sent else [event]
+        if self._state.accounting is not None:
+            self._held = event
+            return [sent] if sent else []
+        return [event]
 
+    def end(self) -> list[str]:
+        """The events that are sent once the stream has ended."""
+        return [self._held] if self._held else []
 
-def _add_accounting(event: str, accounting: Mapping[str, Any] | None) -> str:
-    document = json.loads(event.removeprefix(_DATA))
-    return f"{_DATA}{json.dumps({**document, PARAMS_KEY: accounting}, ensure_ascii=False)}\n\n"
+    def _add_accounting(self, event: str) -> str:
+        document = json.loads(event.removeprefix(_DATA)) | {PARAMS_KEY: self._state.accounting}
+        return f"{_DATA}{json.dumps(document, ensure_ascii=False)}\n\n"

@@ -405,13 +405,14 @@ class GrpcStore(ChunkStore):
             self.call("Verify", request, pb.VerifyResponse)
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
-        """A shard of an earlier version says what is there, and keeps it as it was put."""
+        """A chunk that this client's keys cannot decrypt counts as missing, as in `tiers`."""
         digests, ttl_s = [key.digest for key in keys], ttl_s or self._options.ttl_s
         request = pb.RetainRequest(namespace=namespace, keys=digests, ttl_s=ttl_s)
-        try:
-            return builtins.list(self.call("Retain", request, pb.RetainResponse).held)
-        except VersionMismatch:
-            return [tier is not None for tier in self.tiers(namespace, keys)]
+        held = builtins.list(self.call("Retain", request, pb.RetainResponse).held)
+        if self._options.keys is None:
+            return held
+        readable = self.find(namespace, keys)
+        return [is_held and one is not None for is_held, one in zip(held, readable, strict=True)]
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         request = pb.PrefetchRequest(namespace=namespace, keys=[key.digest for key in keys])
