@@ -44,7 +44,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from benchmarks.support.figures import Figure, report
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, RAY_JOB, RAY_SERVICE, ApiServer
-from kintsugi_operator.controller.pulse import WRITES
+from kintsugi_operator.controller.metrics import WRITES
 from kintsugi_operator.controller.reconcile import LATER_S
 from tests.e2e.kubernetes.clusters import Kube, Operator, Team, kube, kubeconfig_for, team_of, until, why_not
 from tests.e2e.kubernetes.drains import Drainer

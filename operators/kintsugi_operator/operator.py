@@ -1,8 +1,8 @@
-"""The process: watches fill an index, a queue remembers what changed, workers reconcile, a Lease names the
-leader.
+"""The process: watches fill an index, a queue holds the keys of changed objects, workers reconcile them. A
+Lease names the leader.
 
-Nothing is written while nothing changes. An operator that is removed for good lets its services go
-(`controller.farewell`).
+Nothing is written while nothing changes. An operator that is removed for good releases its services
+(`controller.finalizer`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kubernetes.aio.config.config_exception import ConfigException
 
 from kintsugi_operator.api.status import OperatorStatus
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
-from kintsugi_operator.controller.election import LeaseLost, lead
-from kintsugi_operator.controller.farewell import take_leave
+from kintsugi_operator.controller.election import Candidate, LeaseLost, lead
+from kintsugi_operator.controller.finalizer import release_services
 from kintsugi_operator.controller.index import Index
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import Reconciler, utc_now
 from kintsugi_operator.controller.scrape import Web
@@ -53,17 +53,17 @@ class OperatorOptions:
     metrics_port: int = 9090
     lease_name: str = FIELD_MANAGER
     deployment: str = ""
-    """Name of the Deployment that runs this operator; empty: not known."""
+    """Name of the Deployment that runs this operator; empty: unknown."""
 
     @property
     def operator(self) -> OperatorStatus:
-        """The operator, as it stands in the status of what it owns."""
+        """The operator as the status of its services names it."""
         scope = NAMESPACE if self.namespaces else CLUSTER
         return OperatorStatus(f"{self.lease_namespace}/{self.lease_name}", scope)
 
     @staticmethod
     def of(arguments: Sequence[str], environ: Mapping[str, str]) -> OperatorOptions:
-        """Parse options. Prints the usage and exits for an unknown one."""
+        """Parse options. Prints the usage and exits for an unknown option."""
         parser = argparse.ArgumentParser(prog="kintsugi-operator", description=__doc__.split("\n")[0])
         parser.add_argument(
             "--namespace",
@@ -75,8 +75,8 @@ class OperatorOptions:
         parser.add_argument(
             "--deployment",
             default="",
-            help="name of the Deployment that runs this operator: with it, the Lease is deleted and services "
-            "are let go",
+            help="name of the Deployment that runs this operator; deleting it deletes the Lease and releases "
+            "the services",
         )
         parser.add_argument("--health-port", type=int, default=8080, help="port of /healthz and /leader")
         parser.add_argument("--metrics-port", type=int, default=9090, help="port of /metrics")
@@ -93,36 +93,31 @@ class OperatorOptions:
 
 
 async def operate(
-    client: ApiClient, settings: OperatorOptions, session: aiohttp.ClientSession, pulse: Pulse
+    client: ApiClient, settings: OperatorOptions, session: aiohttp.ClientSession, metrics: OperatorMetrics
 ) -> None:
     """Watch and reconcile until cancelled. Raises whatever ends a watch or a worker."""
     index = Index(settings.namespaces)
-    cluster = ApiServer(client, pulse.count_request, index.absorb)
+    cluster = ApiServer(client, metrics.count_request, index.absorb)
     home, me = settings.lease_namespace, settings.operator
-    reconciler = Reconciler(cluster, index, Web(session), utc_now, me, home, pulse.objects)
+    reconciler = Reconciler(cluster, index, Web(session), utc_now, me, metrics, home)
 
     async def look(key: ObjectKey) -> float | None:
-        pulse.looks += 1
         reconcile = reconciler.service if key.kind == BLEND_SERVICE.kind else reconciler.corpus
-        try:
-            with pulse.objects.time_look(key):
-                again_s = await reconcile(key.namespace, key.name)
-        except Exception:
-            pulse.failures += 1
-            raise
+        with metrics.time_look(key):
+            again_s = await reconcile(key.namespace, key.name)
         if again_s is None:
-            pulse.objects.forget(key)
+            metrics.forget(key)
         return again_s
 
     queue = WorkQueue(look, time.monotonic)
-    pulse.waiting = lambda: len(queue)
+    metrics.show_waiting(lambda: len(queue))
 
     def enqueue(changed: Iterable[ObjectKey]) -> None:
         for key in changed:
             queue.add(key)
 
     async def work() -> None:
-        # A look at what is only half known would fail, and be tried again much later.
+        # Before the first lists are complete a look would fail, and be retried much later.
         await watches.wait()
         await queue.run()
 
@@ -133,52 +128,52 @@ async def operate(
             for _ in range(WORKERS):
                 tasks.create_task(work())
     finally:
-        await take_leave(cluster, index, me, home, settings.deployment)
+        await release_services(cluster, index, me, home, settings.deployment)
 
 
 async def main(settings: OperatorOptions) -> None:
-    """Answer probes, wait for the lease, then operate until SIGTERM. Raises `LeaseLost`."""
-    is_told_to_end = _cancel_on_sigterm()
+    """Answer probes, wait for the Lease, then operate until SIGTERM. Raises `LeaseLost`."""
+    is_terminated = _cancel_on_sigterm()
     try:
         await _serve(settings)
     except asyncio.CancelledError:
-        if not is_told_to_end.is_set():
+        if not is_terminated.is_set():
             raise
         logger.info("ended by SIGTERM")
 
 
 async def _serve(settings: OperatorOptions) -> None:
     configuration = await _configuration()
-    pulse = Pulse()
-    runners = [await pulse.serve(port) for port in (settings.health_port, settings.metrics_port)]
+    metrics = OperatorMetrics()
+    runners = [await metrics.serve(port) for port in (settings.health_port, settings.metrics_port)]
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
 
             async def work() -> None:
-                pulse.is_leader = True
+                metrics.is_leader = True
                 logger.info("%s leads", settings.identity)
-                await operate(client, settings, session, pulse)
+                await operate(client, settings, session, metrics)
 
-            logger.info("%s waits for the lease", settings.identity)
-            lease = (settings.lease_name, settings.lease_namespace, settings.identity)
-            await lead(ApiServer(client), *lease, work, deployment=settings.deployment)
+            logger.info("%s waits for the Lease", settings.identity)
+            names = (settings.lease_name, settings.lease_namespace, settings.identity, settings.deployment)
+            await lead(Candidate(ApiServer(client), *names), work)
     finally:
         for runner in runners:
             await runner.cleanup()
 
 
 def _cancel_on_sigterm() -> asyncio.Event:
-    """Cancel this task on SIGTERM; returns an event that is set then. A container's first process gets no
-    signal without a handler, so it would be killed only after its grace period."""
-    task, is_told_to_end = asyncio.current_task(), asyncio.Event()
+    """Cancel this task on SIGTERM, and set the returned event. Without a handler, a container's first process
+    ignores SIGTERM and is killed only after its grace period."""
+    task, is_terminated = asyncio.current_task(), asyncio.Event()
     assert task is not None
 
     def end() -> None:
-        is_told_to_end.set()
+        is_terminated.set()
         task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
-    return is_told_to_end
+    return is_terminated
 
 
 async def _configuration() -> Configuration:
@@ -192,8 +187,8 @@ async def _configuration() -> Configuration:
 
 
 def run() -> int:
-    """The console script. Exit status 0 means that a signal ended it; 1 that the lease is lost, in which case
-    the restarted pod is a standby, or that something failed, which the log says."""
+    """The console script. Exit status 0: ended by SIGTERM. 1: the Lease was lost, and the restarted pod is a
+    standby; or an error, which the log describes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(main(OperatorOptions.of(sys.argv[1:], os.environ)))

@@ -152,8 +152,9 @@ class FakeApiServer:
             return await self._found(resource, namespace, names[0])
         if "apply" not in request.headers.get("Content-Type", ""):
             return await self.cluster.merge(resource, namespace, names[0], body)
-        is_status = names[1:] == ["status"]
-        return await (self.cluster.apply_status(body) if is_status else self.cluster.apply(body))
+        if names[1:] == ["status"]:
+            return await self.cluster.apply_status(body, body["status"])
+        return await self.cluster.apply(body)
 
     async def _watch(self, request: web.Request, resource: Resource, namespace: str) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])

@@ -161,12 +161,12 @@ class FakeCluster(ApiServer):
         self.defaults(stored)
         return copy.deepcopy(stored)
 
-    async def apply_status(self, manifest: Manifest) -> Manifest:
-        self._uses(BY_KIND[manifest["kind"]], "patch", "status")
-        self.writes[f"status {manifest['kind']}"] += 1
-        metadata = manifest["metadata"]
-        stored = self._stored(BY_KIND[manifest["kind"]], metadata["namespace"], metadata["name"], manifest)
-        stored["status"] = copy.deepcopy(manifest["status"])
+    async def apply_status(self, live: Manifest, status: Manifest) -> Manifest:
+        self._uses(BY_KIND[live["kind"]], "patch", "status")
+        self.writes[f"status {live['kind']}"] += 1
+        metadata = live["metadata"]
+        stored = self._stored(BY_KIND[live["kind"]], metadata["namespace"], metadata["name"], live)
+        stored["status"] = copy.deepcopy(status)
         self._stamp(stored)
         return copy.deepcopy(stored)
 

@@ -1,7 +1,7 @@
 """The requests that the operator sends to Kubernetes' API server.
 
-Objects are plain mappings. `kubernetes.aio` brings configuration, TLS and the connection pool; its models are
-not used, since most of what is applied is not among them.
+Objects are plain mappings. `kubernetes.aio` provides configuration, TLS and the connection pool. Its models
+are not used, because they lack most kinds that the operator applies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENCE_S_MAX = 180.0
 LIST_MAX = 500
 """Objects per page."""
 EVENT_BYTES_MAX = 16 << 20
-"""Maximum size of an object in an answer; etcd stores no larger ones."""
+"""Maximum size of an object in an answer. etcd stores no larger objects."""
 NOT_FOUND, CONFLICT, GONE, TOO_MANY = 404, 409, 410, 429
 _ITEMS = re.compile(r'"items"\s*:\s*\[')
 _SEPARATORS = " \t\r\n,"
@@ -39,15 +39,15 @@ _SEPARATORS = " \t\r\n,"
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind, and where it is served."""
+    """A kind and its place in the API."""
 
     kind: str
     plural: str
     api_version: str = "v1"
 
     def path(self, namespace: str, name: str = "", sub: str = "") -> str:
-        """URL path of a collection, an object or its subresource. Without a namespace, the collection spans
-        all of them."""
+        """URL path of a collection, an object or its subresource; without a namespace, of the collection in
+        all namespaces."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
         parts = [root, "namespaces" if namespace else "", namespace, self.plural, name, sub]
         return "/".join(part for part in parts if part)
@@ -67,7 +67,7 @@ RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
 EVENT = Resource("Event", "events")
 RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
-"""Not used: a cluster that serves it has KubeRay 1.6 or newer."""
+"""Only looked for: a cluster that serves it has KubeRay 1.6 or newer."""
 
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 DEPLOYMENT = Resource("Deployment", "deployments", "apps/v1")
@@ -87,7 +87,7 @@ class Refused(KintsugiError):
 
 
 class ApiServer:
-    """Kubernetes, as far as the operator needs it. Raises `Refused`, and `Unavailable` without an answer."""
+    """A client of Kubernetes' API server. Raises `Refused`, and `Unavailable` without an answer."""
 
     def __init__(
         self,
@@ -95,14 +95,14 @@ class ApiServer:
         on_request: Callable[[str], None] = lambda verb: None,
         on_stored: Callable[[Manifest], None] = lambda stored: None,
     ) -> None:
-        """`on_request` gets the verb of each request before it is sent: `get`, `list`, `watch` or a writing
-        HTTP method in lower case. `on_stored` gets each object that a write returned."""
+        """`on_request` gets the verb of each request before it is sent: `get`, `list`, `watch`, or the HTTP
+        method of a write in lower case. `on_stored` gets each object that a write returned."""
         self._client = client
         self._on_request = on_request
         self._on_stored = on_stored
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
-        """Read an object; None where there is none."""
+        """Read an object; None if it does not exist."""
         return await self._or_none("GET", resource.path(namespace, name))
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
@@ -111,7 +111,7 @@ class ApiServer:
         found: list[Manifest] = []
         while True:
             page = await self._or_none("GET", resource.path(namespace), query, "list") or {}
-            # Items of a list do not say what they are.
+            # Items of a list have neither apiVersion nor kind.
             kinds = {"apiVersion": resource.api_version, "kind": resource.kind}
             found += [{**kinds, **item} for item in page.get("items") or []]
             query["continue"] = (page.get("metadata") or {}).get("continue") or ""
@@ -128,9 +128,9 @@ class ApiServer:
     ) -> int:
         """Hand each object of a collection to `take`. Returns the list's `resourceVersion`.
 
-        `version` is the oldest one that will do: "0" lets the API server answer from its cache whatever that
-        holds, and an empty one makes it read the database. Raises `Refused` also for 404. The answer is
-        parsed as it comes: all templates at once would be the operator's largest allocation.
+        `version` is the oldest acceptable `resourceVersion`: "0" allows any state of the API server's cache,
+        and "" makes it read the database. Raises `Refused` also for 404. The answer is parsed as a stream:
+        all templates at once would be the operator's largest allocation.
         """
         query = {"labelSelector": selector, "resourceVersion": version}
         timeout = ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
@@ -147,10 +147,10 @@ class ApiServer:
     async def watch(
         self, resource: Resource, namespace: str, selector: str, version: str
     ) -> AsyncGenerator[Manifest, None]:
-        """Yield what happens to a collection after `version`, until the API server ends the watch.
+        """Yield the events of a collection after `version`, until the API server ends the watch.
 
         Each event has a `type` (`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`) and an `object`. Raises
-        `Refused` for an error event, too.
+        `Refused` also for an error event.
         """
         path = resource.path(namespace)
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
@@ -163,14 +163,18 @@ class ApiServer:
                 if len(buffer) > EVENT_BYTES_MAX:
                     raise Unavailable(f"GET {path}: an event is larger than {EVENT_BYTES_MAX} bytes")
                 for line in lines:
-                    yield _event_of(path, line)
+                    yield _parse_event(path, line)
 
     async def apply(self, manifest: Manifest) -> Manifest:
-        """Apply server-side as `FIELD_MANAGER`, taking over fields that others have set."""
+        """Apply server-side as `FIELD_MANAGER`, overriding other managers' fields. Returns the stored
+        object."""
         return await self._apply(manifest, "")
 
-    async def apply_status(self, manifest: Manifest) -> Manifest:
-        """Apply the status alone. Returns the object as it is stored now."""
+    async def apply_status(self, live: Manifest, status: Manifest) -> Manifest:
+        """Apply an object's status. Returns the object as it is stored now. Raises `Refused` if the object
+        has changed since it was read."""
+        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
+        manifest = {"apiVersion": API_VERSION, "kind": live["kind"], "metadata": metadata, "status": status}
         return await self._apply(manifest, "status")
 
     async def merge(self, resource: Resource, namespace: str, name: str, patch: Manifest) -> Manifest:
@@ -182,23 +186,23 @@ class ApiServer:
         return stored
 
     async def create(self, manifest: Manifest) -> None:
-        """Create an object; refused where there is one."""
+        """Create an object. Raises `Refused` if it exists."""
         path = BY_KIND[manifest["kind"]].path(manifest["metadata"]["namespace"])
         await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def replace(self, manifest: Manifest) -> None:
-        """Replace an object; refused where it has changed since its `resourceVersion`."""
+        """Replace an object. Raises `Refused` if it has changed since its `resourceVersion`."""
         metadata = manifest["metadata"]
         path = BY_KIND[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
 
     async def delete(self, resource: Resource, namespace: str, name: str) -> None:
-        """Delete an object and everything that it owns; does nothing where there is none."""
+        """Delete an object and everything that it owns. Does nothing if it does not exist."""
         query = {"propagationPolicy": "Background"}
         await self._or_none("DELETE", resource.path(namespace, name), query)
 
     async def evict(self, namespace: str, pod: str) -> bool:
-        """Evict a pod; False where a disruption budget forbids it now."""
+        """Evict a pod. Returns False if a disruption budget forbids it now."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -214,7 +218,7 @@ class ApiServer:
         return True
 
     async def is_terminating(self, namespace: str) -> bool:
-        """Whether a namespace is being deleted or gone; False where that may not be read."""
+        """Whether a namespace is deleted or being deleted; False without the right to read it."""
         try:
             found = await self.get(NAMESPACE, "", namespace)
         except Refused:
@@ -255,7 +259,7 @@ class ApiServer:
     ) -> Manifest:
         """Send one request and parse the answer. Raises `Refused` and `Unavailable`.
 
-        `verb`: what `on_request` gets; the method without one.
+        `verb`: the verb for `on_request`; empty: the method.
         """
         timeout = ClientTimeout(total=TIMEOUT_S)
         answer = self._stream(verb, path, query, timeout, method, body, content_type)
@@ -299,9 +303,9 @@ class ApiServer:
 
 
 async def parse_list(pieces: AsyncIterable[bytes]) -> AsyncGenerator[tuple[Manifest, bool], None]:
-    """Parse a list as it comes: yields each item with True, then the rest of the list with False.
+    """Parse a list as a stream: yields each item with True, then the rest of the list with False.
 
-    Raises `Unavailable` for one that is cut off.
+    Raises `Unavailable` for a list that is cut off.
     """
     decoder, text_of = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     head, text, is_inside = "", "", False
@@ -317,7 +321,7 @@ async def parse_list(pieces: AsyncIterable[bytes]) -> AsyncGenerator[tuple[Manif
             try:
                 item, begin = decoder.raw_decode(text, begin)
             except ValueError:
-                break  # the rest of the item is still to come
+                break  # the rest of the item has not arrived yet
             yield item, True
         text = text[begin:]
         if is_inside and len(text) > EVENT_BYTES_MAX:
@@ -334,20 +338,20 @@ def _skip_separators(text: str, begin: int) -> int:
     return begin
 
 
-def _event_of(path: str, line: bytes) -> Manifest:
-    """An event of a watch. Raises `Refused` for an error, and `Unavailable` for what is no event."""
+def _parse_event(path: str, line: bytes) -> Manifest:
+    """Parse an event of a watch. Raises `Refused` for an error event and `Unavailable` for an invalid one."""
     try:
         event: Manifest = json.loads(line)
         type_, found = event["type"], event["object"]
     except (ValueError, TypeError, KeyError) as error:
-        raise Unavailable(f"GET {path}: the API server sent no event: {line[:100]!r}") from error
+        raise Unavailable(f"GET {path}: the API server sent an invalid event: {line[:100]!r}") from error
     if type_ == "ERROR":
         raise Refused(f"GET {path}", int(found.get("code") or 500), str(found.get("message") or "no reason"))
     return event
 
 
 def _read_error_message(text: bytes, reason: str) -> str:
-    """The API server's own message; a proxy in between may answer without one."""
+    """The API server's message, or `reason` where a proxy answered without one."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):

@@ -1,9 +1,9 @@
-"""Leader election: a Lease names the operator that leads, and one that loses it exits.
+"""Leader election: a Lease names the operator that leads. An operator that loses the Lease exits.
 
-The library brings an election, but in version 37.0.2 its `LeaseLock` cannot make a Lease (it passes a bool
-where its own generated client wants text), lets errors of the connection through and waits five minutes for
-an answer. The rules are few, and pure: `decide_move` is what client-go does, with clocks compared on one
-machine only.
+The library has an election, but in version 37.0.2 its `LeaseLock` cannot create a Lease (it passes a bool
+where its own generated client expects text), does not catch connection errors and waits five minutes for an
+answer. The rules are few and pure: `decide_move` does what client-go does, and compares only times of this
+machine's clock.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class Terms:
     """Times of a lease, in seconds."""
 
     lease_s: float = 15
-    """How long others wait after the last renewal that they saw."""
+    """How long candidates wait after the last renewal that they saw."""
     renew_deadline_s: float = 10
-    """How long a leader tries to renew before it gives up: less than `lease_s`, or there would be two."""
+    """How long a leader tries to renew before it gives up: less than `lease_s`, so that two never lead."""
     retry_s: float = 2
+    """Delay between two attempts."""
     try_s: float = 5
-    """One request to the API server."""
+    """Maximum duration of an attempt."""
 
 
 TERMS = Terms()
 
 
 class LeaseLost(Exception):
-    """Another operator may lead by now, so this process has to stop its work."""
+    """The Lease could not be renewed. Another operator may lead by now, so this process must stop."""
 
 
 class Move(StrEnum):
@@ -56,23 +57,23 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a candidate saw of the Lease, and since when that has not changed."""
+    """The holder and renewal time of a Lease, and since when a candidate has seen them unchanged."""
 
     holder: str = ""
     renewed: str = ""
     since_s: float = 0.0
 
-    def again(self, spec: Manifest, now_s: float) -> Sight:
-        """The sight after another look; a renewal restarts the wait."""
+    def update(self, spec: Manifest, now_s: float) -> Sight:
+        """Update with the Lease's present spec. A renewal restarts the wait."""
         holder, renewed = str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or "")
         if (holder, renewed) == (self.holder, self.renewed):
             return self
         return Sight(holder, renewed, now_s)
 
 
-def decide_move(there: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
-    """Decide from what was seen. The holder's clock is never compared with ours."""
-    if not there:
+def decide_move(exists: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
+    """Decide what to do about a Lease that exists or not. The holder's clock is never compared with ours."""
+    if not exists:
         return Move.CREATE
     if sight.holder == identity:
         return Move.RENEW
@@ -90,31 +91,31 @@ class Candidate:
         name: str,
         namespace: str,
         identity: str,
-        terms: Terms,
         deployment: str = "",
+        terms: Terms = TERMS,
     ) -> None:
-        """`deployment`: the one that owns the Lease, which goes with it; empty: none."""
+        """`deployment`: owner of the Lease, so that Kubernetes deletes both together; empty: none."""
+        self.terms = terms
         self._deployment = deployment
         self._cluster = cluster
         self._name = name
         self._namespace = namespace
         self._identity = identity
-        self._terms = terms
         self._sight = Sight()
 
     async def attempt(self, now_s: float) -> bool:
-        """Try to take or renew the lease; whether it is held now. False if the API server does not answer."""
+        """Try to take or renew the Lease. Returns whether it is held now; False without an answer."""
         try:
-            async with asyncio.timeout(self._terms.try_s):
+            async with asyncio.timeout(self.terms.try_s):
                 return await self._attempt(now_s)
         except (KintsugiError, TimeoutError) as error:
             logger.warning("%s: %s", self, error or "the API server does not answer")
             return False
 
     async def release(self) -> None:
-        """Give the lease up, so that the next candidate need not wait."""
+        """Give the Lease up, so that the next candidate need not wait."""
         with suppress(KintsugiError, TimeoutError):
-            async with asyncio.timeout(self._terms.try_s):
+            async with asyncio.timeout(self.terms.try_s):
                 live = await self._cluster.get(LEASE, self._namespace, self._name)
                 if live is not None and live["spec"].get("holderIdentity") == self._identity:
                     await self._cluster.replace({**live, "spec": {**live["spec"], "holderIdentity": ""}})
@@ -122,25 +123,25 @@ class Candidate:
     async def _attempt(self, now_s: float) -> bool:
         live = await self._cluster.get(LEASE, self._namespace, self._name)
         if live is not None:
-            self._sight = self._sight.again(live.get("spec") or {}, now_s)
-        move = decide_move(live is not None, self._sight, self._identity, self._terms.lease_s, now_s)
+            self._sight = self._sight.update(live.get("spec") or {}, now_s)
+        move = decide_move(live is not None, self._sight, self._identity, self.terms.lease_s, now_s)
         if move is Move.WAIT:
             return False
         if live is None:
             await self._cluster.create(self._manifest({"metadata": await self._metadata()}, move))
         else:
-            # With the version that was read: of two who write, one is refused.
+            # With the `resourceVersion` that was read: of two candidates that write, one is refused.
             await self._cluster.replace({**live, **self._manifest(live, move)})
         return True
 
     async def _metadata(self) -> Manifest:
-        """The metadata of a new Lease. Raises `Refused` where the Deployment that would own it is gone."""
+        """The metadata of a new Lease. Raises `Refused` if the Deployment that would own it is gone."""
         metadata: Manifest = {"name": self._name, "namespace": self._namespace}
         if not self._deployment:
             return metadata
         found = await self._cluster.get(DEPLOYMENT, self._namespace, self._deployment)
         if found is None or is_leaving(found):
-            raise Refused(f"POST {self}", NOT_FOUND, f"Deployment {self._deployment} is gone, which owns it")
+            raise Refused(f"POST {self}", NOT_FOUND, f"its owner, Deployment {self._deployment}, is gone")
         owner = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind}
         owner |= {key: found["metadata"][key] for key in ("name", "uid")}
         return {**metadata, "ownerReferences": [owner]}
@@ -150,7 +151,7 @@ class Candidate:
         before = live.get("spec") or {}
         spec = {
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": round(self._terms.lease_s),
+            "leaseDurationSeconds": round(self.terms.lease_s),
             "acquireTime": before.get("acquireTime", now) if move is Move.RENEW else now,
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions") or 0) + (move is Move.TAKE),
@@ -166,22 +167,12 @@ class Candidate:
         return f"Lease {self._namespace}/{self._name}"
 
 
-async def lead(
-    cluster: ApiServer,
-    name: str,
-    namespace: str,
-    identity: str,
-    work: Callable[[], Coroutine[Any, Any, None]],
-    terms: Terms = TERMS,
-    deployment: str = "",
-) -> None:
-    """Wait for the lease, then work, as long as it can be renewed. A Lease that is made here goes with the
-    Deployment.
+async def lead(candidate: Candidate, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Wait for the Lease, then work for as long as it can be renewed.
 
-    Raises `LeaseLost` where it cannot, and whatever the work raises.
+    Raises `LeaseLost` when it cannot, and whatever the work raises.
     """
-    clock = asyncio.get_running_loop().time
-    candidate = Candidate(cluster, name, namespace, identity, terms, deployment)
+    clock, terms = asyncio.get_running_loop().time, candidate.terms
     while not await candidate.attempt(clock()):
         await asyncio.sleep(terms.retry_s)
     working = asyncio.create_task(work())

@@ -1,7 +1,7 @@
-"""Writes Events: few, and each once.
+"""Writes Events.
 
-Two changes with the same reason and message are one Event that counts. An object may cause `BURST` writes at
-once and one more each `REFILL_S` seconds; what exceeds that is in the log alone.
+Changes with the same reason and message are one Event with a count. An object may cause `BURST` Events at
+once and one more every `REFILL_S` seconds; further changes are only logged.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi_operator.controller.cluster import EVENT, ApiServer
-from kintsugi_operator.desired.plan import timestamp
 from kintsugi_operator.objects.names import FIELD_MANAGER, digest, fit_name
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.changes import Change
+from kintsugi_operator.observed.conditions import timestamp
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BURST = 12
 REFILL_S = 60.0
 REMEMBERED_MAX = 4096
-"""Number of objects and of Events that are remembered."""
+"""Maximum number of objects, and of Events, in memory."""
 MESSAGE_LENGTH_MAX = 1024
 NAME_LENGTH_MAX = 253
 
 
 @dataclass
 class _Budget:
-    """How many more Events an object may cause."""
+    """The number of Events that an object may still cause."""
 
     left: float
     at_s: float
 
     def take(self, now_s: float) -> bool:
-        """Take one, if there is one."""
+        """Take one. Returns False if none is left."""
         self.left = min(float(BURST), self.left + (now_s - self.at_s) / REFILL_S)
         self.at_s = now_s
         if self.left < 1:
@@ -55,7 +57,7 @@ class _Series:
 
 
 class EventRecorder:
-    """Tells of changes as Events of the object that changed. Never fails: an Event is no part of the work."""
+    """Writes changes of an object as its Events. Never fails: reconciling must not depend on Events."""
 
     def __init__(self, cluster: ApiServer, clock: Callable[[], datetime]) -> None:
         self._cluster = cluster
@@ -78,21 +80,14 @@ class EventRecorder:
 
     def _take(self, uid: str) -> bool:
         now_s = self._clock().timestamp()
-        budget = self._budgets.setdefault(uid, _Budget(float(BURST), now_s))
-        self._budgets.move_to_end(uid)
-        if len(self._budgets) > REMEMBERED_MAX:
-            self._budgets.popitem(last=False)
-        return budget.take(now_s)
+        return _remember(self._budgets, uid, _Budget(float(BURST), now_s)).take(now_s)
 
     def _manifest(self, live: Manifest, change: Change) -> Manifest:
         metadata, now = live["metadata"], timestamp(self._clock())
         message = change.message[:MESSAGE_LENGTH_MAX]
         key = digest([metadata["uid"], change.reason, message])
         name = fit_name(f"{metadata['name']}.{key}", NAME_LENGTH_MAX)
-        series = self._series.setdefault(f"{metadata['namespace']}/{name}", _Series(now))
-        self._series.move_to_end(f"{metadata['namespace']}/{name}")
-        if len(self._series) > REMEMBERED_MAX:
-            self._series.popitem(last=False)
+        series = _remember(self._series, f"{metadata['namespace']}/{name}", _Series(now))
         series.count += 1
         involved = {"apiVersion": live["apiVersion"], "kind": live["kind"]}
         involved |= {key: metadata[key] for key in ("name", "namespace", "uid")}
@@ -110,3 +105,12 @@ class EventRecorder:
             "firstTimestamp": series.since,
             "lastTimestamp": now,
         }
+
+
+def _remember(memory: OrderedDict[str, T], key: str, new: T) -> T:
+    """The value of a key, or else `new`. Forgets the least recently used key beyond `REMEMBERED_MAX`."""
+    value = memory.setdefault(key, new)
+    memory.move_to_end(key)
+    if len(memory) > REMEMBERED_MAX:
+        memory.popitem(last=False)
+    return value

@@ -1,10 +1,28 @@
-"""Our finalizer, which holds a deleted BlendService until it has drained."""
+"""Our finalizer, which holds a deleted BlendService until it has drained.
+
+No operator is left to drain services once this one is removed for good. It then removes its finalizer from
+them and gives up their ownership, so that another operator takes over at once.
+"""
 
 from __future__ import annotations
 
-from kintsugi_operator.controller.cluster import BLEND_SERVICE, ApiServer
+import asyncio
+import logging
+
+from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.api.manifest import status_of, to_manifest
+from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
+from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer, Refused
+from kintsugi_operator.controller.index import Index
+from kintsugi_operator.desired.ownership import forget_operator
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
+from kintsugi_operator.observed.views import is_leaving
+
+logger = logging.getLogger(__name__)
+
+RELEASE_S_MAX = 15.0
+"""Less than the 30 s that a pod has to end."""
 
 
 def is_held(live: Manifest) -> bool:
@@ -13,8 +31,8 @@ def is_held(live: Manifest) -> bool:
 
 
 async def set_finalizer(cluster: ApiServer, live: Manifest, is_wanted: bool) -> Manifest:
-    """Set or remove our finalizer; refused if somebody has changed the object since it was read. Returns the
-    object as it is stored now."""
+    """Add or remove our finalizer. Returns the object as it is stored now. Raises `Refused` if the object has
+    changed since it was read."""
     if is_held(live) is is_wanted:
         return live
     metadata = live["metadata"]
@@ -22,3 +40,61 @@ async def set_finalizer(cluster: ApiServer, live: Manifest, is_wanted: bool) -> 
     finalizers = [*others, FINALIZER] if is_wanted else others
     patch = {"metadata": {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}}
     return await cluster.merge(BLEND_SERVICE, metadata["namespace"], metadata["name"], patch)
+
+
+async def release_services(
+    cluster: ApiServer, index: Index, me: OperatorStatus, home: str, deployment: str
+) -> None:
+    """Release all services if this operator is being removed. Errors of the API server are logged.
+
+    `home`: the operator's namespace. `deployment`: the one that runs it; empty: unknown.
+    """
+    try:
+        async with asyncio.timeout(RELEASE_S_MAX):
+            keys = [key for key in sorted(index.keys()) if key.kind == BLEND_SERVICE.kind]
+            services = [await index.get(BLEND_SERVICE, key.namespace, key.name) for key in keys]
+            if not any(services) or not await _is_removed(cluster, home, deployment):
+                return
+            logger.info("this operator is being removed: it releases its services")
+            for live in filter(None, services):
+                await _try_release(cluster, live, me)
+    except (KintsugiError, TimeoutError) as error:
+        logger.warning("services may keep their finalizer (see docs/operate/troubleshoot.md): %s", error)
+
+
+async def _is_removed(cluster: ApiServer, home: str, deployment: str) -> bool:
+    """Whether the operator's namespace is being deleted, or its Deployment is deleted or being deleted."""
+    if await cluster.is_terminating(home):
+        return True
+    if not deployment:
+        return False
+    found = await cluster.get(DEPLOYMENT, home, deployment)
+    return found is None or is_leaving(found)
+
+
+async def _try_release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
+    """Release one service. After a refusal, retry once with the object as it is stored now: a look that was
+    cancelled during a write leaves an old version in the index."""
+    namespace, name = live["metadata"]["namespace"], live["metadata"]["name"]
+    try:
+        try:
+            await _release(cluster, live, me)
+        except Refused:
+            for one in await cluster.list(BLEND_SERVICE, namespace, {}):
+                if one["metadata"]["name"] == name:
+                    await _release(cluster, one, me)
+    except KintsugiError as error:
+        logger.warning(
+            "%s/%s may keep its finalizer (see docs/operate/troubleshoot.md): %s", namespace, name, error
+        )
+
+
+async def _release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
+    status = status_of(BlendServiceStatus, live)
+    # Before the ownership, by which a second attempt recognises the service as this operator's.
+    if status.operator.lease == me.lease:
+        live = await set_finalizer(cluster, live, False)
+        logger.info("released %s/%s", live["metadata"]["namespace"], live["metadata"]["name"])
+    forgotten = forget_operator(status, me)
+    if forgotten != status and not is_leaving(live):
+        await cluster.apply_status(live, to_manifest(forgotten))

@@ -1,4 +1,4 @@
-"""Observe, decide, apply what differs: the I/O around `desired`."""
+"""Observe, decide, apply the difference: the I/O around the pure functions of `desired`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.api.manifest import API_VERSION, from_live_spec, status_of, to_manifest
+from kintsugi_operator.api.manifest import from_live_spec, status_of, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, CorpusPrecomputeStatus, OperatorStatus
 from kintsugi_operator.controller.cluster import (
     BLEND_SERVICE,
@@ -23,6 +23,7 @@ from kintsugi_operator.controller.cluster import (
     OWNED,
     POD,
     RAY_CLUSTER,
+    RAY_CRON_JOB,
     RAY_JOB,
     RAY_SERVICE,
     ApiServer,
@@ -31,14 +32,14 @@ from kintsugi_operator.controller.cluster import (
 )
 from kintsugi_operator.controller.events import EventRecorder
 from kintsugi_operator.controller.finalizer import is_held, set_finalizer
-from kintsugi_operator.controller.object_metrics import ObjectMetrics
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.owners import Owners
 from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.controller.scrape import Web, fetch_all, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.ownership import Claim, leave_to_owner, take_over
-from kintsugi_operator.desired.plan import Desired, plan_service, timestamp
+from kintsugi_operator.desired.plan import Desired, plan_service
 from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
@@ -59,11 +60,11 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.changes import Change, list_changes
-from kintsugi_operator.observed.troubles import troubles_of
+from kintsugi_operator.observed.pod_failures import list_pod_failures
 from kintsugi_operator.observed.views import (
     CorpusView,
     Figures,
-    KubeRay,
+    JobView,
     Observed,
     corpus_view,
     digest_of,
@@ -73,25 +74,24 @@ from kintsugi_operator.observed.views import (
     label_of,
     ray_service_view,
     revision_of,
-    shard_groups_of,
     shard_pod,
-    store_image_of,
 )
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 
 SOON_S = 10.0
-"""Seconds until the next look while something is under way."""
+"""Seconds until the next look while a change is in progress."""
 LATER_S = 60.0
-"""Seconds until the next look otherwise. Changes are heard of at once: this is for the metrics of pods."""
+"""Seconds until the next look otherwise. Watches report changes at once; this look reads the metrics of
+pods."""
 CONTESTED_S = 30.0
 """Seconds until the next look at a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
 
 
 class Reads(Protocol):
-    """Reads as `ApiServer` does, which may answer from what it knows already."""
+    """Reads as `ApiServer` does, maybe from a cache."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None: ...
 
@@ -103,7 +103,7 @@ class Reads(Protocol):
 
 
 class Reconciler:
-    """Brings one object after the other to its desired state. Holds nothing that must survive a restart."""
+    """Brings one object after another to its desired state. Has no state that must survive a restart."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class Reconciler:
         web: Web,
         clock: Callable[[], datetime],
         me: OperatorStatus,
+        metrics: OperatorMetrics,
         home: str = "",
-        metrics: ObjectMetrics | None = None,
     ) -> None:
-        """`reads`: what is read at every look, without a request. `cluster` is written to, and read where a
-        decision cannot be taken back. `me`: who owns what is reconciled. `home`: the namespace of the
-        operator's own pods."""
+        """`reads` answers without a request, and is used at every look. `cluster` takes the writes, and the
+        reads before a decision that cannot be undone. `me`: the owner of the reconciled objects. `home`: the
+        namespace of the operator's own pods."""
         self._events = EventRecorder(cluster, clock)
-        self._metrics = metrics or ObjectMetrics()
+        self._metrics = metrics
         self._owners = Owners(cluster, me, lambda: clock().timestamp())
         self._cluster = cluster
         self._reads = reads
@@ -127,7 +127,8 @@ class Reconciler:
         self._clock = clock
         self._home = home
         self._unenforceable: dict[tuple[str, str, str], str] = {}
-        """Digest of what came back different after it was applied: applying it again would not help."""
+        """Digest of each manifest that the API server stored differently: applying it again would not
+        help."""
 
     async def service(self, namespace: str, name: str) -> float | None:
         """Reconcile a BlendService. Returns the seconds until the next look; None once the object is gone."""
@@ -136,7 +137,7 @@ class Reconciler:
             return None
         claimed = await self._claim(live, status_of(BlendServiceStatus, live))
         if claimed is None:
-            # Its owner tells how it is: what this operator last saw must not raise an alert.
+            # Its owner exports its metrics: this operator's last state must not raise an alert.
             self._metrics.forget(ObjectKey(BLEND_SERVICE.kind, namespace, name))
             return CONTESTED_S
         (live, before), owner = claimed, _owner(live)
@@ -146,14 +147,13 @@ class Reconciler:
             spec = _service_spec_of(live)
         except InvalidField as error:
             return await self._report_invalid(live, before, error)
-        kuberay = await self._kuberay()
         owned = await self._list(OWNED, namespace, selector(name))
         pods = await self._reads.list(POD, namespace, selector(name))
         live = await self._hold(live, owner, owned, pods)
-        observed = await self._observe_cluster(owner, owned, pods, kuberay)
+        observed = await self._observe(owner, owned, pods)
         result = plan_service(spec, owner, before, observed, self._clock())
-        if not kuberay.is_installed:
-            # What to go on with once KubeRay is back.
+        if not observed.is_kuberay_installed:
+            # The state to continue from once KubeRay is back.
             kept = {name: getattr(before, name) for name in ("rollout", "shard_groups", "store_image")}
             await self._write_status(live, before, replace(result.status, **kept))
             return SOON_S
@@ -165,15 +165,15 @@ class Reconciler:
             await self._upgrade(namespace, result)
 
         is_done = await self._act_and_report(act(), live, before, result.status, result.status)
-        is_under_way = any(one.status == "False" for one in result.status.conditions)
-        return LATER_S if is_done and not is_under_way else SOON_S
+        is_in_progress = any(one.status == "False" for one in result.status.conditions)
+        return LATER_S if is_done and not is_in_progress else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
-        """Reconcile a CorpusPrecompute likewise. Its objects are deleted with it; nothing has to drain."""
+        """Reconcile a CorpusPrecompute likewise. It needs no finalizer: nothing has to drain."""
         live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
-        if await self._is_anothers(namespace, str(live["spec"].get("service") or "")):
+        if await self._is_owned_by_another(namespace, str(live["spec"].get("service") or "")):
             self._metrics.forget(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace, name))
             return CONTESTED_S
         owner, before = _owner(live), status_of(CorpusPrecomputeStatus, live)
@@ -188,8 +188,8 @@ class Reconciler:
         target = await self._target(namespace, spec.service)
         report = await self._report(jobs.get(before.job))
         pods = await self._reads.list(POD, namespace, tags)
-        trouble = troubles_of(pods, self._clock()).get(CORPUS, "")
-        observed = CorpusObserved(target, jobs, report, trouble)
+        failure = list_pod_failures(pods, self._clock()).get(CORPUS, "")
+        observed = CorpusObserved(target, jobs, report, failure)
         result = plan_corpus(spec, owner, before, observed, self._clock())
 
         async def act() -> None:
@@ -211,7 +211,8 @@ class Reconciler:
     async def _act_and_report(
         self, acting: Awaitable[None], live: Manifest, before: S, done: S, refused: S
     ) -> bool:
-        """Act, and write one status or the other; whether the API server took everything."""
+        """Act, then write the status `done`, or `refused` after a refusal. Returns whether all was
+        applied."""
         outcome = c.true(c.RECONCILED, "Applied")
         try:
             await acting
@@ -223,7 +224,7 @@ class Reconciler:
     async def _claim(
         self, live: Manifest, before: BlendServiceStatus
     ) -> tuple[Manifest, BlendServiceStatus] | None:
-        """The service and its status as its owner; None where another operator owns it."""
+        """The service and its status once this operator owns it; None if another operator does."""
         me, claim = self._owners.me, await self._owners.decide(before.operator)
         if claim is Claim.KEEP:
             return live, before
@@ -231,11 +232,12 @@ class Reconciler:
             after = take_over(before, me)
         else:
             generation = int(live["metadata"].get("generation", 0))
-            after = leave_to_owner(before, me, generation, timestamp(self._clock()))
-        live = await self._store_status(live, before, after)
+            after = leave_to_owner(before, me, generation, c.timestamp(self._clock()))
+        if after != before:
+            live = await self._cluster.apply_status(live, to_manifest(after))
         return (live, after) if claim is Claim.TAKE else None
 
-    async def _is_anothers(self, namespace: str, service: str) -> bool:
+    async def _is_owned_by_another(self, namespace: str, service: str) -> bool:
         """Whether another operator owns a service, and with it the service's corpora."""
         live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None:
@@ -251,23 +253,23 @@ class Reconciler:
             return None
         since = datetime.fromisoformat(live["metadata"]["deletionTimestamp"])
         age_s = (self._clock() - since).total_seconds()
-        step = next_teardown(*await self._left(self._reads, owner), age_s)
+        step = next_teardown(*await self._remaining(self._reads, owner), age_s)
         if step.is_done:
-            # Nothing holds the service after this, so what watches have told may not be behind.
-            step = next_teardown(*await self._left(self._cluster, owner), age_s)
+            # The finalizer is removed next, so this decision needs reads that are not stale.
+            step = next_teardown(*await self._remaining(self._cluster, owner), age_s)
         for one in step.delete:
             await self._cluster.delete(BY_KIND[one["kind"]], owner.namespace, one["metadata"]["name"])
         if step.is_done:
             await set_finalizer(self._cluster, live, False)
-            drained = Change("Drained", "engines have finished, and shards have written back")
-            given_up = Change("DrainTimedOut", f"it was not drained within {DRAIN_S_MAX:.0f} s", True)
-            await self._events.record(live, [given_up if step.delete else drained])
+            drained = Change("Drained", "engines have finished their requests and shards have written back")
+            timed_out = Change("DrainTimedOut", f"it did not drain within {DRAIN_S_MAX:.0f} s", True)
+            await self._events.record(live, [timed_out if step.delete else drained])
             return None
         await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
         return SOON_S
 
-    async def _left(self, reads: Reads, owner: Owner) -> tuple[Sequence[Manifest], Sequence[Manifest]]:
-        """RayServices and RayJobs of a service, and its pods."""
+    async def _remaining(self, reads: Reads, owner: Owner) -> tuple[Sequence[Manifest], Sequence[Manifest]]:
+        """The service's RayServices and RayJobs, and its pods."""
         tags = selector(owner.name)
         ray = [await reads.list(one, owner.namespace, tags) for one in (RAY_SERVICE, RAY_JOB)]
         return [*ray[0], *ray[1]], await reads.list(POD, owner.namespace, tags)
@@ -275,28 +277,22 @@ class Reconciler:
     async def _hold(
         self, live: Manifest, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]
     ) -> Manifest:
-        """The object, with our finalizer only while there is something to drain."""
+        """Set our finalizer if there is something to drain, or remove it. Returns the object as it is now."""
         ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
         is_wanted = must_drain(is_held(live), ray, pods)
         if is_held(live) and not is_wanted:
-            is_wanted = must_drain(True, *await self._left(self._cluster, owner))
+            is_wanted = must_drain(True, *await self._remaining(self._cluster, owner))
         return await set_finalizer(self._cluster, live, is_wanted)
 
     async def _list(
         self, resources: Iterable[Resource], namespace: str, tags: dict[str, str]
     ) -> list[Manifest]:
-        """Objects of these kinds with the labels, whatever their field manager."""
+        """Objects of these kinds with the labels."""
         lists = await asyncio.gather(*(self._reads.list(one, namespace, tags) for one in resources))
         return [one for found in lists for one in found]
 
-    async def _kuberay(self) -> KubeRay:
+    async def _observe(self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]) -> Observed:
         served = await self._reads.list_served_kinds(RAY_API_VERSION)
-        needed = {RAY_SERVICE.plural, RAY_JOB.plural, RAY_CLUSTER.plural}
-        return KubeRay(needed <= served, "raycronjobs" in served)
-
-    async def _observe_cluster(
-        self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest], kuberay: KubeRay
-    ) -> Observed:
         shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
         engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
@@ -306,24 +302,23 @@ class Reconciler:
         if view is not None and view.cluster:
             cluster = await self._reads.get(RAY_CLUSTER, owner.namespace, view.cluster)
             cluster_digest = digest_of(cluster, ANNOTATION_CLUSTER) if cluster is not None else ""
-        remembered = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
+        revisions = [revision_of(one) for one in owned if one["kind"] == "ConfigMap"]
         jobs = [
             one for one in owned if one["kind"] == RAY_JOB.kind and label_of(one, LABEL_PART) == CALIBRATION
         ]
         grpc = ("Service", join_name(owner.name, "grpc"))
         (front,) = [one for one in owned if (one["kind"], one["metadata"]["name"]) == grpc] or [{}]
         return Observed(
-            kuberay=kuberay,
+            is_kuberay_installed={one.plural for one in (RAY_SERVICE, RAY_JOB, RAY_CLUSTER)} <= served,
+            is_kuberay_recent=RAY_CRON_JOB.plural in served,
             store=view,
-            store_image=store_image_of(store) if store is not None else None,
-            shard_groups=shard_groups_of(store) if store is not None else 0,
             cluster_digest=cluster_digest,
             pods=shards,
             services={revision: ray_service_view(one) for revision, one in services.items()},
             engines=Counter(label_of(one, LABEL_REVISION) for one in engine_pods),
             engines_ready=Counter(label_of(one, LABEL_REVISION) for one in engine_pods if is_pod_ready(one)),
-            troubles=troubles_of(pods, self._clock()),
-            revisions=dict(one for one in remembered if one is not None),
+            pod_failures=list_pod_failures(pods, self._clock()),
+            revisions=dict(one for one in revisions if one is not None),
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
             calibrations={label_of(one, LABEL_REVISION): job_view(one) for one in jobs},
             corpora=await self._corpora(owner),
@@ -349,7 +344,7 @@ class Reconciler:
         return figures(*await asyncio.gather(shards, engines))
 
     async def _target(self, namespace: str, service: str) -> Target | None:
-        """The service of a corpus, with the revision that its spec asks for; None where none could run."""
+        """The service of a corpus, with the revision that its spec asks for; None without a valid service."""
         live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None or is_leaving(live):
             return None
@@ -361,14 +356,15 @@ class Reconciler:
         is_ready = store is not None and ray_service_view(store).is_ready
         return Target(spec, EngineRevision.of(spec), is_ready)
 
-    async def _report(self, job: Any) -> Any:
+    async def _report(self, job: JobView | None) -> Mapping[str, Any]:
+        """The report in a corpus job's log; empty without one."""
         if job is None or not (job.dashboard and job.job_id):
             return {}
         host = job.dashboard.removeprefix("http://")
         return figures_in(await self._web.fetch(f"http://{host}/api/jobs/{job.job_id}/logs"))
 
     async def _apply(self, wanted: Iterable[Manifest], live: Sequence[Manifest]) -> None:
-        """Apply what differs, in order: claims before what mounts them."""
+        """Apply the objects that differ, in order: claims before the pods that mount them."""
         by_name = {(one["kind"], one["metadata"]["name"]): one for one in live}
         for asked in wanted:
             metadata = asked["metadata"]
@@ -387,22 +383,22 @@ class Reconciler:
                 if len(self._unenforceable) >= UNENFORCEABLE_MAX:
                     self._unenforceable.clear()
                 self._unenforceable[key] = digest_of(one)
-                logger.warning("%s %s/%s: something else decides about %s; it is left as it is", *key, path)
+                logger.warning("%s %s/%s: something else keeps changing %s, so it stays as it is", *key, path)
 
     async def _check_unowned(self, wanted: Manifest) -> None:
-        """Raise `InvalidField` where somebody else's object has the name."""
+        """Raise `InvalidField` if an object of the name exists that is not this service's."""
         metadata = wanted["metadata"]
         there = await self._cluster.get(BY_KIND[wanted["kind"]], metadata["namespace"], metadata["name"])
         if there is not None and label_of(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
             raise InvalidField(
                 "metadata.name",
-                f"{wanted['kind']} {metadata['name']} is there already and is not this service's: choose "
+                f"{wanted['kind']} {metadata['name']} exists and does not belong to this service: choose "
                 "another name, or delete it",
             )
 
     async def _prune(self, owner: Owner, wanted: Sequence[Manifest], live: Sequence[Manifest]) -> None:
-        """Delete what the service owns and no longer needs: policies that are switched off, revisions that
-        retired. Never a claim, which may hold chunks, and nothing that KubeRay has made."""
+        """Delete objects that the service owns and no longer needs, such as network policies and retired
+        revisions. Never deletes a claim, which may hold chunks, nor an object that KubeRay created."""
         kept = {(one["kind"], one["metadata"]["name"]) for one in wanted}
         for one in live:
             owners = [ref.get("uid") for ref in one["metadata"].get("ownerReferences", [])]
@@ -413,42 +409,38 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """Update the RayCluster first, so that pods restart from the new template."""
+        """Update the RayCluster, or else restart a shard: pods must restart from the new template."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
             await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.over(live))
             logger.info("updated RayCluster %s/%s", namespace, patch.cluster)
         elif result.shard_step.action is Action.RESTART:
-            gone = await self._cluster.evict(namespace, result.shard_step.pod)
-            logger.info("%s %s/%s", "evicted" if gone else "may not evict", namespace, result.shard_step.pod)
+            pod = result.shard_step.pod
+            is_evicted = await self._cluster.evict(namespace, pod)
+            outcome = "evicted" if is_evicted else "a disruption budget forbids the eviction of"
+            logger.info("%s %s/%s", outcome, namespace, pod)
 
     async def _write_status(
         self, live: Manifest, before: S, after: S, conditions: Sequence[Condition] | None = None
     ) -> None:
-        """Write the status if it has changed; refused if somebody has changed the object since."""
+        """Write the status if it has changed, and an Event for each change. Raises `Refused` if the object
+        has changed since it was read."""
         generation = int(live["metadata"].get("generation", 0))
         now = self._clock()
         self._metrics.see(live, before.observed_generation, before.conditions, now)
         given = conditions or after.conditions
-        merged = c.merge_conditions(before.conditions, given, generation, timestamp(now))
+        merged = c.merge_conditions(before.conditions, given, generation, c.timestamp(now))
         written = replace(after, observed_generation=generation, conditions=merged)
-        if await self._store_status(live, before, written) is live:
+        if written == before:
             return
+        await self._cluster.apply_status(live, to_manifest(written))
         self._metrics.see(live, generation, merged, self._clock())
         await self._events.record(live, list_changes(before, written))
 
-    async def _store_status(self, live: Manifest, before: S, written: S) -> Manifest:
-        """Write a status if it differs. Returns the object as it is stored now."""
-        if to_manifest(written) == to_manifest(before):
-            return live
-        metadata = {key: live["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
-        status = {"apiVersion": API_VERSION, "kind": live["kind"], "status": to_manifest(written)}
-        return await self._cluster.apply_status({**status, "metadata": metadata})
-
 
 def utc_now() -> datetime:
-    """Now, in UTC."""
+    """The time now, in UTC."""
     return datetime.now(UTC)
 
 
@@ -458,7 +450,7 @@ def _owner(live: Manifest) -> Owner:
 
 
 def _service_spec_of(live: Manifest) -> BlendServiceSpec:
-    """The spec of a BlendService. Raises `InvalidField` for one that could not run."""
+    """The spec of a BlendService. Raises `InvalidField` for a spec that could not run."""
     spec = from_live_spec(BlendServiceSpec, live)
     check_service(spec)
     return spec

@@ -12,7 +12,7 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Condition, CorpusPrecomputeStatus
-from kintsugi_operator.desired.plan import sign, timestamp
+from kintsugi_operator.desired.plan import sign
 from kintsugi_operator.desired.schedule import last_tick
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
@@ -135,14 +135,14 @@ def _status(
         status = replace(status, progress=0.0)
         if (tick := run.rsplit("-", 1)[1]) != "once":
             moment = datetime.strptime(tick, TICK).replace(tzinfo=UTC)
-            status = replace(status, last_schedule_time=timestamp(moment))
+            status = replace(status, last_schedule_time=c.timestamp(moment))
     if figures:
         counts: dict[str, Any] = {name: int(figures.get(name, 0)) for name in COUNTS}
         status = replace(status, **counts, coverage=round(float(figures.get("coverage", 0.0)), 4))
     if phase == "Succeeded":
         status = replace(status, progress=1.0)
     if ended:
-        status = replace(status, last_success_time=timestamp(now))
+        status = replace(status, last_success_time=c.timestamp(now))
     conditions = (
         c.true(c.VALID, "Accepted"),
         c.true(c.READY, "ServiceFound"),

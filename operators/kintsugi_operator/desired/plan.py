@@ -1,17 +1,17 @@
-"""Decides which objects a BlendService needs, its status and the next step. A pure function of its spec, its
+"""Decides which objects a BlendService needs, its status and the next step: a pure function of its spec, its
 last status and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
 from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.calibrations import FAILURES_MAX, all_calibrations, record_calibrations
 from kintsugi_operator.desired.compare import replacement_patch
-from kintsugi_operator.desired.rollout import Phase, Rollout, from_status, step
+from kintsugi_operator.desired.rollout import Phase, calibrated_revision, step, wanted_revisions
 from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
@@ -19,7 +19,6 @@ from kintsugi_operator.objects.jobs import calibration_job
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
     ANNOTATION_DIGEST,
-    LABEL_NAME,
     LABEL_TEMPLATE,
     digest,
     selector,
@@ -41,20 +40,16 @@ from kintsugi_operator.observed.views import JobState, JobView, Observed, RaySer
 
 @dataclass(frozen=True)
 class ClusterPatch:
-    """A change to the store's RayCluster that KubeRay does not make by itself."""
+    """A change to the store's RayCluster that KubeRay does not make itself."""
 
     cluster: str
     patch: Manifest
 
     def over(self, live: Manifest) -> Manifest:
-        """The merge patch for the live RayCluster. It also removes keys that only the live head has; `patch`
-        alone would leave them."""
+        """The merge patch for the live RayCluster. It also removes keys that only the live head has."""
         spec = self.patch["spec"]
         former = live.get("spec", {}).get("headGroupSpec") or {}
         head = replacement_patch(spec["headGroupSpec"], former)
-        # KubeRay makes a cluster's head Service once, with the name label that the head's template has then.
-        # A head that came back without that label would be found by no worker.
-        _drop_removal(head, ("template", "metadata", "labels", LABEL_NAME))
         return {**self.patch, "spec": {**spec, "headGroupSpec": head}}
 
 
@@ -63,19 +58,10 @@ class Desired:
     """The decision of one reconciliation."""
 
     objects: tuple[Manifest, ...]
-    """Signed objects. Whatever else the service owns is no longer needed."""
+    """Signed objects. Everything else that the service owns is obsolete."""
     status: BlendServiceStatus
     shard_step: ShardStep
     cluster_patch: ClusterPatch | None = None
-
-
-def _drop_removal(patch: Manifest, path: Sequence[str]) -> None:
-    """Leave the field at `path` as it is if a merge patch would remove it."""
-    *parents, last = path
-    for key in parents:
-        patch = patch.get(key) or {}
-    if last in patch and patch[last] is None:
-        del patch[last]
 
 
 def plan_service(
@@ -90,48 +76,57 @@ def plan_service(
     observed = replace(observed, calibrations=all_calibrations(before.calibrations, live_jobs))
     requested = EngineRevision.of(spec)
     known = {**observed.revisions, requested.name: requested}
-    now_s = now.timestamp()
-    rollout = from_status(before.rollout, _seconds(before.rollout.retiring_since))
-    rollout = step(rollout, requested.name, spec.engines.calibrate, observed, now_s)
+    rollout = step(before.rollout, requested.name, spec.engines.calibrate, observed, now)
     rollout = _drop_unknown(rollout, known, requested.name)
+    has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    since = before.rollout.since if before.rollout.since and not has_moved else c.timestamp(now)
+    rollout = replace(rollout, since=since)
 
-    image = choose_store_image(spec, observed.store_image)
-    groups = max(spec.store.shards, observed.shard_groups, before.shard_groups)
+    running = observed.store.image if observed.store is not None else None
+    image = choose_store_image(spec, running)
+    running_groups = observed.store.worker_groups if observed.store is not None else 0
+    groups = max(spec.store.shards, running_groups, before.shard_groups)
     store = store_objects(spec, owner, image, groups)
     templates = [label_of(one, LABEL_TEMPLATE) for one in shard_templates(spec, owner, image)]
     shard_step = next_step(templates, observed.pods)
     if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
-        # Until every pod has the new volumes or sizes.
+        # The new Serve configuration waits until every pod has the new volumes and sizes.
         store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
 
     objects = [
         *account_objects(owner),
         *store,
-        *(one for name in rollout.wanted for one in revision_objects(spec, owner, known[name])),
+        *(one for name in wanted_revisions(rollout) for one in revision_objects(spec, owner, known[name])),
         *_calibration_jobs(spec, owner, rollout, known, observed, live_jobs),
         *service_objects(spec, owner, rollout.active),
         *budgets(spec, owner, rollout.active, observed.engines.get(rollout.active, 0)),
         *policies(spec, owner, observed.home),
     ]
-    status = _status(spec, owner, before, observed, rollout, shard_step, known[rollout.active].model, now)
-    records = record_calibrations(before.calibrations, live_jobs, rollout.wanted)
-    status = replace(status, shard_groups=groups, store_image=image.image, calibrations=records)
-    status = replace(status, operator=before.operator)
+    status = replace(
+        _status(spec, owner, observed, rollout, shard_step, known[rollout.active].model),
+        observed_generation=before.observed_generation,
+        shard_groups=groups,
+        store_image=image.image,
+        calibrations=record_calibrations(before.calibrations, live_jobs, wanted_revisions(rollout)),
+        operator=before.operator,
+    )
     return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
 
 
 def sign(manifest: Manifest) -> Manifest:
-    """The manifest with its own digest as an annotation, by which an unchanged object is recognised."""
+    """The manifest with its own digest as an annotation, so that an unchanged object needs no write."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_DIGEST: digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested: str) -> Rollout:
-    """Drop revisions whose ConfigMap is gone: nothing else says how their engines are configured. If the
-    active revision is dropped, the requested one becomes active."""
+def _drop_unknown(
+    rollout: RolloutStatus, known: Mapping[str, EngineRevision], requested: str
+) -> RolloutStatus:
+    """Drop revisions whose ConfigMap is gone: nothing else holds their configuration. If the active revision
+    is dropped, the requested one becomes active."""
     if rollout.active not in known:
-        return Rollout(active=requested)
+        return RolloutStatus(active=requested)
     return replace(
         rollout,
         pending=rollout.pending if rollout.pending in known else "",
@@ -142,28 +137,27 @@ def _drop_unknown(rollout: Rollout, known: dict[str, EngineRevision], requested:
 def _calibration_jobs(
     spec: BlendServiceSpec,
     owner: Owner,
-    rollout: Rollout,
-    known: dict[str, EngineRevision],
+    rollout: RolloutStatus,
+    known: Mapping[str, EngineRevision],
     observed: Observed,
     live_jobs: Mapping[str, JobView],
 ) -> list[Manifest]:
-    """The calibration job of the pending revision, else of the active one. It starts once the store is ready,
-    because it writes its report there. One that has ended is not made again when it is gone."""
-    is_store_ready = observed.store is not None and observed.store.is_ready
+    """The calibration job of the pending revision, or else of the active one. It starts once the store is
+    ready, because it writes its report there. A job that has ended is not created again after its
+    deletion."""
     if not spec.engines.calibrate:
         return []
-    if rollout.calibrated not in live_jobs and (
-        rollout.calibrated in observed.calibrations or not is_store_ready
-    ):
-        return []
-    return [calibration_job(spec, owner, known[rollout.calibrated])]
+    revision = calibrated_revision(rollout)
+    is_store_ready = observed.store is not None and observed.store.is_ready
+    may_start = is_store_ready and revision not in observed.calibrations
+    return [calibration_job(spec, owner, known[revision])] if revision in live_jobs or may_start else []
 
 
 def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
-    """The update that the store's RayCluster lacks; None if it is up to date.
+    """The update that the store's RayCluster needs; None if it is up to date.
 
-    KubeRay copies a RayService's annotations to the RayCluster that it makes, and so the digest of the
-    desired cluster. Another digest there means that the cluster was not updated.
+    KubeRay copies a RayService's annotations to its RayCluster, among them the digest of the desired cluster.
+    A cluster with another digest has not been updated.
     """
     if observed.store is None or not observed.store.cluster or not observed.cluster_digest:
         return None
@@ -172,7 +166,7 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
         return None
     cluster = store["spec"]["rayClusterConfig"]
     specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
-    # Null removes it. The head takes it over when it restarts next.
+    # Null removes it. The head reads it at its next restart.
     specs["gcsFaultToleranceOptions"] = cluster.get("gcsFaultToleranceOptions")
     patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
     return ClusterPatch(observed.store.cluster, patch)
@@ -181,21 +175,16 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
 def _status(
     spec: BlendServiceSpec,
     owner: Owner,
-    before: BlendServiceStatus,
     observed: Observed,
-    rollout: Rollout,
+    rollout: RolloutStatus,
     shard_step: ShardStep,
     model: Model,
-    now: datetime,
 ) -> BlendServiceStatus:
     ready = ready_shards(spec.store.shards, observed.pods)
     active = observed.services.get(rollout.active)
     engines_ready = active is not None and active.is_ready
-    job = observed.calibrations.get(rollout.calibrated)
-    retiring_since = datetime.fromtimestamp(rollout.retiring_since_s, UTC)
-    has_moved = (rollout.phase, rollout.pending) != (before.rollout.phase, before.rollout.pending)
+    job = observed.calibrations.get(calibrated_revision(rollout))
     return BlendServiceStatus(
-        observed_generation=before.observed_generation,
         shards=f"{ready}/{spec.store.shards}",
         engines=_engine_count(spec, observed, rollout.active),
         shards_ready=ready,
@@ -208,14 +197,7 @@ def _status(
         calibration=str(job.state) if job is not None else ("Absent" if spec.engines.calibrate else "Off"),
         model=model.name or model.path.rstrip("/").rsplit("/", 1)[-1],
         endpoints=endpoints(spec, owner.name, owner.namespace),
-        rollout=RolloutStatus(
-            active=rollout.active,
-            pending=rollout.pending,
-            phase=str(rollout.phase),
-            since=timestamp(now) if has_moved or not before.rollout.since else before.rollout.since,
-            retiring=rollout.retiring,
-            retiring_since=timestamp(retiring_since) if rollout.retiring else "",
-        ),
+        rollout=rollout,
         conditions=(
             c.true(c.VALID, "Accepted"),
             _kuberay_condition(spec, owner, observed),
@@ -229,7 +211,7 @@ def _status(
 
 
 def _engine_count(spec: BlendServiceSpec, observed: Observed, active: str) -> str:
-    """Ready and wanted engines of the revision that serves. Ray's autoscaler makes a pod for each that it
+    """Ready and wanted engines of the active revision. Ray's autoscaler creates a pod for each engine that it
     wants."""
     wanted = max(spec.engines.scale.min, observed.engines.get(active, 0))
     return f"{observed.engines_ready.get(active, 0)}/{wanted}"
@@ -241,16 +223,20 @@ def _engine_selector(owner: Owner, revision: str) -> str:
 
 
 def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed) -> Condition:
-    if not observed.kuberay.is_installed:
+    if not observed.is_kuberay_installed:
         hint = "this cluster serves no RayService: install KubeRay 1.6 or newer, its CRDs included"
         return c.false(c.KUBERAY, "Missing", hint)
-    if not observed.kuberay.is_recent:
+    if not observed.is_kuberay_recent:
         hint = "this cluster serves no RayCronJob, which KubeRay has since 1.6: upgrade KubeRay and its CRDs"
         return c.false(c.KUBERAY, "TooOld", hint)
     if not spec.network.policies:
         return c.true(c.KUBERAY, "Installed")
     home = spec.network.kuberay_namespace or owner.namespace
-    return c.true(c.KUBERAY, "Installed", f"let in from namespace {home} alone: network.kuberayNamespace")
+    return c.true(
+        c.KUBERAY,
+        "Installed",
+        f"network policies admit KubeRay of namespace {home} (network.kuberayNamespace)",
+    )
 
 
 def _store_condition(spec: BlendServiceSpec, observed: Observed, ready: int) -> Condition:
@@ -261,78 +247,72 @@ def _store_condition(spec: BlendServiceSpec, observed: Observed, ready: int) -> 
 
 
 def _join_messages(service: RayServiceView | None, observed: Observed, part: str) -> str:
-    """The message of KubeRay about a RayService, and of Kubernetes about a pod that does not start."""
-    texts = (service.message if service is not None else "", observed.troubles.get(part, ""))
+    """KubeRay's message about a RayService, and the failure of a pod."""
+    texts = (service.message if service is not None else "", observed.pod_failures.get(part, ""))
     return "".join(f": {text}" for text in texts if text)
 
 
 def _shards_condition(
     spec: BlendServiceSpec, owner: Owner, observed: Observed, shard_step: ShardStep
 ) -> Condition:
-    if needs_restart(spec, observed.store_image):
+    if needs_restart(spec, observed.store.image if observed.store is not None else None):
         return c.false(
             c.SHARDS,
             "RestartNeeded",
-            "another version of Ray cannot be rolled out shard by shard: delete the RayService "
-            f"{ray_service_name(owner.name)} when the store may be away; persistent volumes stay",
+            "another version of Ray cannot be rolled out shard by shard: delete RayService "
+            f"{ray_service_name(owner.name)} when the store may be down; persistent volumes stay",
         )
     if shard_step.action is Action.NONE:
         return c.true(c.SHARDS, "UpToDate")
     return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
 
 
-def _calibration_condition(spec: BlendServiceSpec, rollout: Rollout, observed: Observed) -> Condition:
+def _calibration_condition(spec: BlendServiceSpec, rollout: RolloutStatus, observed: Observed) -> Condition:
     if not spec.engines.calibrate:
         return c.unknown(c.CALIBRATED, "Off", "engines.calibrate is false")
-    job = observed.calibrations.get(rollout.calibrated)
+    job = observed.calibrations.get(calibrated_revision(rollout))
     if job is None or job.state is JobState.ABSENT:
-        return c.unknown(c.CALIBRATED, "NotStarted", "starts once the store is ready")
+        return c.unknown(c.CALIBRATED, "NotStarted", "the job starts once the store is ready")
     if job.state is JobState.SUCCEEDED:
         return c.true(c.CALIBRATED, "ReportWritten")
     if job.state is JobState.FAILED:
         look = f"Look at RayJob {job.name}; delete it to try again"
         if not job.name:
-            look = f"It has failed {FAILURES_MAX} times and its RayJob is gone: change the spec"
+            look = f"It failed {FAILURES_MAX} times and its RayJob is gone: change the spec"
         return c.false(
             c.CALIBRATED,
             "Failed",
             f"{job.message or 'the job failed'}. {look}, or set engines.calibrate to false to serve this "
             "model without blending",
         )
-    text = f"RayJob {job.name} is measuring; answers are full prefill"
+    text = f"RayJob {job.name} is running; requests get a full prefill"
     return c.false(c.CALIBRATED, "Running", text + _join_messages(None, observed, "calibration"))
 
 
-def _rollout_condition(rollout: Rollout, observed: Observed) -> Condition:
+def _rollout_condition(rollout: RolloutStatus, observed: Observed) -> Condition:
     if not rollout.pending:
         return c.true(c.ROLLED_OUT, "Idle")
-    messages = {
-        Phase.STARTING: "its engines start",
-        Phase.CALIBRATING: "it is calibrated",
-        Phase.WARMING: "corpora are filled for it",
+    messages: dict[str, str] = {
+        Phase.STARTING: "its engines are starting",
+        Phase.CALIBRATING: "it is being calibrated",
+        Phase.WARMING: "corpora are being filled for it",
         Phase.BLOCKED: "its calibration failed (see Calibrated)",
     }
-    text = f"revision {rollout.active} serves until {rollout.pending} may: {messages.get(rollout.phase, '')}"
-    if rollout.phase is Phase.STARTING:
+    text = f"revision {rollout.active} serves until {rollout.pending} is ready"
+    text += f": {messages.get(rollout.phase, rollout.phase)}"
+    if rollout.phase == Phase.STARTING:
         text += _join_messages(observed.services.get(rollout.pending), observed, "service")
     return c.false(c.ROLLED_OUT, str(rollout.phase), text)
 
 
-def _ready_condition(ready: int, engines_ready: bool, observed: Observed, rollout: Rollout) -> Condition:
+def _ready_condition(
+    ready: int, engines_ready: bool, observed: Observed, rollout: RolloutStatus
+) -> Condition:
     if engines_ready and ready:
         return c.true(c.READY, "Serving")
     if engines_ready:
-        return c.true(c.READY, "ServingWithoutStore", "no shard is ready: answers are full prefill")
-    if not observed.kuberay.is_installed:
+        return c.true(c.READY, "ServingWithoutStore", "no shard is ready: requests get a full prefill")
+    if not observed.is_kuberay_installed:
         return c.false(c.READY, "KubeRayMissing", "see KubeRayReady")
     messages = _join_messages(observed.services.get(rollout.active), observed, "service")
     return c.false(c.READY, "EnginesStarting", f"no engine of revision {rollout.active} is ready{messages}")
-
-
-def timestamp(moment: datetime) -> str:
-    """A time as Kubernetes writes it."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _seconds(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp() if text else 0.0

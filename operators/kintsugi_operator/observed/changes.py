@@ -1,7 +1,7 @@
-"""What happened to an object, told from its status before and after a look. Each change becomes an Event.
+"""What happened to an object: the difference between its statuses before and after a look. Each change
+becomes an Event.
 
-The status remembers what has been told: an operator that starts again tells nothing twice, and at rest there
-is nothing to tell.
+The status is the memory: a restarted operator repeats no Event, and an object at rest has none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REASONS = {
 }
 """The Event's reason for a condition's type and reason, and whether it is a warning."""
 LOST = {c.READY: "NotReady", c.STORE: "StoreDegraded"}
-"""The Event's reason where a condition no longer holds."""
+"""The Event's reason when a condition turns false."""
 REGAINED = {
     c.RECONCILED: "Applied",
     c.KUBERAY: "KubeRayFound",
@@ -58,34 +58,34 @@ REGAINED = {
     c.SHARDS: "ShardsUpgraded",
     c.READY: "ServiceFound",
 }
-"""The Event's reason where a condition holds again."""
+"""The Event's reason when a condition is true again."""
 
 S = BlendServiceStatus | CorpusPrecomputeStatus
 
 
 def list_changes(before: S, after: S) -> tuple[Change, ...]:
-    """What has changed between two statuses of one object, for people to read."""
+    """The changes between two statuses of one object."""
     known = {one.type: one for one in before.conditions}
     return (
-        *_accepted(known.get(c.VALID), after),
-        *_replaced_model(before, after),
-        *(change for one in after.conditions if (change := _change_of(known.get(one.type), one))),
+        *_list_validity_changes(known.get(c.VALID), after),
+        *_list_model_changes(before, after),
+        *(change for one in after.conditions if (change := _describe_change(known.get(one.type), one))),
     )
 
 
-def _accepted(before: Condition | None, after: S) -> Iterator[Change]:
+def _list_validity_changes(before: Condition | None, after: S) -> Iterator[Change]:
     now = next((one for one in after.conditions if one.type == c.VALID), None)
     if now is None or (before is not None and before.status == now.status):
         return
     if c.is_false(now):
         yield Change("SpecRefused", now.message, is_warning=True)
     elif before is None:
-        yield Change("Created", "the spec is accepted; what it needs is being made")
+        yield Change("Created", "the spec is accepted; its objects are being created")
     else:
         yield Change("SpecAccepted", "the spec is valid again")
 
 
-def _replaced_model(before: S, after: S) -> Iterator[Change]:
+def _list_model_changes(before: S, after: S) -> Iterator[Change]:
     if isinstance(before, BlendServiceStatus) and isinstance(after, BlendServiceStatus):
         old, new = before.rollout.active, after.rollout.active
         if old and new and old != new:
@@ -93,20 +93,20 @@ def _replaced_model(before: S, after: S) -> Iterator[Change]:
             yield Change("ModelChanged", message)
 
 
-def _change_of(before: Condition | None, now: Condition) -> Change | None:
+def _describe_change(before: Condition | None, now: Condition) -> Change | None:
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
         return None
     if now.reason == "InvalidSpec":
-        return None  # told once, of `Valid`
+        return None  # `Valid` has the Event
     if (told := REASONS.get((now.type, now.reason))) is not None:
-        return Change(told[0], now.message or _name_state(now), told[1])
+        return Change(told[0], now.message or _describe_state(now), told[1])
     was = before.status if before is not None else ConditionStatus.UNKNOWN
     if was is ConditionStatus.TRUE and c.is_false(now) and now.type in LOST:
         return Change(LOST[now.type], now.message, is_warning=True)
     if was is ConditionStatus.FALSE and now.status is ConditionStatus.TRUE and now.type in REGAINED:
-        return Change(REGAINED[now.type], now.message or _name_state(now))
+        return Change(REGAINED[now.type], now.message or _describe_state(now))
     return None
 
 
-def _name_state(condition: Condition) -> str:
+def _describe_state(condition: Condition) -> str:
     return f"{condition.type} is {condition.status}: {condition.reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from kintsugi_operator.api.status import Condition, ConditionStatus
 
@@ -17,7 +18,7 @@ ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
 SOLE = "SoleOperator"
-"""Only there while two operators look after the service."""
+"""Present only while two operators watch the service."""
 RECONCILING = "Reconciling"
 STALLED = "Stalled"
 
@@ -28,36 +29,41 @@ STALLS = {
     (ROLLED_OUT, "Blocked"),
     (COMPLETE, "Failed"),
 }
-"""Type and reason of the false conditions that only a person can end."""
+"""Type and reason of false conditions that only a person can resolve."""
 UNSETTLED = (KUBERAY, RECONCILED, STORE, SHARDS, ROLLED_OUT, READY)
-"""Conditions that the operator still works on while they are not true. `Calibrated` is not among them: a
-first model serves while it is calibrated, which may take longer than a release is waited for."""
+"""Conditions that are in progress while they are not true. `Calibrated` is not among them: the first model
+serves while it is calibrated, and that may take longer than the timeout of a helm release."""
 NOT_STARTED = {(COMPLETE, "Waiting"), (COMPLETE, "Starting")}
-"""A corpus is settled once its job runs, as a Job is for kstatus."""
+"""A corpus counts as settled once its job runs, as kstatus treats a Job."""
 
 MESSAGE_LENGTH_MAX = 4096
 
 
+def timestamp(moment: datetime) -> str:
+    """A time in Kubernetes' format."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def true(type_: str, reason: str, message: str = "") -> Condition:
-    """A condition that holds."""
+    """A condition that is true."""
     return Condition(type_, ConditionStatus.TRUE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def false(type_: str, reason: str, message: str) -> Condition:
-    """A condition that does not hold; the message says what to do or to wait for."""
+    """A condition that is false. The message says what to do or to wait for."""
     return Condition(type_, ConditionStatus.FALSE, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def unknown(type_: str, reason: str, message: str = "") -> Condition:
-    """A condition of which nothing is known yet."""
+    """A condition that cannot be determined yet."""
     return Condition(type_, ConditionStatus.UNKNOWN, reason, message[:MESSAGE_LENGTH_MAX])
 
 
 def merge_conditions(
     before: Sequence[Condition], after: Sequence[Condition], generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """The conditions after a look, each with the time of its last change. One without news stays.
-    `Reconciling` and `Stalled` follow from the others."""
+    """The conditions after a look, each with the time of its last change. Conditions that `after` lacks stay.
+    `Reconciling` and `Stalled` are derived from the others."""
     known = {one.type: one for one in before}
     found = {one.type: one for one in after}
     others = [one for one in ({**known, **found}).values() if one.type not in (RECONCILING, STALLED)]
@@ -69,9 +75,10 @@ def merge_conditions(
 
 
 def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Condition]:
-    """`Reconciling` and `Stalled`, by which kstatus, and so helm 4 and Flux, tell how far an object is.
+    """`Reconciling` and `Stalled`, from which kstatus, and with it helm 4 and Flux, reads an object's
+    progress.
 
-    At most one of them is true: kstatus reads the first that it finds.
+    At most one of them is true, because kstatus reads the first that it finds.
     """
     stall = next((one for one in conditions if is_false(one) and (one.type, one.reason) in STALLS), None)
     if stall is not None:
@@ -84,7 +91,7 @@ def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Cond
 
 
 def is_false(condition: Condition) -> bool:
-    """Whether a condition is known not to hold."""
+    """Whether a condition is false, not unknown."""
     return condition.status is ConditionStatus.FALSE
 
 

@@ -1,4 +1,4 @@
-"""What the operator saw of a service in the cluster, as plain values that decisions are functions of."""
+"""What the operator observes of a service in the cluster: plain values, the input of every decision."""
 
 from __future__ import annotations
 
@@ -43,16 +43,7 @@ class JobView:
     """`host:port` of its Ray cluster's dashboard, empty before there is one."""
     job_id: str = ""
     uid: str = ""
-    """Tells it from a former one of the same name."""
-
-
-@dataclass(frozen=True)
-class KubeRay:
-    """What the API server serves of KubeRay."""
-
-    is_installed: bool = True
-    is_recent: bool = True
-    """1.6 or newer: it serves RayCronJobs."""
+    """UID of the RayJob: a new one of the same name has another."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +55,9 @@ class RayServiceView:
     """Name of the RayCluster that serves."""
     message: str = ""
     serve_config: str = ""
+    worker_groups: int = 0
+    image: StoreImage | None = None
+    """Image of the first worker group; None if it names none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,6 @@ class ShardPod:
     """Digest of the template that the pod was made from."""
     is_ready: bool
     is_leaving: bool = False
-    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,14 +93,14 @@ class CorpusView:
 
 @dataclass(frozen=True)
 class Observed:
-    """Everything that the operator saw of a service."""
+    """Everything that the operator observed of a service."""
 
-    kuberay: KubeRay = field(default_factory=KubeRay)
+    is_kuberay_installed: bool = True
+    is_kuberay_recent: bool = True
+    """Whether KubeRay is 1.6 or newer: it serves RayCronJobs."""
     store: RayServiceView | None = None
-    store_image: StoreImage | None = None
-    shard_groups: int = 0
     cluster_digest: str = ""
-    """Digest of what the store's RayCluster was last made to be."""
+    """Digest of the configuration that was last applied to the store's RayCluster."""
     pods: tuple[ShardPod, ...] = ()
     services: Mapping[str, RayServiceView] = field(default_factory=dict)
     """By revision."""
@@ -116,22 +109,22 @@ class Observed:
     engines_ready: Mapping[str, int] = field(default_factory=dict)
     """Number of those engine pods that are ready, by revision."""
     revisions: Mapping[str, EngineRevision] = field(default_factory=dict)
-    """Revisions that ConfigMaps remember, by name."""
+    """Revisions that ConfigMaps hold, by name."""
     selected: str = ""
     """The revision that the gateway's Service selects."""
-    troubles: Mapping[str, str] = field(default_factory=dict)
+    pod_failures: Mapping[str, str] = field(default_factory=dict)
     """Why a pod does not start, by part."""
     calibrations: Mapping[str, JobView] = field(default_factory=dict)
     """By revision."""
     corpora: tuple[CorpusView, ...] = ()
     figures: Figures = field(default_factory=Figures)
     home: str = ""
-    """Namespace of the operator's own pods; empty: not known."""
+    """Namespace of the operator's own pods; empty: unknown."""
 
 
 def ray_service_view(manifest: Manifest) -> RayServiceView:
     """The view of a RayService as the API server returned it."""
-    status = manifest.get("status") or {}
+    spec, status = manifest.get("spec", {}), manifest.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     active = status.get("activeServiceStatus") or {}
@@ -141,24 +134,19 @@ def ray_service_view(manifest: Manifest) -> RayServiceView:
         is_ready=ready.get("status") == "True" or status.get("serviceStatus") == "Running",
         cluster=active.get("rayClusterName", ""),
         message="; ".join([*said, *([ready["message"]] if ready.get("message") else [])])[:1024],
-        serve_config=manifest.get("spec", {}).get("serveConfigV2", ""),
+        serve_config=spec.get("serveConfigV2", ""),
+        worker_groups=len((spec.get("rayClusterConfig") or {}).get("workerGroupSpecs") or []),
+        image=_image_of(spec),
     )
 
 
-def store_image_of(manifest: Manifest) -> StoreImage | None:
-    """The image that a store's RayService gives its shards; None where it names none."""
-    cluster = manifest.get("spec", {}).get("rayClusterConfig") or {}
-    groups = cluster.get("workerGroupSpecs") or []
+def _image_of(spec: Manifest) -> StoreImage | None:
     try:
-        container = groups[0]["template"]["spec"]["containers"][0]
+        cluster = spec["rayClusterConfig"]
+        container = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
         return StoreImage(container["image"], container["imagePullPolicy"], cluster["rayVersion"])
     except (KeyError, IndexError, TypeError):
         return None
-
-
-def shard_groups_of(manifest: Manifest) -> int:
-    """Number of worker groups in a store's RayService."""
-    return len((manifest.get("spec", {}).get("rayClusterConfig") or {}).get("workerGroupSpecs") or [])
 
 
 def job_view(manifest: Manifest) -> JobView:
@@ -166,7 +154,7 @@ def job_view(manifest: Manifest) -> JobView:
     status = manifest.get("status") or {}
     deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     state = JobState.RUNNING
-    # Between two attempts, and before a stop, the job's own status is that of the attempt that has ended.
+    # Between two attempts, and before a suspension, `jobStatus` is that of the last attempt.
     is_between = deployment in ("Retrying", "Suspending")
     if deployment == "Failed" or (job in ("FAILED", "STOPPED") and not is_between):
         state = JobState.FAILED
@@ -186,15 +174,13 @@ def job_view(manifest: Manifest) -> JobView:
 
 def shard_pod(manifest: Manifest) -> ShardPod:
     """The view of a shard's pod."""
-    metadata, status = manifest["metadata"], manifest.get("status") or {}
     index = label_of(manifest, LABEL_SHARD)
     return ShardPod(
-        name=metadata["name"],
+        name=manifest["metadata"]["name"],
         shard=int(index) if index.isdigit() else -1,
         template=label_of(manifest, LABEL_TEMPLATE),
         is_ready=is_pod_ready(manifest),
         is_leaving=is_leaving(manifest),
-        address=status.get("podIP", ""),
     )
 
 
@@ -205,7 +191,7 @@ def is_pod_ready(manifest: Manifest) -> bool:
 
 
 def revision_of(manifest: Manifest) -> tuple[str, EngineRevision] | None:
-    """Name and content of a remembered revision; None for a ConfigMap that holds none."""
+    """Name and content of the revision that a ConfigMap holds; None if it holds none."""
     try:
         values: Mapping[str, Any] = json.loads(manifest["data"][REVISION_KEY])
         return label_of(manifest, LABEL_REVISION), from_manifest(EngineRevision, values, "revision")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer
-from kintsugi_operator.controller.election import LeaseLost, lead
+from kintsugi_operator.controller.election import Candidate, LeaseLost, lead
 from kintsugi_operator.controller.reconcile import utc_now
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.operator import OperatorOptions
@@ -187,9 +187,8 @@ def test_a_lease_goes_with_its_deployment(world: World) -> None:
             async def work() -> None:
                 await asyncio.sleep(3600)
 
-            leading = asyncio.create_task(
-                lead(ApiServer(client), "l", "default", "a", work, QUICK, deployment=NARROW.deployment)
-            )
+            candidate = Candidate(ApiServer(client), "l", "default", "a", NARROW.deployment, QUICK)
+            leading = asyncio.create_task(lead(candidate, work))
             await until(lambda: "l" in world.cluster.named("Lease"))
             await ApiServer(client).delete(DEPLOYMENT, "default", NARROW.deployment)
             assert world.cluster.named("Lease") == []

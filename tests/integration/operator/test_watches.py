@@ -88,7 +88,7 @@ def test_a_service_is_made_without_lists(world: World) -> None:
             await until(lambda: "second-store" in names(it) and f"second-{OLD}" in names(it))
             await it.looks(20)
             assert (world.cluster.writes - applied)["apply RayService"] == 2
-            assert it.pulse.failures == 0
+            assert it.metrics.count("failures") == 0
             assert sum(count for (verb, _), count in it.server.requests.items() if verb == "list") == len(
                 KINDS
             )
@@ -102,7 +102,7 @@ def test_a_changed_object_is_looked_at_when_it_changes(world: World, monkeypatch
 
     async def main() -> None:
         async with operated(world) as it:
-            await until(lambda: it.pulse.looks >= 1)
+            await until(lambda: it.metrics.count("looks") >= 1)
             world.cluster.lose("NetworkPolicy", "acme-deny")
             await until(lambda: "acme-deny" in world.cluster.named("NetworkPolicy"))
             for name in [one for one in world.cluster.named("Pod") if "store" in one]:

@@ -53,9 +53,12 @@ def test_applying_is_server_side_with_our_name() -> None:
 def test_a_status_is_applied_to_its_subresource() -> None:
     path = "/apis/kintsugi.dev/v1alpha1/namespaces/team/blendservices/acme/status"
     conversation = Conversation({("PATCH", path): (200, {})})
-    manifest = {"kind": "BlendService", "metadata": {"name": "acme", "namespace": "team"}, "status": {}}
-    talk(conversation, lambda server: server.apply_status(manifest))
+    metadata = {"name": "acme", "namespace": "team", "resourceVersion": "7"}
+    live = {"kind": "BlendService", "metadata": {**metadata, "labels": {"a": "b"}}, "spec": {}}
+    talk(conversation, lambda server: server.apply_status(live, {"phase": "Running"}))
     assert conversation.asked[0].path == path
+    written = {"apiVersion": "kintsugi.dev/v1alpha1", "kind": "BlendService", "metadata": metadata}
+    assert conversation.asked[0].body == {**written, "status": {"phase": "Running"}}
 
 
 def test_lists_are_read_to_their_end() -> None:

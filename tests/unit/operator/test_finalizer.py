@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from kintsugi_operator.controller.cluster import BLEND_SERVICE
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.reconcile import utc_now
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
@@ -42,7 +42,7 @@ class Operated:
 
     world: World
     server: FakeApiServer
-    pulse: Pulse = field(default_factory=Pulse)
+    metrics: OperatorMetrics = field(default_factory=OperatorMetrics)
 
     @property
     def service(self) -> Manifest:
@@ -59,8 +59,8 @@ class Operated:
 
     async def looks(self, count: int = LOOKS) -> None:
         """Wait until the operator has looked at the service that many times more."""
-        aim = self.pulse.looks + count
-        await until(lambda: self.pulse.looks >= aim)
+        aim = self.metrics.count("looks") + count
+        await until(lambda: self.metrics.count("looks") >= aim)
 
     async def annotate(self, looks: int = LOOKS) -> None:
         """A person changes the object; the operator hears of it, and looks that many times."""
@@ -93,7 +93,7 @@ async def operated(
     """An operator with these settings, on a stand-in of its own or on one that others use, too."""
     it = Operated(world, server or FakeApiServer(world.cluster))
     async with served(it.server.answer) as client, aiohttp.ClientSession() as session:
-        task = asyncio.create_task(operate(client, settings, session, it.pulse))
+        task = asyncio.create_task(operate(client, settings, session, it.metrics))
         try:
             yield it
         finally:

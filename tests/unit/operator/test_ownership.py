@@ -9,6 +9,7 @@ import pytest
 
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.owners import GONE_S
 from kintsugi_operator.controller.reconcile import CONTESTED_S, Reconciler
 from kintsugi_operator.desired.ownership import CLUSTER, NAMESPACE, Claim, decide_claim, forget_operator
@@ -32,6 +33,7 @@ class Shared(World):
                 self.web,
                 lambda: self.now,
                 one,
+                OperatorMetrics(),
                 one.lease.split("/")[0],
             )
             for one in operators

@@ -30,12 +30,10 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
 from kintsugi_operator.observed.views import (
     JobState,
-    KubeRay,
     Observed,
     RayServiceView,
     job_view,
     ray_service_view,
-    store_image_of,
 )
 from tests.unit.operator.specs import NOW, OWNER, names, secret_keys, spec_of, specs
 
@@ -282,9 +280,7 @@ def test_the_store_knows_nothing_of_engines_and_model(spec: BlendServiceSpec) ->
 def running(spec: BlendServiceSpec) -> Observed:
     """What is seen once the store of a spec is there."""
     store = named(objects_of(spec), "RayService", ray_service_name(OWNER.name))
-    return Observed(
-        store=dataclasses.replace(ray_service_view(store), is_ready=True), store_image=store_image_of(store)
-    )
+    return Observed(store=dataclasses.replace(ray_service_view(store), is_ready=True))
 
 
 def test_each_shard_has_a_group_and_volumes_of_its_own() -> None:
@@ -323,7 +319,7 @@ def test_claims_outlive_the_service_unless_told_otherwise() -> None:
 
 def test_a_store_that_shrinks_keeps_its_groups_empty() -> None:
     """KubeRay forgets the pods of a group that is taken away."""
-    observed = dataclasses.replace(running(spec_of(store={"shards": 3})), shard_groups=3)
+    observed = running(spec_of(store={"shards": 3}))
     store = named(objects_of(spec_of(store={"shards": 1}), observed=observed), "RayService", "acme-store")
     groups = store["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert [(one["replicas"], one["minReplicas"], one["maxReplicas"]) for one in groups] == [
@@ -434,9 +430,12 @@ def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str]
     policy = named(objects_of(spec_of(network=told)), "NetworkPolicy", "acme-heads")
     (peer,) = [one for one in policy["spec"]["ingress"][0]["from"] if "kuberay" in str(one["podSelector"])]
     assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    seen = plan_service(spec_of(network=told), OWNER, BEFORE, Observed(KubeRay(True, True)), NOW)
+    seen = plan_service(spec_of(network=told), OWNER, BEFORE, Observed(), NOW)
     (condition,) = [one for one in seen.status.conditions if one.type == "KubeRayReady"]
-    assert condition.message == f"let in from namespace {namespace} alone: network.kuberayNamespace"
+    assert (
+        condition.message
+        == f"network policies admit KubeRay of namespace {namespace} (network.kuberayNamespace)"
+    )
 
 
 def test_without_policies_there_are_none() -> None:

@@ -14,7 +14,7 @@ import pytest
 from kintsugi_operator.api.manifest import API_VERSION
 from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.finalizer import set_finalizer
-from kintsugi_operator.controller.object_metrics import ObjectMetrics
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.controller.scrape import figures
 from kintsugi_operator.desired.compare import drift
@@ -41,10 +41,10 @@ class World:
         self.me = OperatorOptions("", "me", namespaces=("default",)).operator
         self.reconciler = self.restart()
 
-    def restart(self, metrics: ObjectMetrics | None = None) -> Reconciler:
+    def restart(self, metrics: OperatorMetrics | None = None) -> Reconciler:
         """A new process."""
         reads = FakeReads(self.cluster)
-        return Reconciler(self.cluster, reads, self.web, self._clock, self.me, metrics=metrics)
+        return Reconciler(self.cluster, reads, self.web, self._clock, self.me, metrics or OperatorMetrics())
 
     def _clock(self) -> datetime:
         return self.now
@@ -453,7 +453,7 @@ def test_what_belongs_to_another_is_not_taken(world: World) -> None:
     world.look()
     condition = world.condition("Reconciled")
     assert condition["status"] == "False"
-    assert "Service acme-grpc is there already" in condition["message"]
+    assert "Service acme-grpc exists" in condition["message"]
     assert world.cluster.find("Service", "acme-grpc")["spec"] == {"mine": True}
 
 

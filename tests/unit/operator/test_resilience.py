@@ -73,16 +73,13 @@ def test_pods_of_ray_leave_kuberay_the_label_that_its_services_select() -> None:
         assert one["metadata"]["labels"][LABEL_NAME] == "kintsugi"
 
 
-def test_the_head_of_a_store_that_is_there_keeps_the_label_that_its_service_selects() -> None:
-    """KubeRay makes the head Service of a RayCluster once, from the template of that time."""
+def test_a_patch_removes_what_only_the_live_head_has() -> None:
     observed = Observed(store=RayServiceView(is_ready=True, cluster="acme-store-c1"), cluster_digest="old")
     patch = plan_service(spec_of(), OWNER, BEFORE, observed, NOW).cluster_patch
     assert patch is not None
-    for labels, kept in (({LABEL_NAME: "kintsugi", "gone": "x"}, True), ({"gone": "x"}, False)):
-        live = {"spec": {"headGroupSpec": {"template": {"metadata": {"labels": labels}}}}}
-        written = patch.over(live)["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
-        assert written["gone"] is None
-        assert LABEL_NAME not in written, "null would take it away" if kept else ""
+    live = {"spec": {"headGroupSpec": {"template": {"metadata": {"labels": {"gone": "x"}}}}}}
+    written = patch.over(live)["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert written["gone"] is None
 
 
 def terms(template: Manifest, kind: str) -> list[tuple[str, dict[str, str]]]:

@@ -19,7 +19,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi_operator import operator
 from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.queue import KEYS_MAX, ObjectKey, WorkQueue
 from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster
@@ -140,6 +140,10 @@ def test_a_queue_is_bounded() -> None:
     asyncio.run(main())
 
 
+def candidate(cluster: FakeCluster, identity: str) -> Candidate:
+    return Candidate(cluster, "l", "team", identity, terms=QUICK)
+
+
 def resting(leading: set[str], name: str) -> Callable[[], Any]:
     """Work that says who does it."""
 
@@ -156,9 +160,9 @@ def resting(leading: set[str], name: str) -> Callable[[], Any]:
 def test_of_two_one_leads_and_the_other_takes_over() -> None:
     async def main() -> None:
         cluster, leading = FakeCluster(), set[str]()
-        first = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        first = asyncio.create_task(lead(candidate(cluster, "a"), resting(leading, "a")))
         await until(lambda: leading == {"a"})
-        second = asyncio.create_task(lead(cluster, "l", "team", "b", resting(leading, "b"), QUICK))
+        second = asyncio.create_task(lead(candidate(cluster, "b"), resting(leading, "b")))
         await asyncio.sleep(QUICK.lease_s * 2)
         assert leading == {"a"}
         await stopped(first)
@@ -173,11 +177,11 @@ def test_of_two_one_leads_and_the_other_takes_over() -> None:
 def test_a_leader_that_has_died_is_waited_out() -> None:
     async def main() -> None:
         cluster, leading = FakeCluster(), set[str]()
-        dead = Candidate(cluster, "l", "team", "dead", QUICK)
+        dead = candidate(cluster, "dead")
         assert await dead.attempt(0.0)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        task = asyncio.create_task(lead(cluster, "l", "team", "b", resting(leading, "b"), QUICK))
+        task = asyncio.create_task(lead(candidate(cluster, "b"), resting(leading, "b")))
         await until(lambda: leading == {"b"})
         assert loop.time() - begun_s >= QUICK.lease_s
         await stopped(task)
@@ -188,7 +192,7 @@ def test_a_leader_that_has_died_is_waited_out() -> None:
 def test_who_loses_the_lease_ends() -> None:
     async def main() -> None:
         cluster, leading = FakeCluster(), set[str]()
-        task = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        task = asyncio.create_task(lead(candidate(cluster, "a"), resting(leading, "a")))
         await until(lambda: leading == {"a"})
         cluster.is_down = True
         with pytest.raises(LeaseLost, match="team/l"):
@@ -201,7 +205,7 @@ def test_who_loses_the_lease_ends() -> None:
 def test_a_short_silence_is_no_loss() -> None:
     async def main() -> None:
         cluster, leading = FakeCluster(), set[str]()
-        task = asyncio.create_task(lead(cluster, "l", "team", "a", resting(leading, "a"), QUICK))
+        task = asyncio.create_task(lead(candidate(cluster, "a"), resting(leading, "a")))
         await until(lambda: leading == {"a"})
         cluster.is_down = True
         await asyncio.sleep(QUICK.renew_deadline_s / 2)
@@ -219,7 +223,7 @@ def test_work_that_breaks_is_not_hidden() -> None:
             raise ValueError("broken")
 
         with pytest.raises(ValueError, match="broken"):
-            await lead(FakeCluster(), "l", "team", "a", work, QUICK)
+            await lead(candidate(FakeCluster(), "a"), work)
 
     asyncio.run(main())
 
@@ -227,7 +231,7 @@ def test_work_that_breaks_is_not_hidden() -> None:
 def test_of_two_who_write_at_once_one_is_refused() -> None:
     async def main() -> None:
         cluster = FakeCluster()
-        candidates = [Candidate(cluster, "l", "team", name, QUICK) for name in "abc"]
+        candidates = [candidate(cluster, name) for name in "abc"]
         assert sum([await one.attempt(0.0) for one in candidates]) == 1
         live = cluster.find("Lease", "l", "team")
         live["metadata"]["resourceVersion"] = "changed"
@@ -254,22 +258,22 @@ def test_who_may_take_the_lease(there: bool, holder: str, age_s: float, move: Mo
 
 def test_a_renewal_starts_the_wait_anew() -> None:
     sight = Sight("you", "1", 10.0)
-    assert sight.again({"holderIdentity": "you", "renewTime": "1"}, 20.0) == sight
-    assert sight.again({"holderIdentity": "you", "renewTime": "2"}, 20.0).since_s == 20.0
+    assert sight.update({"holderIdentity": "you", "renewTime": "1"}, 20.0) == sight
+    assert sight.update({"holderIdentity": "you", "renewTime": "2"}, 20.0).since_s == 20.0
 
 
 def test_probes_and_metrics(unused_port: int) -> None:
     async def main() -> None:
-        pulse = Pulse()
-        runner = await pulse.serve(unused_port)
+        metrics = OperatorMetrics()
+        runner = await metrics.serve(unused_port)
         url = f"http://127.0.0.1:{unused_port}"
         try:
             async with aiohttp.ClientSession() as session:
                 assert (await session.get(f"{url}/healthz")).status == 200
                 assert (await session.get(f"{url}/leader")).status == 503
-                pulse.is_leader = True
+                metrics.is_leader = True
                 for verb in ("list", "watch", "get", "patch", "delete"):
-                    pulse.count_request(verb)
+                    metrics.count_request(verb)
                 assert (await session.get(f"{url}/leader")).status == 200
                 text = await (await session.get(f"{url}/metrics")).text()
                 assert "kintsugi_operator_leader 1" in text

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kintsugi_operator.controller.cluster import POD, RAY_SERVICE, Refused, Resource
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.reconcile import Reconciler
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
@@ -33,7 +34,7 @@ class Behind(FakeReads):
 
 
 def with_reads(world: World, reads: Behind) -> Reconciler:
-    return Reconciler(world.cluster, reads, world.web, lambda: world.now, world.me)
+    return Reconciler(world.cluster, reads, world.web, lambda: world.now, world.me, OperatorMetrics())
 
 
 @pytest.fixture

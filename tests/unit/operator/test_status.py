@@ -14,8 +14,7 @@ from kintsugi_operator.api.crd import COLUMNS, crds
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.api.status import BlendServiceStatus
 from kintsugi_operator.controller.events import BURST, REFILL_S, EventRecorder
-from kintsugi_operator.controller.object_metrics import OBJECTS_MAX, ObjectMetrics
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OBJECTS_MAX, OperatorMetrics
 from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.pods import Manifest
@@ -288,9 +287,9 @@ def test_an_event_that_is_refused_does_not_stop_the_work(
     assert "no Event for Created" in caplog.text
 
 
-def samples(pulse: Pulse, metric: str) -> dict[str, float]:
+def samples(metrics: OperatorMetrics, metric: str) -> dict[str, float]:
     """Labels in braces, and the value."""
-    lines = [line for line in pulse.text().splitlines() if line.startswith(f"{metric}{{")]
+    lines = [line for line in metrics.text().splitlines() if line.startswith(f"{metric}{{")]
     return {line.rpartition(" ")[0].removeprefix(metric): float(line.rpartition(" ")[2]) for line in lines}
 
 
@@ -298,65 +297,66 @@ ACME = '{kind="BlendService",name="acme",namespace="default"'
 
 
 def test_each_object_has_metrics_until_it_is_gone(world: World) -> None:
-    pulse = Pulse()
-    world.reconciler = world.restart(pulse.objects)
+    metrics = OperatorMetrics()
+    world.reconciler = world.restart(metrics)
     world.make()["metadata"]["creationTimestamp"] = (world.now - timedelta(seconds=5)).isoformat()
     world.settle()
-    assert samples(pulse, "kintsugi_operator_time_to_ready_seconds") == {}
+    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {}
     world.now += timedelta(seconds=30)
     world.kuberay.serve("acme-store")
     world.kuberay.serve(f"acme-{OLD}")
     world.settle()
-    assert samples(pulse, "kintsugi_operator_time_to_ready_seconds") == {f"{ACME}}}": 35.0}
-    assert samples(pulse, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 0.0}
-    held = samples(pulse, "kintsugi_operator_condition")
+    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {f"{ACME}}}": 35.0}
+    assert samples(metrics, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 0.0}
+    held = samples(metrics, "kintsugi_operator_condition")
     assert {value for labels, value in held.items() if 'condition="Ready"' in labels} == {1.0}
-    pulse.objects.forget(ObjectKey("BlendService", "default", "acme"))
-    assert "acme" not in pulse.text()
+    metrics.forget(ObjectKey("BlendService", "default", "acme"))
+    assert "acme" not in metrics.text()
 
 
 def test_a_status_that_cannot_be_written_lags(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    pulse = Pulse()
-    world.reconciler = world.restart(pulse.objects)
+    metrics = OperatorMetrics()
+    world.reconciler = world.restart(metrics)
     world.up()
     change_spec(world, store={"shards": 2})
 
-    async def silent(manifest: Manifest) -> None:
+    async def silent(live: Manifest, status: Manifest) -> None:
         raise Unavailable("no answer")
 
     monkeypatch.setattr(world.cluster, "apply_status", silent)
     with pytest.raises(Unavailable):
         world.look()
-    assert samples(pulse, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 1.0}
+    assert samples(metrics, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 1.0}
 
 
 def test_looks_are_timed_and_failures_named() -> None:
-    metrics, key = ObjectMetrics(), ObjectKey("BlendService", "team", "acme")
+    metrics, key = OperatorMetrics(), ObjectKey("BlendService", "team", "acme")
     with metrics.time_look(key):
         pass
     with pytest.raises(Unavailable), metrics.time_look(key):
         raise Unavailable("no answer")
-    families = {one.name: one.samples for one in metrics.collect()}
-    looks = {one.name: one.value for one in families["kintsugi_operator_reconcile_seconds"]}
-    assert looks["kintsugi_operator_reconcile_seconds_count"] == 2
-    (failures,) = families["kintsugi_operator_reconcile_failures"]
-    (error,) = families["kintsugi_operator_last_error_timestamp_seconds"]
-    assert (failures.value, error.labels["error"]) == (1, "Unavailable")
+    with pytest.raises(ValueError), metrics.time_look(key):
+        raise ValueError("ours")
+    assert (metrics.count("looks"), metrics.count("failures")) == (3, 2)
+    labels = '{kind="BlendService",name="acme",namespace="team"}'
+    assert samples(metrics, "kintsugi_operator_reconcile_seconds_count") == {labels: 3}
+    assert samples(metrics, "kintsugi_operator_reconcile_failures_total") == {labels: 2}
+    (error,) = samples(metrics, "kintsugi_operator_last_error_timestamp_seconds")
+    assert 'error="ValueError"' in error
 
 
 def test_the_number_of_objects_with_metrics_is_bounded() -> None:
-    metrics = ObjectMetrics()
+    metrics = OperatorMetrics()
     for index in range(OBJECTS_MAX + 10):
         with metrics.time_look(ObjectKey("BlendService", "team", str(index))):
             pass
-    (lag,) = [one for one in metrics.collect() if one.name == "kintsugi_operator_generation_lag"]
-    assert len(lag.samples) == OBJECTS_MAX
+    assert len(samples(metrics, "kintsugi_operator_generation_lag")) == OBJECTS_MAX
+    assert len(samples(metrics, "kintsugi_operator_reconcile_seconds_count")) == OBJECTS_MAX
 
 
 def test_a_ready_object_that_a_new_operator_finds_has_no_time_to_ready(world: World) -> None:
     world.up()
-    metrics = ObjectMetrics()
+    metrics = OperatorMetrics()
     world.reconciler = world.restart(metrics)
     asyncio.run(world.reconciler.service("default", "acme"))
-    (ready,) = [one for one in metrics.collect() if one.name == "kintsugi_operator_time_to_ready_seconds"]
-    assert ready.samples == []
+    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {}

@@ -19,7 +19,7 @@ from kintsugi.quality.shadow import ShadowCounts
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.eviction.reuse import Counters
 from kintsugi.store.shard.metrics import ShardMetrics
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OperatorMetrics
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -83,12 +83,12 @@ def surface() -> dict[str, dict[str, str]]:
 
 def families() -> dict[str, dict[str, Family]]:
     """Every family by process and name."""
-    pulse = Pulse()
+    metrics = OperatorMetrics()
     return {
         "shard": _shard(),
         "gateway": asyncio.run(_gateway()),
         "engine": {**_engine(), **_families(_registry_of(ShadowCounts()))},
-        "operator": _families(_registry_of(pulse, pulse.objects)),
+        "operator": _families(metrics.registry),
     }
 
 

@@ -29,7 +29,7 @@ from kintsugi.store.client.directory import DIRECTORY_SERVICE
 from kintsugi.store.protocol.status import ERROR_METADATA
 from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
 from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
-from kintsugi_operator.controller.pulse import Pulse
+from kintsugi_operator.controller.metrics import OperatorMetrics
 from tests.unit.surface.python_api import fields_of
 
 
@@ -106,7 +106,7 @@ def http_routes() -> dict[str, list[str]]:
 
 
 async def _operator_routes() -> list[str]:
-    runner = await Pulse().serve(0)
+    runner = await OperatorMetrics().serve(0)
     try:
         return sorted(f"{route.method} {route.resource.canonical}" for route in runner.app.router.routes())
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi_operator.objects.names import LABEL_PART
 from kintsugi_operator.objects.pods import Manifest
-from kintsugi_operator.observed.troubles import trouble_of, troubles_of
+from kintsugi_operator.observed.pod_failures import describe_failure, list_pod_failures
 from tests.unit.operator.specs import NOW
 
 LONG_AGO, JUST_NOW = "2026-11-21T11:57:00Z", "2026-11-21T11:59:30Z"
@@ -39,38 +39,38 @@ def waiting(reason: str, message: str = "", ended: str = "") -> dict[str, Any]:
         ),
         (
             waiting("CrashLoopBackOff", "back-off 40s", "OOMKilled"),
-            "it ends again and again (OOMKilled)",
+            "it crashes repeatedly (OOMKilled)",
         ),
-        (waiting("CrashLoopBackOff", "back-off 80s"), "it ends again and again (see its log)"),
+        (waiting("CrashLoopBackOff", "back-off 80s"), "it crashes repeatedly (see its log)"),
         (
             {"initContainerStatuses": [], **waiting("ContainerCreating")},
             "a Secret, ConfigMap or claim that it mounts may be missing",
         ),
         (
             {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]},
-            "no node takes it",
+            "it cannot be scheduled",
         ),
     ],
 )
 def test_a_pod_says_why(status: dict[str, Any], says: str) -> None:
-    said = trouble_of(pod(**status), NOW)
+    said = describe_failure(pod(**status), NOW)
     assert said.startswith(says)
     assert bool(said) == bool(says)
 
 
 def test_a_pod_that_was_just_made_may_still_get_its_volumes() -> None:
-    assert trouble_of(pod(JUST_NOW, **waiting("ContainerCreating")), NOW) == ""
-    assert trouble_of(pod(JUST_NOW, **waiting("ErrImagePull")), NOW)
+    assert describe_failure(pod(JUST_NOW, **waiting("ContainerCreating")), NOW) == ""
+    assert describe_failure(pod(JUST_NOW, **waiting("ErrImagePull")), NOW)
 
 
-def test_a_pod_that_goes_is_no_trouble() -> None:
+def test_a_pod_that_terminates_has_not_failed() -> None:
     one = pod(**waiting("ErrImagePull"))
     one["metadata"]["deletionTimestamp"] = LONG_AGO
-    assert trouble_of(one, NOW) == ""
+    assert describe_failure(one, NOW) == ""
 
 
 def test_the_first_of_each_part_is_named() -> None:
-    found = troubles_of(
+    found = list_pod_failures(
         [
             pod(name="b", **waiting("ErrImagePull")),
             pod(name="a", **waiting("InvalidImageName", "no")),

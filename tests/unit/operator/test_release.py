@@ -1,11 +1,11 @@
-"""An operator that is removed for good lets its services go, even if the API server refuses it once."""
+"""An operator that is removed for good releases its services, even if the API server refuses it once."""
 
 from __future__ import annotations
 
 import pytest
 
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, Refused, Resource
-from kintsugi_operator.controller.farewell import take_leave
+from kintsugi_operator.controller.finalizer import release_services
 from kintsugi_operator.controller.index import Index
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
@@ -33,24 +33,24 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def leave(world: World) -> None:
-    """The operator's last act, after its Deployment was deleted."""
+def release(world: World) -> None:
+    """What the operator does last, after its Deployment was deleted."""
     index = Index()
     shelf = index.shelves[BLEND_SERVICE, ""]
     live = world.cluster.find("BlendService", "acme")
     shelf.replace([shelf.pack(live)], int(live["metadata"]["resourceVersion"]))
-    run(take_leave(world.cluster, index, world.me, home="default", deployment="operator"))
+    run(release_services(world.cluster, index, world.me, home="default", deployment="operator"))
 
 
 @pytest.mark.parametrize("is_refusing", [False, True], ids=["at once", "after a refused write"])
-def test_services_are_let_go_and_belong_to_nobody(
+def test_services_are_released_and_have_no_owner(
     world: World, monkeypatch: pytest.MonkeyPatch, is_refusing: bool
 ) -> None:
     live = world.cluster.find("BlendService", "acme")
     assert live["metadata"]["finalizers"] == [FINALIZER]
     assert live["status"]["operator"]["lease"] == world.me.lease
     monkeypatch.setattr(world.cluster, "is_refusing", is_refusing)
-    leave(world)
+    release(world)
     live = world.cluster.find("BlendService", "acme")
     assert live["metadata"]["finalizers"] == []
     assert not live["status"].get("operator", {}).get("lease")
