@@ -61,7 +61,7 @@ class OracleAnswer:
 
 def measured_layers(selector: str, check_layer: int, ratio: float, num_layers: int) -> range:
     """Layers at which a selector compares loaded with fresh KV, and so leaves fresh KV of all that it saw."""
-    if selector in ("random", "chunk_head", "query", "prior") or not 0 < ratio < 1:
+    if selector in ("random", "chunk_head", "query") or not 0 < ratio < 1:
         return range(0)
     check = min(check_layer, num_layers - 1)
     return range(check, num_layers if selector == "hkvd_gradual" else check + 1)
@@ -181,17 +181,6 @@ class Oracle:
         for watch in watched.values():
             total[hit] += watch.weights[hit]
         return total
-
-    def prior(self, lead: Sequence[int], other_lead: Sequence[int], chunk: Sequence[int]) -> Tensor:
-        """fp32 `[chunk tokens]`: squared distance of each token's K and V behind `lead` from those behind
-        `other_lead`, ÷ the mean squared norm behind `lead`; mean over layers."""
-        mine, theirs = self.cached(lead, chunk), self.cached(other_lead, chunk)
-        pairs = [
-            *zip(mine.keys_before_rope, theirs.keys_before_rope, strict=True),
-            *zip(mine.values, theirs.values, strict=True),
-        ]
-        moved = [(one - other).square().sum((1, 2)) / one.square().sum((1, 2)).mean() for one, other in pairs]
-        return torch.stack(moved).sum(0) / self.num_layers
 
     def full(self, prompt: Sequence[int], continuation: Sequence[int] = ()) -> OracleAnswer:
         """Log-probabilities of an ordinary full prefill."""

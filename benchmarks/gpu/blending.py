@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, KVLayout, LayerFrame
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, LayerFrame
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.codecs import DTYPES, encode_frame
 from kintsugi.fusor.loader import LayerLoader, placements_of
-from kintsugi.fusor.priors import PRIOR, encode_scores
-from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.fusor.sliced import PassStatus
 from tests.fakes.paged_stack import VOCAB, ModelShape, PagedModel, PagedStack
 
@@ -42,7 +40,6 @@ MAIN_SELECTIONS = {
 SELECTIONS = {
     **MAIN_SELECTIONS,
     "hybrid r=.15": Selection(0.15, SelectorName.HYBRID, 1),
-    "prior r=.15": Selection(0.15, SelectorName.PRIOR),
     "gradual@1 r=.15": Selection(0.15, SelectorName.HKVD_GRADUAL, 1),
 }
 """Every way to select that takes operations of its own. The main ones are timed at every length."""
@@ -55,7 +52,7 @@ WAITS_A_PASS_MAX = 0
 
 @dataclass(frozen=True)
 class Prompt:
-    """`CHUNKS` chunks of one size, with priors, and a question. All layers of a chunk are the same bytes, so
+    """`CHUNKS` chunks of one size, and a question. All layers of a chunk are the same bytes, so
     that a model of 80 layers fits into the host's memory; every layer is copied, decoded and, where xxhash is
     installed, verified all the same."""
 
@@ -64,8 +61,6 @@ class Prompt:
     manifests: dict[ChunkKey, ChunkManifest]
     frames: dict[ChunkKey, memoryview]
     """Each layer's."""
-    priors: dict[ChunkKey, memoryview]
-    """The frames before the layers."""
 
     @property
     def frame_bytes(self) -> int:
@@ -73,12 +68,11 @@ class Prompt:
         return sum(len(frame) for frame in self.frames.values())
 
     def stream(self, keys: list[ChunkKey], layers: range) -> Iterator[LayerFrame]:
-        """The frames of `layers`, which may begin with `PRIOR_LAYER`, as a store streams them. Raises
-        `Corrupted`."""
+        """The frames of `layers`, as a store streams them. Raises `Corrupted`."""
         for layer in layers:
             for index, key in enumerate(keys):
                 manifest = self.manifests[key]
-                frame = self.priors[key] if layer == PRIOR_LAYER else self.frames[key]
+                frame = self.frames[key]
                 if not manifest.frame_is_intact(layer, HeadRange(0, manifest.layout.num_kv_heads), frame):
                     raise Corrupted(f"layer {layer} of {key} is not what was made")
                 yield LayerFrame(index, layer, frame)
@@ -89,23 +83,21 @@ def prompt_of(shape: ModelShape, context: int, codec: Codec, dtype: str) -> Prom
     token_ids = torch.randint(0, VOCAB, (context,), generator=generator)
     size = (context - QUESTION) // CHUNKS
     layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype)
-    manifests, frames, priors, hits = {}, {}, {}, []
+    manifests, frames, hits = {}, {}, []
     for index in range(CHUNKS):
         start = index * size
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
         drawn = torch.randn(2, size, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPES[dtype])
         frame = encode_frame(drawn[0], drawn[1], codec)
-        prior = encode_scores(torch.rand(size, generator=generator)).numpy().data
-        every_frame = [prior, *[frame] * shape.layers]
-        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, every_frame, (PRIOR,))
-        frames[key], priors[key] = frame, prior
+        every_frame = [frame] * shape.layers
+        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, every_frame)
+        frames[key] = frame
         hits.append(ChunkHit(start, start + size, key))
-    return Prompt(token_ids, tuple(hits), manifests, frames, priors)
+    return Prompt(token_ids, tuple(hits), manifests, frames)
 
 
 def loader_of(prompt: Prompt, plan: BlendPlan, model: PagedModel) -> LayerLoader:
-    keys, with_priors = [hit.key for hit in plan.hits], depends_on_prior(plan.selection)
-    layers = range(PRIOR_LAYER if with_priors else 0, model.shape.layers)
+    keys, layers = [hit.key for hit in plan.hits], range(model.shape.layers)
     return LayerLoader(
         lambda share: prompt.stream(keys[share], layers),
         placements_of(plan, prompt.manifests, 0, len(prompt.token_ids)),
@@ -114,7 +106,6 @@ def loader_of(prompt: Prompt, plan: BlendPlan, model: PagedModel) -> LayerLoader
         model.shape.kv_heads,
         depth=DEPTH,
         patience_s=PATIENCE_S,
-        with_priors=with_priors,
     )
 
 

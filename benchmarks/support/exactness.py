@@ -145,8 +145,7 @@ def measure_oracle(quick: bool) -> list[Figure]:
         prompt = ChunkPrompt.make(QUICK_SIZES, question=21, seed=9)
         oracle = Oracle(make_checkpoint_once(shape))
         hits = [(span.start, span.end) for span in prompt.spans]
-        # Without priors, `prior` would recompute every chunk in full.
-        with engine(shape, extra={"priors": True}, max_model_len=4096, dtype="float32") as running:
+        with engine(shape, max_model_len=4096, dtype="float32") as running:
             store_chunks(running, prompt)
             for selector, ratio in SELECTIONS:
                 params = KintsugiParams(

@@ -28,7 +28,7 @@ PROBED, CORRECTIONS = 12, 4
 CORRECTION_MIN = 0.002
 """Smallest correction of a cost: a smaller one may not change a ratio of three digits."""
 BATCH = 64
-HKVD = (SelectorName.HKVD, SelectorName.HKVD_K, SelectorName.HKVD_V, SelectorName.HKVD_GRADUAL)
+HKVD = (SelectorName.HKVD, SelectorName.HKVD_GRADUAL)
 
 
 @dataclass

@@ -95,7 +95,7 @@ def test_what_a_blend_is_read_as_by_the_documentation(dry: dict[str, Any]) -> No
     assert {"machine", "date", "sections"} <= set(dry["config"])
     figures = {figure["name"]: figure for figure in dry["figures"]}
     assert figures["gpu_failures"]["value"] == 0
-    assert "prior r=.15: " in figures["gpu_pass_speedup_tiny_200"]["detail"]
+    assert "hybrid r=.15: " in figures["gpu_pass_speedup_tiny_200"]["detail"]
 
 
 def plan_of(deadline_s: float = float("inf")) -> benchmark.Plan:

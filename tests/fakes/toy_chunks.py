@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.layout import (
-    FORMAT,
-    PLAIN_FORMAT,
-    PRIOR_LAYER,
     ChunkLost,
     ChunkManifest,
     Codec,
@@ -25,8 +22,6 @@ from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
-from kintsugi.fusor.priors import PRIOR
-from kintsugi.fusor.selectors import depends_on_prior
 from tests.fakes.toy_stack import HEAD_DIM, ToyModel
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "toy")
@@ -37,13 +32,9 @@ def manifest_of(
     layout: KVLayout,
     frames: Sequence[memoryview],
     codec: Codec = Codec.RAW,
-    prior: memoryview | None = None,
 ) -> ChunkManifest:
-    """`frames`: the layers'; `prior`: the prior frame, if there is one."""
     head_bytes = layout.head_bytes(codec, len(token_ids))
     digests = [digests_of(frame, head_bytes) for frame in frames]
-    if prior is not None:
-        digests.insert(0, digests_of(prior, len(token_ids)))
     return ChunkManifest(
         key=ChunkKey.of(SPACE, token_ids),
         space_digest=SPACE.digest,
@@ -54,8 +45,6 @@ def manifest_of(
         codec=codec,
         anchor=None,
         digests=b"".join(digests),
-        format=PLAIN_FORMAT if prior is None else FORMAT,
-        priors=() if prior is None else (PRIOR,),
     )
 
 
@@ -71,8 +60,6 @@ class ToyPrompt:
     """(layer, key) where the stream says `ChunkLost`."""
     gate: Callable[[int], None] = lambda layer: None
     """Called by the stream before it yields anything of a layer: a test may block there."""
-    without_prior: frozenset[int] = frozenset()
-    """Chunks, by their place in `spans`, that were saved without a prior."""
     opened: list[BlendPlan] = field(default_factory=list)
     loaders: list[LayerLoader] = field(default_factory=list)
 
@@ -83,19 +70,12 @@ class ToyPrompt:
         self.hits: list[ChunkHit] = []
         self.isolated: list[tuple[Tensor, Tensor]] = []
         """Per span: K before RoPE and V, `[layers, tokens, kv_heads, head_dim]`, as stored: fp32."""
-        self.priors: dict[ChunkKey, memoryview] = {}
-        """Bytes that the test draws: what they mean is of no concern to a blend."""
-        generator = torch.Generator().manual_seed(11)
-        for place, (start, end) in enumerate(self.spans):
+        for start, end in self.spans:
             run = self.model.dense(torch.cat((self.token_ids[: self.prefix], self.token_ids[start:end])))
             raw = run.keys_before_rope[:, self.prefix :].float()
             value = run.values[:, self.prefix :].float()
             frames = [encode_frame(raw[i], value[i], Codec.RAW) for i in range(self.model.layers)]
-            drawn = torch.randint(0, 256, (end - start,), generator=generator, dtype=torch.uint8)
-            prior = None if place in self.without_prior else memoryview(bytes(drawn.tolist()))
-            manifest = manifest_of(self.token_ids[start:end].tolist(), layout, frames, prior=prior)
-            if prior is not None:
-                self.priors[manifest.key] = prior
+            manifest = manifest_of(self.token_ids[start:end].tolist(), layout, frames)
             self.frames[manifest.key], self.manifests[manifest.key] = frames, manifest
             self.hits.append(ChunkHit(start, end, manifest.key))
             self.isolated.append((raw, value))
@@ -122,14 +102,12 @@ class ToyPrompt:
             self.model.kv_heads,
             depth=depth,
             patience_s=20.0,
-            with_priors=depends_on_prior(plan.selection),
         )
         self.loaders.append(loader)
         return loader
 
     def stream(self, plan: BlendPlan, share: slice = slice(None)) -> Frames:
-        first_layer = PRIOR_LAYER if depends_on_prior(plan.selection) else 0
-        return self._stream([hit.key for hit in plan.hits[share]], first_layer)
+        return self._stream([hit.key for hit in plan.hits[share]], 0)
 
     def _stream(self, keys: Sequence[ChunkKey], first_layer: int) -> Iterator[LayerFrame | ChunkLost]:
         gone: set[ChunkKey] = set()
@@ -139,16 +117,8 @@ class ToyPrompt:
                 if (layer, key) in self.lost:
                     gone.add(key)
                     yield ChunkLost(chunk, layer, "the test lost it")
-                elif layer == PRIOR_LAYER and key not in gone:
-                    if key in self.priors:
-                        yield LayerFrame(chunk, layer, self.priors[key])
                 elif key not in gone:
                     yield LayerFrame(chunk, layer, self.frames[key][layer])
-
-    def prior(self, position: int) -> int:
-        """The stored byte of the token at `position`."""
-        ((hit, start),) = ((hit, hit.start) for hit in self.hits if hit.start <= position < hit.end)
-        return self.priors[hit.key][position - start]
 
     def loaded(self, layer: int) -> tuple[Tensor, Tensor]:
         """What is loaded at a layer in prompt order, after RoPE; zero outside the hits."""

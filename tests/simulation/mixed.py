@@ -192,7 +192,7 @@ def _ask(kind: str, pool: Sequence[tuple[int, ...]], generator: random.Random) -
         NAMESPACE,
         spans=tuple(spans),
         ratio=generator.choice((0.0, 0.05, 0.15, 0.5, 1.0)),
-        selector=generator.choice([name for name in SelectorName if name is not SelectorName.PRIOR]),
+        selector=generator.choice(list(SelectorName)),
     )
     return Ask(kind, _scored(Prompt(token_ids, params, max_tokens)), tuple(chunks), arrives, aborted)
 

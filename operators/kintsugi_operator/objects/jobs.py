@@ -39,7 +39,7 @@ BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
 LOADING = ("load_format", "trust_remote_code")
 """Arguments without which some models cannot be loaded: corpora may override them."""
-SHARED = ("portable", "query_layers", "priors")
+SHARED = ("portable", "query_layers")
 """Keys of the connector's configuration that decide how well a model blends."""
 RETRIES = 2
 """Retries of a corpus's job: each continues where the last one stopped."""
@@ -199,8 +199,6 @@ def corpus_command(
         flat.append("--no-portable")
     if service.engines.connector.get("plain_copies") is False:
         flat.append("--no-plain-copies")
-    if service.engines.connector.get("priors") is True:
-        flat.append("--priors")
     if corpus.retire_old_editions:
         flat.append("--retire")
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]

@@ -141,12 +141,10 @@ def open_session(
     max_tokens: int,
     trust: Trust,
     context: str = NONE,
-    with_priors: bool = False,
     dtype: str = "auto",
 ) -> Iterator[Session]:
     """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end. ``context`` is as
-    for `tokenize_context`; ``with_priors`` is whether the selector `prior` will be asked for; ``dtype`` is
-    vLLM's, of weights and KV."""
+    for `tokenize_context`; ``dtype`` is vLLM's, of weights and KV."""
     prepare_model(screen, model.path)
     with screen.step("Reading the tokenizer"):
         positions_max = read_context_length(model.path)
@@ -172,7 +170,6 @@ def open_session(
                     "prefix_token_ids": list(prompt.prefix),
                     "context_token_ids": list(context_ids),
                     "loading_controller": False,  # the one prompt is blended, whatever it takes
-                    "priors": with_priors,
                     **trust.extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),

@@ -78,9 +78,7 @@ class SelectorName(StrEnum):
     """Selectors that `fusor.selectors` registers."""
 
     HKVD = "hkvd"
-    """High KV deviation at the check layer, K and V together; one set for every deeper layer."""
-    HKVD_K = "hkvd_k"
-    HKVD_V = "hkvd_v"
+    """High KV deviation at the check layer; one set for every deeper layer."""
     HKVD_GRADUAL = "hkvd_gradual"
     """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
     CHUNK_HEAD = "chunk_head"
@@ -91,8 +89,6 @@ class SelectorName(StrEnum):
     """Chunk heads, and what the question attends to where it deviates at the check layer."""
     RANDOM = "random"
     """Control."""
-    PRIOR = "prior"
-    """What scored highest when the chunk was saved: needs chunks that were saved with a prior."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
 from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
-from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of, prior_text_of
+from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
 from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.parking import Parking
@@ -97,7 +97,6 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             binding = binding_of(vllm_config, config)
             salts = Salts(store).start()
             discovery = Discovery(config.discovery, salts, partial(load_token_classes, vllm_config))
-            prior_text = prior_text_of(config, vllm_config)
             self._side = SchedulerSide(
                 config=config,
                 store=store,
@@ -106,7 +105,6 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 salts=salts,
                 fingerprint=binding.model,
                 prefix_token_ids=prefix_of(config, vllm_config),
-                prior_text=prior_text,
                 hash_block_size=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
                 declined_because=(
                     find_unsupported(vllm_config)
@@ -122,7 +120,6 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     config,
                     _block_sizes(kv_cache_config),
                     find_chunk_reach(vllm_config, kv_cache_config),
-                    prior_text,
                 ),
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 has_windows=has_windows(kv_cache_config),

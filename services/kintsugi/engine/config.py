@@ -150,11 +150,6 @@ class EngineConfig:
     """How chunks are stored: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
     keep a chunk's first tokens in 16 bit. What is loaded is decoded as it was stored, whatever this says."""
 
-    priors: bool = False
-    """Whether chunks are saved with a prior for the selector `prior`: one byte a token, and a second prefill
-    of the chunk behind the prefix and other text. Saving computes at least twice as much, since nothing of
-    the second prefill is cached. Such chunks have stored format 3 (docs/adr/0009)."""
-
     loading_controller: bool = True
     """Prefill a prompt in full where a blend is predicted to be slower, recompute chunks that load slowly,
     and raise the ratio where loading hides it. Off: blend whatever can be, as asked; for measuring."""

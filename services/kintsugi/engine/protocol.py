@@ -56,28 +56,11 @@ class SaveJob:
     """The tier that the store keeps it in; empty: its client's default."""
     is_audit: bool = False
     """Compare the chunk with what the store holds under its key, and store nothing."""
-    other_lead: tuple[int, ...] | None = None
-    """The tokens that the chunk is prefilled behind once more, for its prior. None: it gets none."""
     ttl_s: float = 0.0
     """Lifetime of the chunk; 0: the store's default."""
     erasures_seen: str = ""
     """Cursor behind the erasures that were obeyed when the save began. Saves that requests ask for have
     none."""
-
-    @property
-    def prefill_tokens(self) -> int:
-        """How many tokens its longer prefill computes. Nothing of the second is cached, so that one may be
-        the longer by a whole prefix."""
-        return max(len(self.tokens.token_ids), self._second_tokens)
-
-    @property
-    def computed_tokens(self) -> int:
-        """How many tokens both of its prefills compute."""
-        return len(self.tokens.token_ids) + self._second_tokens
-
-    @property
-    def _second_tokens(self) -> int:
-        return 0 if self.other_lead is None else len(self.other_lead) + self.chunk_end - self.chunk_start
 
 
 @dataclass(frozen=True)

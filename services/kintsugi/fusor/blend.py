@@ -4,8 +4,8 @@ For each layer: `fetch_kv` (the loader has already started it), write the loaded
 the selector filter the hit tokens, and `prefill_layer` for the tokens that are active. The question and
 missed tokens are always active; hit tokens that are exact as loaded are active only at a ratio of 1. If the
 selector needs to know what the question attends to, the question first runs alone through the first layers
-(`fusor.question`); if it needs the chunks' priors, those are loaded before the first layer. The pass is cut
-into units of bounded work, so that an engine can run a few of them between two decode steps.
+(`fusor.question`). The pass is cut into units of bounded work, so that an engine can run a few of them
+between two decode steps.
 
 Cost, in token-layers: the active tokens of every layer; plus, at each layer that filters by deviation,
 `projection_share` of every token that was active before (including the question, whose K and V are projected
@@ -25,10 +25,10 @@ from torch import Tensor
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
 from kintsugi.fusor.gaps import find_left_out, find_question
-from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadedPriors, LoadFailed
+from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from kintsugi.fusor.question import QuestionPass
-from kintsugi.fusor.selectors import Candidates, Selector, Signal, make_selector
+from kintsugi.fusor.selectors import Candidates, Selector, make_selector
 from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
 from kintsugi.fusor.stack import DecoderStack, Hidden
 from kintsugi.fusor.staging import upload
@@ -220,10 +220,7 @@ class BlendPass(SlicedWork):
         filters = 0 < ratio < 1 and self._num_candidates > 0
         self._activate(self._initial_set(filters, ratio))
         self._attention = None
-        self._prior = None
         written = 0
-        if filters and selector.uses_prior:
-            self._prior = yield from self._fetch_priors()
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector)
             written = max(selector.query_layers)  # which itself was only projected
@@ -336,14 +333,6 @@ class BlendPass(SlicedWork):
         self.tally.bytes_loaded += loaded.num_bytes
         return loaded
 
-    def _fetch_priors(self) -> Units[Tensor]:
-        """Take the priors of the hit tokens, `[hit tokens]`, the same on every rank: ranks may have read
-        copies that different engines saved, so tokens rank by the sum of all ranks' scores."""
-        loaded = yield from self._wait_for(self._poll_priors)
-        self.tally.bytes_loaded += loaded.num_bytes
-        scores = upload(loaded.scores, self._stack.device)
-        return scores if self._stack.world_size == 1 else self._stack.sum_over_ranks(scores.float())
-
     def _wait_for(self, poll: Callable[[float], T | None]) -> Units[T]:
         """Poll until something has arrived; yields `WAITING` meanwhile. `poll` takes the seconds waited."""
         asked = time.perf_counter()
@@ -360,22 +349,6 @@ class BlendPass(SlicedWork):
                 return arrived
             yield WAITING
             self.watch.stop()
-
-    def _poll_priors(self, waited_s: float) -> LoadedPriors | None:
-        """Poll the loader once. Raises `LoadFailed`, on every rank if on any: ranks must choose alike."""
-        assert self._loader is not None
-        loader, alone = self._loader, self._stack.world_size == 1
-        loaded = None
-        try:
-            loaded = loader.take_priors(POLL_S if alone else loader.patience_s)
-            if loaded is None and not (alone and waited_s <= loader.patience_s):
-                raise self._time_out(loader, "the priors")
-        except LoadFailed as failure:
-            if alone:
-                raise
-            self._lost = failure
-        self._agree_on_losses()
-        return loaded
 
     def _poll_loader(self, layer: int, waited_s: float) -> LoadedLayer | None:
         """Poll the loader once. Raises `LoadFailed`."""
@@ -431,24 +404,20 @@ class BlendPass(SlicedWork):
         active = self._active
         deviation = None
         if signal:
-            measuring = self._measure_deviation(layer, hidden, loaded, signal)
-            deviation = yield from self._time_units(measuring)
+            deviation = yield from self._time_units(self._measure_deviation(layer, hidden, loaded))
         positions = active.positions[active.candidates]
-        attention, prior = (
-            None if known is None else known[torch.searchsorted(self._hits, positions)]
-            for known in (self._attention, self._prior)
-        )
+        attention = None
+        if self._attention is not None:
+            attention = self._attention[torch.searchsorted(self._hits, positions)]
         kept = selector.keep(
-            layer, Candidates(positions, self._offsets, self._num_candidates, attention, deviation, prior)
+            layer, Candidates(positions, self._offsets, self._num_candidates, attention, deviation)
         )
         self._offsets = self._offsets[kept]
         active, rows = active.keep(kept)
         self._activate(active)
         return hidden.take(rows)
 
-    def _measure_deviation(
-        self, layer: int, hidden: Hidden, loaded: LoadedLayer, signal: Signal
-    ) -> Units[Tensor]:
+    def _measure_deviation(self, layer: int, hidden: Hidden, loaded: LoadedLayer) -> Units[Tensor]:
         """Squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over heads.
 
         Tokens that were not loaded are compared with some other token, and left out at the end: to leave them
@@ -460,12 +429,8 @@ class BlendPass(SlicedWork):
         for rows, batch in self._cut.units:
             fresh = self._stack.project_kv(layer, hidden.take(rows), batch)
             row = loaded_rows[rows]
-            part = torch.zeros(batch.num_tokens, dtype=torch.float32, device=fresh.key.device)
-            if Signal.K in signal:
-                part += _square_distance(fresh.key, loaded.key[row])
-            if Signal.V in signal:
-                part += _square_distance(fresh.value, loaded.value[row])
-            parts.append(part)
+            by_key = _square_distance(fresh.key, loaded.key[row])
+            parts.append(by_key + _square_distance(fresh.value, loaded.value[row]))
             self._stack.write_kv(layer, self._stack.slots(positions[rows]), fresh.key, fresh.value)
             yield batch.num_tokens * self._stack.projection_share
         return self._stack.sum_over_ranks(torch.cat(parts)[self._active.candidates])

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import Corrupted, KintsugiError
-from kintsugi.core.layout import PRIOR_LAYER, ChunkLost, ChunkManifest, LayerFrame
+from kintsugi.core.layout import ChunkLost, ChunkManifest, LayerFrame
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.fusor.priors import has_prior, read_scores
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import ChunkPlacement, LayerStaging, Staging
 
@@ -63,15 +62,6 @@ class LoadedLayer:
         """The same without its K and V, for a layer that nothing reads again."""
         nothing = torch.empty(0)
         return replace(self, key=nothing, value=nothing)
-
-
-@dataclass(frozen=True)
-class LoadedPriors:
-    """The priors of all placements, concatenated."""
-
-    scores: Tensor
-    """uint8 `[rows]`, on the host (`fusor.priors`); 0 for chunks without a prior."""
-    num_bytes: int
 
 
 def placements_of(
@@ -120,11 +110,9 @@ class LayerLoader:
         num_heads: int,
         depth: int,
         patience_s: float,
-        with_priors: bool = False,
     ) -> None:
         """`num_heads`: KV heads that this rank loads of the layer that has most; `depth`: how many layers may
-        be ahead of `take`, and of the layer that the device has got to; `with_priors`: whether the streams
-        begin with the prior frames of the chunks that have one."""
+        be ahead of `take`, and of the layer that the device has got to."""
         self.patience_s = patience_s
         self._open_frames = open_frames
         self._placements = placements
@@ -138,11 +126,7 @@ class LayerLoader:
         self._taken: list[torch.cuda.Event | None] = []
         """For each layer that was taken, the end of what was launched by then: all for earlier ones."""
         self._closed = False
-        self._with_priors = with_priors
-        self._scores = [torch.zeros(len(one.positions), dtype=torch.uint8) for one in placements]
-        self._prior_bytes = 0
         num_threads = self._staging.threads
-        self._shares_without_priors = num_threads if with_priors else 0
         self._threads = [
             threading.Thread(
                 target=self._run, args=(slice(first, None, num_threads),), name="kintsugi-loader", daemon=True
@@ -166,17 +150,6 @@ class LayerLoader:
             self._changed.notify_all()
         self._staging.consume(loaded.key, loaded.value, loaded.on_device)
         return loaded
-
-    def take_priors(self, timeout_s: float) -> LoadedPriors | None:
-        """Return the priors, or None if they do not arrive within `timeout_s`. Raises `LoadFailed`."""
-        assert self._with_priors
-        with self._changed:
-            self._changed.wait_for(lambda: not self._shares_without_priors or self._failure, timeout_s)
-            if self._failure is not None:
-                raise self._failure
-            if self._shares_without_priors:
-                return None
-            return LoadedPriors(torch.cat(self._scores), self._prior_bytes)
 
     def zeros(self, layer: int) -> LoadedLayer:
         """A layer in the place of one that is lost."""
@@ -218,8 +191,6 @@ class LayerLoader:
         frames = self._open_frames(share)
         indices = range(len(self._placements))[share]
         try:
-            if self._with_priors:
-                self._fill_priors(indices, frames)
             with self._staging.on_stream():
                 for layer in range(len(self._rotary_of_layer)):
                     filling = self._begin(layer, share)
@@ -266,38 +237,6 @@ class LayerLoader:
     def _is_over(self) -> bool:
         return self._closed or self._failure is not None
 
-    def _fill_priors(self, indices: range, frames: Frames) -> None:
-        """Take this share's prior frames, which come before all layers."""
-        placements = [self._placements[index] for index in indices]
-        expected = {chunk for chunk, placement in enumerate(placements) if placement.manifest.priors}
-        num_bytes, lost = 0, {}
-        while expected:
-            frame = next(frames, None)
-            if isinstance(frame, ChunkLost):
-                # A chunk without priors may be found lost here, too.
-                key_lost = placements[frame.chunk].manifest.key
-                lost[key_lost] = _lost_because(frame, key_lost, "before layer 0")
-                expected.discard(frame.chunk)
-                continue
-            if frame is None or frame.layer != PRIOR_LAYER:
-                without = frozenset(placements[chunk].manifest.key for chunk in expected)
-                raise LoadFailed(without, "prior_lost: a chunk was put again without its prior")
-            placement = placements[frame.chunk]
-            if frame.chunk not in expected or len(frame.data) != placement.manifest.prior_bytes:
-                raise _other_prior(placement.manifest.key)
-            expected.remove(frame.chunk)
-            if has_prior(placement.manifest):
-                # Replaced, not written to: a tensor made in inference mode is read-only in this thread.
-                scores = read_scores(frame.data, placement.manifest)
-                self._scores[indices[frame.chunk]] = scores[placement.stored_rows]
-            num_bytes += len(frame.data)
-        if lost:
-            raise _all_lost(lost)
-        with self._changed:
-            self._prior_bytes += num_bytes
-            self._shares_without_priors -= 1
-            self._changed.notify_all()
-
     def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> None:
         """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,
         so the layer is read to its end."""
@@ -313,8 +252,6 @@ class LayerLoader:
                 lost[key_lost] = _lost_because(frame, key_lost, f"at layer {frame.layer}")
                 missing.discard(frame.chunk)
                 continue
-            if frame.layer == PRIOR_LAYER:
-                raise _other_prior(key_lost)
             assert frame.layer == layer, "stores stream layer-major"
             missing.remove(frame.chunk)
             try:
@@ -351,7 +288,3 @@ def _lost_because(frame: ChunkLost, key: ChunkKey, where: str) -> str:
 
 def _all_lost(lost: Mapping[ChunkKey, str]) -> LoadFailed:
     return LoadFailed(frozenset(lost), "; ".join(lost.values()))
-
-
-def _other_prior(key: ChunkKey) -> LoadFailed:
-    return LoadFailed(frozenset((key,)), f"prior_lost: {key} was put again with another prior")

@@ -3,14 +3,11 @@
 Every token passes through every layer; nothing is selected or loaded. The pass captures V and K before RoPE.
 It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk. The KV of
 prefix and context is not captured.
-
-For a prior (`fusor.priors`) a chunk is prefilled once more in the same pass, behind other text. Layer by
-layer, its K and V are compared with the stored ones and dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +17,6 @@ from torch import Tensor
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.codecs import as_frame, encode
 from kintsugi.fusor.marks import Stopwatch
-from kintsugi.fusor.priors import encode_scores, relative_deviation
 from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
 from kintsugi.fusor.staging import download
@@ -40,16 +36,6 @@ class SaveItem:
 
 
 @dataclass(frozen=True)
-class SecondPrefill:
-    """Chunks that are prefilled once more, behind other text."""
-
-    items: Mapping[int, SaveItem]
-    """By the index of the chunk's own item."""
-    stack: DecoderStack
-    """Its sequences are these items, in this order."""
-
-
-@dataclass(frozen=True)
 class _ChunkKV:
     """Every KV head's K before RoPE and V of one chunk at one layer, `[tokens, heads, head_dim]`."""
 
@@ -58,8 +44,7 @@ class _ChunkKV:
 
 
 class SavePass(SlicedWork):
-    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i]` holds its frames, one for each layer, and
-    before them the prior frame if the chunk is in `second`."""
+    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i]` holds its frames, one for each layer."""
 
     def __init__(
         self,
@@ -67,7 +52,6 @@ class SavePass(SlicedWork):
         stack: DecoderStack,
         unit_tokens_max: int,
         codec: Codec,
-        second: SecondPrefill | None = None,
     ) -> None:
         self.status = PassStatus.RUNNING
         self.watch = Stopwatch(stack.device)
@@ -78,7 +62,6 @@ class SavePass(SlicedWork):
         self._stack = stack
         self._codec = codec
         self._unit_tokens_max = unit_tokens_max
-        self._second = second
         self._units = self._layers()
 
     def next_unit(self) -> float:
@@ -95,19 +78,12 @@ class SavePass(SlicedWork):
         self._units.close()
 
     def _layers(self) -> Units[None]:
-        num_layers = self._stack.num_layers
-        first = _Prefill(self._items, self._stack, self._unit_tokens_max)
-        comparison = None if self._second is None else _Comparison(self._second, self._unit_tokens_max)
-        for layer in range(num_layers):
-            chunks = yield from first.run_layer(layer)
+        prefill = _Prefill(self._items, self._stack, self._unit_tokens_max)
+        for layer in range(self._stack.num_layers):
+            chunks = yield from prefill.run_layer(layer)
             is_latent = self._stack.attention_rule(layer).is_latent
             for chunk, encoded in zip(chunks, self._encoded, strict=True):
                 encoded.append(download(encode(chunk.key, chunk.value, self._codec, is_latent)))
-            if comparison is not None:
-                yield from comparison.run_layer(layer, chunks)
-        if comparison is not None:
-            for index, deviation in comparison.deviations.items():
-                self._encoded[index].insert(0, download(encode_scores(deviation / num_layers)))
         yield from self.wait_for_device(self._stack)
         self.frames = [[as_frame(encoded) for encoded in layers] for layers in self._encoded]
 
@@ -142,24 +118,6 @@ class _Prefill:
         assert fresh.key_before_rope is not None
         gather = partial(self._stack.gather_heads, layer)
         return gather(fresh.key_before_rope), gather(fresh.value)
-
-
-class _Comparison:
-    """The second prefill, compared with the first layer by layer."""
-
-    def __init__(self, second: SecondPrefill, unit_tokens_max: int) -> None:
-        self.deviations: dict[int, Tensor] = {}
-        """By the chunk's index, fp32 `[tokens]`: summed over the layers so far."""
-        self._indices = list(second.items)
-        self._prefill = _Prefill(list(second.items.values()), second.stack, unit_tokens_max)
-
-    def run_layer(self, layer: int, chunks: Sequence[_ChunkKV]) -> Units[None]:
-        """`chunks`: all of the first prefill at this layer."""
-        others = yield from self._prefill.run_layer(layer)
-        for index, other in zip(self._indices, others, strict=True):
-            mine = chunks[index]
-            found = relative_deviation(mine.key, other.key) + relative_deviation(mine.value, other.value)
-            self.deviations[index] = self.deviations.get(index, 0.0) + found
 
 
 def _chunk_rows(items: Sequence[SaveItem]) -> Iterator[slice]:

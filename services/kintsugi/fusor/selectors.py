@@ -1,12 +1,10 @@
 """Selectors choose which cached tokens to recompute: plug-ins behind one interface.
 
 A selector declares which signals it needs at which layer; the blend pass measures them and asks the selector
-which candidates stay. Active sets only shrink with depth. There are four signals about a token of a hit
+which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
 chunk:
 
 - its offset in its chunk: known from the start, at no cost;
-- its prior (`uses_prior`): stored with the chunk when it was saved, so it costs a byte to load
-  (`fusor.priors`);
 - how much the question attends to it (`query_layers`): known before layer 0, at the cost of an extra pass of
   the question over the loaded KV, up to the last of these layers;
 - how far its loaded K and V are from fresh ones at a layer (`signal_at`): costs that layer's projections of
@@ -45,11 +43,10 @@ but not including, the second."""
 
 
 class Signal(Flag):
-    """What a selector compares at a layer: the squared deviation of loaded from fresh K, V or both."""
+    """What a selector compares at a layer: nothing, or how far loaded K and V are from fresh ones."""
 
     NONE = 0
-    K = auto()
-    V = auto()
+    DEVIATION = auto()
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,6 @@ class Candidates:
     """fp32 `[n]`: see `fusor.question`. None if the selector names no query layers."""
     deviation: Tensor | None = None
     """fp32 `[n]`. None if `signal_at` asks for no signal."""
-    prior: Tensor | None = None
-    """`[n]`, summed over ranks: see `fusor.priors`. None if the selector does not use it."""
 
 
 class Selector(ABC):
@@ -75,8 +70,6 @@ class Selector(ABC):
 
     query_layers: tuple[int, ...] = ()
     """Layers whose attention from the question counts; empty if it is not used."""
-    uses_prior = False
-    """Whether every hit that has candidates needs a prior."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         self.selection = selection
@@ -142,10 +135,8 @@ def count_covering(mass: float, scores: Tensor) -> int:
 class HkvdSelector(AdaptiveSelector):
     """Highest KV deviation at one check layer, as in the released CacheBlend (paper §4.3)."""
 
-    signal = Signal.K | Signal.V
-
     def signal_at(self, layer: int) -> Signal | None:
-        return self.signal if layer == self.check_layer else None
+        return Signal.DEVIATION if layer == self.check_layer else None
 
     def ratio_at(self, layer: int) -> float:
         return 1.0 if layer < self.check_layer else self.ratio
@@ -155,19 +146,11 @@ class HkvdSelector(AdaptiveSelector):
         return candidates.deviation
 
 
-class HkvdKSelector(HkvdSelector):
-    signal = Signal.K
-
-
-class HkvdVSelector(HkvdSelector):
-    signal = Signal.V
-
-
 class GradualHkvdSelector(HkvdSelector):
     """The paper's gradual filtering: each layer filters the previous layer's set by its own deviation."""
 
     def signal_at(self, layer: int) -> Signal | None:
-        return self.signal if layer >= self.check_layer else None
+        return Signal.DEVIATION if layer >= self.check_layer else None
 
     def ratio_at(self, layer: int) -> float:
         depth = self.num_layers - 1 - self.check_layer
@@ -202,16 +185,6 @@ class RandomSelector(_UpfrontSelector):
         return splitmix64(candidates.positions)
 
 
-class PriorSelector(_UpfrontSelector):
-    """The tokens with the highest prior. A prior is no share of anything, so the ratio is used as it is."""
-
-    uses_prior = True
-
-    def scores(self, layer: int, candidates: Candidates) -> Tensor:
-        assert candidates.prior is not None
-        return candidates.prior
-
-
 class QuerySelector(AdaptiveSelector, _UpfrontSelector):
     """The tokens that the question attends to most."""
 
@@ -230,7 +203,7 @@ class HybridSelector(QuerySelector):
 
     def signal_at(self, layer: int) -> Signal | None:
         if layer == self.check_layer:
-            return Signal.K | Signal.V
+            return Signal.DEVIATION
         return Signal.NONE if layer == 0 else None
 
     def ratio_at(self, layer: int) -> float:
@@ -286,25 +259,17 @@ def splitmix64(positions: Tensor) -> Tensor:
 
 _REGISTRY: dict[SelectorName, type[Selector]] = {
     SelectorName.HKVD: HkvdSelector,
-    SelectorName.HKVD_K: HkvdKSelector,
-    SelectorName.HKVD_V: HkvdVSelector,
     SelectorName.HKVD_GRADUAL: GradualHkvdSelector,
     SelectorName.CHUNK_HEAD: ChunkHeadSelector,
     SelectorName.QUERY: QuerySelector,
     SelectorName.HYBRID: HybridSelector,
     SelectorName.RANDOM: RandomSelector,
-    SelectorName.PRIOR: PriorSelector,
 }
 
 
 def depends_on_question(selection: Selection) -> bool:
     """Whether the choice of tokens depends on the question."""
     return bool(make_selector(selection, num_layers=1).query_layers)
-
-
-def depends_on_prior(selection: Selection) -> bool:
-    """Whether the choice of tokens depends on the chunks' priors. At a ratio of 0 or 1 there is no choice."""
-    return 0 < selection.ratio < 1 and make_selector(selection, num_layers=1).uses_prior
 
 
 def make_selector(selection: Selection, num_layers: int) -> Selector:

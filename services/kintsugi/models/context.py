@@ -20,9 +20,6 @@ BUNDLED_PASSAGES = 2
 """A third and fourth passage gained nothing when this was measured; one passage alone gives less."""
 BUNDLED_TOKENS = 320
 """Tokens of each bundled passage. Half as many helped less."""
-PRIOR_TOKENS = 64
-"""Tokens of the text that chunks are prefilled behind once more for their priors. More cost more to save: 320
-chose better tokens at a ratio of .2 and worse ones at .1 (docs/adr/0006)."""
 CONTEXT_TOKENS_MAX = 4096
 """A longer context is most likely the wrong file: every chunk is prefilled behind it."""
 
@@ -45,12 +42,6 @@ def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
     that is not there, `InvalidField` for a file that is not text, empty or too long.
     """
     return () if context == NONE else _encode(context, _read_texts(context), tokenizer)
-
-
-def encode_prior_text(tokenizer: Any) -> tuple[int, ...]:
-    """The first tokens of the first bundled passage, without special tokens."""
-    text = read_bundled_passages()[0].text
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids[:PRIOR_TOKENS])
 
 
 def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:

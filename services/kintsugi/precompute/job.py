@@ -358,9 +358,7 @@ class Job:
             ensure_ray(spec.workers, spec.cpus_per_worker)
             url = durable_url(spec.store, self._store.stats().durable)
             space, layout, dtype = self.facts.space, self.facts.layout, self.facts.dtype
-            worker = WorkerSpec(
-                spec.model_folder, url, space, layout, dtype, spec.codec, spec.priors, spec.engine
-            )
+            worker = WorkerSpec(spec.model_folder, url, space, layout, dtype, spec.codec, spec.engine)
             self._pool = Pool(spec, worker, self._factory)
             self._fill_started_s = time.monotonic()
         return self._pool

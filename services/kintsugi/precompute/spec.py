@@ -58,8 +58,6 @@ class JobSpec:
     """With a context: whether a plain copy of each chunk is stored, too. As in the engines' configuration."""
     codec: str = "raw"
     """Name of the codec, as configured for the serving engines."""
-    priors: bool = False
-    """Whether chunks get a prior, as in the engines' configuration."""
     workers: int = 1
     """Number of workers. Each runs an engine of its own."""
     gpus_per_worker: float = 0.0

@@ -39,7 +39,6 @@ class WorkerSpec:
     layout: KVLayout
     dtype: str
     codec: str = "raw"
-    priors: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,7 +79,6 @@ class EnginePrefiller(Prefiller):
                 "portable": spec.space.portable,
                 "context_token_ids": list(spec.space.context_token_ids),
                 "codec": spec.codec,
-                "priors": spec.priors,
                 "save_only": True,
             },
             **{"dtype": spec.dtype, "scheduling_policy": "priority", **spec.engine},

@@ -12,13 +12,8 @@ from kintsugi.fusor.selectors import AdaptiveSelector, make_selector
 from kintsugi.quality.measure import Case
 
 RATIOS = (0.05, 0.1, 0.15, 0.25, 0.4)
-CANDIDATES = tuple(
-    name
-    for name in SelectorName
-    if name not in (SelectorName.RANDOM, SelectorName.HKVD_K, SelectorName.HKVD_V, SelectorName.PRIOR)
-)
-"""All selectors except the control, the two halves of `hkvd`, which select almost the same tokens, and
-`prior`, which needs chunks that were saved with a prior."""
+CANDIDATES = tuple(name for name in SelectorName if name is not SelectorName.RANDOM)
+"""All selectors except the control."""
 
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
 """Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
@@ -30,11 +25,6 @@ KEPT_MIN = 8
 """Configurations that are tried however slow the model is."""
 COST_MAX = 0.6
 """Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
-
-
-def candidate_names(with_priors: bool) -> tuple[SelectorName, ...]:
-    """The selectors to try on chunks that are saved with or without priors."""
-    return (*CANDIDATES, SelectorName.PRIOR) if with_priors else CANDIDATES
 
 
 def check_layers(num_layers: int) -> list[int]:

@@ -27,7 +27,7 @@ NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 PUBLISH_RETRY_S = 0.5
-BOUND = ("portable", "query_layers", "priors")
+BOUND = ("portable", "query_layers")
 """Fields of the connector's configuration that calibration must share with the engines that serve."""
 
 
@@ -91,12 +91,10 @@ class Calibrator:
 
     def _measure_report(self, engine: Any, form: PromptForm) -> CalibrationReport:
         from kintsugi.quality.calibrate import Budget, calibrate, describe_prompts, prepare_bench
-        from kintsugi.quality.grid import candidate_names
         from kintsugi.quality.questions import read_questions
         from kintsugi.quality.shadow import utc_now
 
-        names = candidate_names(self._engines.connector.get("priors") is True)
-        budget, thresholds = Budget(selectors=names), Thresholds()
+        budget, thresholds = Budget(), Thresholds()
         file = questions_file(self._model, self._engines)
         given = None if file is None else read_questions(file)
         segments = self._segments and given is None

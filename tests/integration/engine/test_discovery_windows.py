@@ -6,7 +6,6 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import LocalEngine
-from kintsugi.fusor.priors import has_prior
 from tests.integration.engine.conftest import (
     PREFIX,
     EngineSlot,
@@ -26,11 +25,11 @@ CONTEXT = random_tokens(40, 50)
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
-    settings = {"discovery": {"share": 10.0}, "context_token_ids": CONTEXT, "priors": True}
+    settings = {"discovery": {"share": 10.0}, "context_token_ids": CONTEXT}
     return when_discovering(engine_slot.get("tiny-gemma3", {"store": f"ram://{STORE}", **settings}))
 
 
-def test_what_recurs_is_saved_in_both_copies_with_priors_and_hit(engine: LocalEngine) -> None:
+def test_what_recurs_is_saved_in_both_copies_and_hit(engine: LocalEngine) -> None:
     (line_break,) = engine.tokenizer("\n", add_special_tokens=False).input_ids
     passages = [[*random_tokens(300, seed), line_break, line_break] for seed in range(3)]
     params = KintsugiParams(NAMESPACE, ratio=1.0, discover=True)
@@ -44,7 +43,6 @@ def test_what_recurs_is_saved_in_both_copies_with_priors_and_hit(engine: LocalEn
         engine.save_discovered()
     manifests = ram_store(STORE).list(NAMESPACE)
     assert sum(manifest.num_tokens for manifest in manifests) == 2 * (len(passages[0]) + len(passages[1]))
-    assert sum(map(has_prior, manifests)) == 2
     elsewhere = prompt_of(2, 1, 0)
     full, blended = ask_cold(engine, elsewhere), ask_cold(engine, elsewhere, params)
     assert blended.accounting is not None

@@ -73,8 +73,6 @@ class FakeEngine:
         self.prompts: list[Prompt] = []
         self.resets = 0
         self.limits_lifted = 0
-        self.with_priors = False
-        """Whether it was started to save chunks with priors."""
         self.dtype = ""
         """What it was started with last."""
 

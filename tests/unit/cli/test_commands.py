@@ -19,7 +19,6 @@ from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
 from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
 from kintsugi.core import errors
-from kintsugi.core.request import SelectorName
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.models.prompt_form import PromptForm
 from tests.unit.cli.fakes import FakeEngine, FakeTokenizer
@@ -48,11 +47,10 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
         length: int,
         trust: Trust,
         context: str = "none",
-        with_priors: bool = False,
         dtype: str = "auto",
     ) -> Iterator[Session]:
         trusted.append(trust)
-        engine.with_priors, engine.dtype = with_priors, dtype
+        engine.dtype = dtype
         form = PromptForm.of(FakeTokenizer(), asked.form)
         prompt = build_prompt(form, asked)
         reason = session._store_chunks(engine, prompt, namespace)  # type: ignore[arg-type]
@@ -164,26 +162,6 @@ def test_generate_trusts_a_report_or_nobody_unless_told(
     ]
     assert "without a calibration report" in " ".join(told.stderr.split())
     assert "without a calibration report" not in " ".join(plain.stderr.split())
-
-
-def test_chunks_get_priors_where_the_selector_or_the_report_needs_them(
-    chunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_prior = report(entry(selector=SelectorName.PRIOR))
-    assert by_prior.choice.selection is not None
-    (tmp_path / "prior.json").write_bytes(by_prior.to_bytes())
-    (tmp_path / "other.json").write_bytes(report(entry()).to_bytes())
-    for more, expected in (
-        (["--selector", "prior"], True),
-        (["--selector", "query"], False),
-        ([], False),
-        (["--report", str(tmp_path / "prior.json")], True),
-        (["--report", str(tmp_path / "other.json")], False),
-    ):
-        engine = FakeEngine()
-        use_engine(monkeypatch, engine)
-        RUNNER.invoke(app, generate_arguments(chunk, *more))
-        assert engine.with_priors is expected, more
 
 
 @pytest.mark.parametrize(

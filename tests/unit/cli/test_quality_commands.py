@@ -161,10 +161,6 @@ def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path:
     assert engine.spec is not None
     assert engine.spec.vllm_args == {"tensor_parallel_size": 2, "dtype": "float16"}
     assert engine.spec.extra_config == {"portable": False}
-    assert SelectorName.PRIOR not in engine.tried
-    assert calibrated(tmp_path, "--connector", '{"priors": true}').exit_code == ExitCode.OK
-    assert engine.spec.extra_config == {"priors": True}
-    assert SelectorName.PRIOR in engine.tried
     assert engine.spec.form is not None
     assert engine.spec.form.head == (0,)
 
@@ -408,7 +404,6 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
     result = RUNNER.invoke(app, [*arguments, "--plots", str(tmp_path / "plots")], env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.OK, result.stderr
     assert engine.spec is not None
-    assert engine.spec.extra_config == {"priors": False}
     assert "hkvd r=0.3 @1" in result.stdout
     assert "TTFT by request rate" in result.stdout
     assert (tmp_path / "plots/quality-cost.svg").is_file()
@@ -420,15 +415,6 @@ def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_p
         "hkvd r=0.3 @1",
     ]
     assert len(document["rates"]) == 3
-
-
-def test_chunks_get_priors_where_the_selector_prior_is_evaluated(
-    engine: RunningEngine, tmp_path: Path
-) -> None:
-    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
-    assert RUNNER.invoke(app, [*arguments, "--selectors", "query,prior", "--ratios", "0.3"]).exit_code == 0
-    assert engine.spec is not None
-    assert engine.spec.extra_config == {"priors": True}
 
 
 def test_an_engine_that_fails_costs_only_its_own_rows(

@@ -83,8 +83,8 @@ def test_an_adaptive_ratio_may_not_undercut_what_was_measured() -> None:
 def test_a_selector_that_never_passed_is_refused_but_for_a_full_ratio() -> None:
     state = decide(PASSING.to_bytes(), BINDING)
     with pytest.raises(NotBlendable, match=r"selector_not_calibrated: .*: hkvd, random"):
-        state.resolve(FALLBACK, BlendOptions(ratio=0.9, selector=SelectorName.HKVD_V))
-    assert state.resolve(FALLBACK, BlendOptions(ratio=1.0, selector=SelectorName.HKVD_V)).ratio == 1.0
+        state.resolve(FALLBACK, BlendOptions(ratio=0.9, selector=SelectorName.QUERY))
+    assert state.resolve(FALLBACK, BlendOptions(ratio=1.0, selector=SelectorName.QUERY)).ratio == 1.0
 
 
 @pytest.mark.parametrize(

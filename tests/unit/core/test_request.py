@@ -65,7 +65,7 @@ def test_everything_is_read() -> None:
         ({"ratio": float("inf")}, "ratio", r"\[0, 1\]"),
         ({"ratio": True}, "kintsugi.ratio", "number"),
         ({"ratio": "0.5"}, "kintsugi.ratio", "number"),
-        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_k, hkvd_v, hkvd_gradual, chunk_head, query"),
+        ({"selector": "hkdv"}, "selector", "hkvd, hkvd_gradual, chunk_head, query"),
         ({"adaptive_mass": 0.0}, "adaptive_mass", r"\(0, 1\]"),
         ({"adaptive_mass": 1.01}, "adaptive_mass", r"\(0, 1\]"),
         ({"adaptive_mass": float("nan")}, "adaptive_mass", r"\(0, 1\]"),

@@ -16,9 +16,8 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.scheduler.gate import prefix_of, prior_text_of
+from kintsugi.engine.scheduler.gate import prefix_of
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
-from kintsugi.models.context import encode_prior_text
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import load_form
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -80,16 +79,6 @@ def test_a_template_that_gives_no_prefix_asks_for_one(tmp_path: Path) -> None:
     assert prefix_of(EngineConfig(prefix_token_ids=[3]), vllm_config(folder)) == (3,)
     with pytest.raises(InvalidField, match=r"prefix_token_ids: must be given .*no tokenizer"):
         prefix_of(EngineConfig(), vllm_config(tmp_path))
-
-
-def test_the_text_for_priors_is_read_where_it_is_needed(tmp_path: Path) -> None:
-    expected = encode_prior_text(load_form(BUNDLED_CHECKPOINT).tokenizer)
-    assert prior_text_of(EngineConfig(priors=True), vllm_config(BUNDLED_CHECKPOINT)) == expected
-    without = vllm_config(tmp_path)
-    assert prior_text_of(EngineConfig(), without) == ()
-    assert prior_text_of(EngineConfig(priors=True, context_token_ids=[5]), without) == ()
-    with pytest.raises(InvalidField, match="priors: need the model's tokenizer"):
-        prior_text_of(EngineConfig(priors=True), without)
 
 
 def test_the_bundled_report_is_of_the_prefix_that_engines_use() -> None:

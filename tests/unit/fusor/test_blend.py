@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.cost import PassWorkload, pass_work
 from kintsugi.fusor.loader import Frames
-from kintsugi.fusor.selectors import depends_on_prior, quota
+from kintsugi.fusor.selectors import quota
 from kintsugi.fusor.sliced import WAITING, PassStatus
 from kintsugi.store.client.directory import ShardAddress
 from kintsugi.store.client.merge import ShardStream, merge_streams
@@ -38,7 +37,6 @@ WITHOUT_DEVIATION = (
     SelectorName.RANDOM,
     SelectorName.CHUNK_HEAD,
     SelectorName.QUERY,
-    SelectorName.PRIOR,
 )
 STEPS_MAX = 100_000
 
@@ -212,21 +210,15 @@ def test_units_of_any_size_give_the_same(selector: SelectorName, unit: int) -> N
     assert max(count for _, _, count in many.calls) <= unit
 
 
-@pytest.mark.parametrize("selector", [SelectorName.HKVD, SelectorName.HKVD_V, SelectorName.HKVD_K])
-def test_hkvd_keeps_the_most_deviating_tokens(selector: SelectorName) -> None:
+def test_hkvd_keeps_the_most_deviating_tokens() -> None:
     scene = prompt()
-    work, _ = blended(scene, scene.plan(0.2, selector))
+    work, _ = blended(scene, scene.plan(0.2, SelectorName.HKVD))
     full = model().dense(scene.token_ids)
     key, value = scene.loaded(1)
     by_key = (full.keys[1] - key).square().sum((1, 2))
     by_value = (full.values[1] - value).square().sum((1, 2))
-    deviation = {
-        SelectorName.HKVD: by_key + by_value,
-        SelectorName.HKVD_K: by_key,
-        SelectorName.HKVD_V: by_value,
-    }[selector]
     hit = torch.tensor([any(start <= p < end for start, end in SPANS) for p in range(LENGTH)])
-    best = deviation.masked_fill(~hit, -1).topk(quota(0.2, 42)).indices
+    best = (by_key + by_value).masked_fill(~hit, -1).topk(quota(0.2, 42)).indices
     expected = sorted({*best.tolist(), *(~hit).nonzero()[:, 0].tolist()})
     assert work.tally.active_positions[1] == expected
     assert work.tally.active_positions[LAYERS - 1] == expected
@@ -308,8 +300,7 @@ def test_the_tally_is_the_cost_formula(
     assert pass_work(plan.selection, workload).token_layers == pytest.approx(expected)
     assert work.tally.tokens_hit == hit
     assert work.tally.tokens_recomputed == active[-1] - must
-    prior_bytes = hit if selector is SelectorName.PRIOR and 0 < ratio < 1 else 0
-    assert work.tally.bytes_loaded == prior_bytes + LAYERS * 2 * hit * model().kv_heads * HEAD_DIM * 4
+    assert work.tally.bytes_loaded == LAYERS * 2 * hit * model().kv_heads * HEAD_DIM * 4
     assert len(work.tally.timeline) == LAYERS
     for timing in work.tally.timeline:
         assert timing.load_start_ms <= timing.load_end_ms
@@ -558,8 +549,7 @@ def test_deviation_is_summed_over_ranks() -> None:
     assert set(work.tally.active_positions[1]) & set(hit) == set(hit[-4:])
 
 
-@pytest.mark.parametrize("selector", [SelectorName.HKVD, SelectorName.PRIOR])
-def test_chunks_may_lie_on_several_shards(selector: SelectorName) -> None:
+def test_chunks_may_lie_on_several_shards() -> None:
     """Within a layer, all chunks of one shard come before those of the next."""
     alone, split = prompt(), prompt()
     shards = (ShardAddress("even", "127.0.0.1:1"), ShardAddress("odd", "127.0.0.1:2"))
@@ -571,11 +561,10 @@ def test_chunks_may_lie_on_several_shards(selector: SelectorName) -> None:
         def open_part(_owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
             return ShardStream(chunks, ToyPrompt._stream(split, [every_key[c] for c in chunks], first_layer))
 
-        first_layer = PRIOR_LAYER if depends_on_prior(plan.selection) else 0
-        return merge_streams(owners, range(first_layer, LAYERS), open_part, (), lambda parts: None)
+        return merge_streams(owners, range(LAYERS), open_part, (), lambda parts: None)
 
     split.stream = stream  # type: ignore[method-assign]
-    work, stack = blended(split, split.plan(0.3, selector))
-    expected, other = blended(alone, alone.plan(0.3, selector))
+    work, stack = blended(split, split.plan(0.3))
+    expected, other = blended(alone, alone.plan(0.3))
     assert work.tally.active_positions == expected.tally.active_positions
     assert_cache(stack, *cache_of(other), 0.0)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kintsugi.core.layout import Codec, KVLayout
 from kintsugi.fusor.codecs import decode_frame
-from kintsugi.fusor.priors import encode_scores
-from kintsugi.fusor.save import SaveItem, SavePass, SecondPrefill
+from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
 from tests.fakes.toy_stack import HEAD_DIM, KV_HEADS, VOCAB, ToyModel, ToyStack
 
@@ -31,10 +30,8 @@ def tokens(count: int, seed: int) -> Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def saved(
-    items: list[SaveItem], unit: int, stack: ToyStack | None = None, second: SecondPrefill | None = None
-) -> SavePass:
-    work = SavePass(items, stack or ToyStack(model(), len(items)), unit, Codec.RAW, second)
+def saved(items: list[SaveItem], unit: int, stack: ToyStack | None = None) -> SavePass:
+    work = SavePass(items, stack or ToyStack(model(), len(items)), unit, Codec.RAW)
     for _ in range(STEPS_MAX):
         if work.status is not PassStatus.RUNNING:
             break
@@ -125,47 +122,3 @@ def test_closing_early() -> None:
     work.close()
     work.close()
     assert stack.calls
-
-
-def behind(item: SaveItem, lead: Tensor) -> SaveItem:
-    """The same chunk behind other tokens, none of them in the cache."""
-    chunk = item.token_ids[item.chunk_start - item.start : item.chunk_end - item.start]
-    return SaveItem(torch.cat((lead, chunk)), 0, len(lead), len(lead) + len(chunk))
-
-
-def deviation(item: SaveItem, other: SaveItem) -> Tensor:
-    """fp32 `[tokens]`, mean over layers: from each chunk run alone."""
-    one, two = (
-        (run.keys_before_rope[:, rows], run.values[:, rows])
-        for run, rows in (
-            (model().dense(some.token_ids), slice(some.chunk_start, some.chunk_end)) for some in (item, other)
-        )
-    )
-    total = torch.zeros(item.chunk_end - item.chunk_start)
-    for mine, theirs in zip(one, two, strict=True):
-        norm = mine.square().sum((2, 3)).mean(1, keepdim=True)
-        total += ((mine - theirs).square().sum((2, 3)) / norm).mean(0)
-    return total
-
-
-@pytest.mark.parametrize("unit", [5, 100])
-def test_the_prior_is_how_far_a_token_moves_behind_other_text(unit: int) -> None:
-    items = items_of(3, [12, 9, 1, 20])
-    others = {index: behind(items[index], tokens(7, 77)) for index in (0, 2, 3)}
-    second = SecondPrefill(others, ToyStack(model(), len(others)))
-    work = saved(items, unit, second=second)
-    assert [len(frames) for frames in work.frames] == [LAYERS + 1, LAYERS, LAYERS + 1, LAYERS + 1]
-    for index, other in others.items():
-        stored = torch.frombuffer(bytearray(work.frames[index].pop(0)), dtype=torch.uint8)
-        expected = encode_scores(deviation(items[index], other))
-        assert len(stored) == len(expected)
-        assert int((stored.int() - expected.int()).abs().max()) <= 1, "a rounding at the edge of a step"
-    assert_frames(work, items)
-    sequences = [item.token_ids for item in (*items, *others.values())]
-    assert work.token_layers == LAYERS * sum(map(len, sequences))
-
-
-def test_a_chunk_that_does_not_move_has_the_lowest_prior() -> None:
-    (item,) = items_of(3, [12])
-    work = saved([item], 100, second=SecondPrefill({0: item}, ToyStack(model())))
-    assert bytes(work.frames[0][0]) == bytes(12)

@@ -19,7 +19,6 @@ from kintsugi.fusor.selectors import (
     Selector,
     Signal,
     count_covering,
-    depends_on_prior,
     depends_on_question,
     make_selector,
     quota,
@@ -27,9 +26,8 @@ from kintsugi.fusor.selectors import (
     top,
 )
 
-FLAT = [SelectorName.HKVD, SelectorName.HKVD_K, SelectorName.HKVD_V]
-HKVD = [*FLAT, SelectorName.HKVD_GRADUAL]
-FROM_THE_START = [SelectorName.CHUNK_HEAD, SelectorName.QUERY, SelectorName.RANDOM, SelectorName.PRIOR]
+HKVD = [SelectorName.HKVD, SelectorName.HKVD_GRADUAL]
+FROM_THE_START = [SelectorName.CHUNK_HEAD, SelectorName.QUERY, SelectorName.RANDOM]
 CHUNK = 50
 RATIOS = st.one_of(st.sampled_from([0.01, 0.15, 0.5, 0.99]), st.floats(0.001, 0.999))
 
@@ -56,8 +54,6 @@ def run(selector: Selector, positions: Tensor, seed: int = 0) -> list[Tensor]:
                 known["deviation"] = torch.rand(len(active), generator=generator)
             if selector.query_layers:
                 known["attention"] = attention[active]
-            if selector.uses_prior:
-                known["prior"] = (256 * attention[active]).to(torch.uint8)
             kept = selector.keep(layer, candidates_of(positions[active], len(positions), **known))
             assert kept.dtype == torch.int64
             assert bool((kept.diff() > 0).all()), "ascending and unique"
@@ -129,29 +125,21 @@ def test_equal_deviations_keep_the_earliest(name: SelectorName) -> None:
     assert kept.tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("name", FLAT)
-def test_the_quota_counts_all_hit_tokens(name: SelectorName) -> None:
+def test_the_quota_counts_all_hit_tokens() -> None:
     """Not the candidates that are left."""
-    kept = selector_of(name, 0.5).keep(1, candidates_of(torch.arange(60), 100, deviation=torch.rand(60)))
+    candidates = candidates_of(torch.arange(60), 100, deviation=torch.rand(60))
+    kept = selector_of(SelectorName.HKVD, 0.5).keep(1, candidates)
     assert len(kept) == 50
 
 
-@pytest.mark.parametrize(
-    ("name", "signal"),
-    [
-        (SelectorName.HKVD, Signal.K | Signal.V),
-        (SelectorName.HKVD_K, Signal.K),
-        (SelectorName.HKVD_V, Signal.V),
-    ],
-)
-def test_a_flat_selector_measures_once(name: SelectorName, signal: Signal) -> None:
-    selector = selector_of(name, 0.15, 2, 5)
-    assert [selector.signal_at(layer) for layer in range(5)] == [None, None, signal, None, None]
+def test_a_flat_selector_measures_once() -> None:
+    selector = selector_of(SelectorName.HKVD, 0.15, 2, 5)
+    assert [selector.signal_at(layer) for layer in range(5)] == [None, None, Signal.DEVIATION, None, None]
 
 
 def test_gradual_measures_from_the_check_layer_on() -> None:
     selector = selector_of(SelectorName.HKVD_GRADUAL, 0.15, 2, 5)
-    both = Signal.K | Signal.V
+    both = Signal.DEVIATION
     assert [selector.signal_at(layer) for layer in range(5)] == [None, None, both, both, both]
 
 
@@ -221,7 +209,7 @@ def test_hybrid_weighs_attention_by_deviation_and_keeps_heads() -> None:
     generator = torch.Generator().manual_seed(1)
     attention, deviation = (torch.rand(hits, generator=generator) for _ in range(2))
     selector = selector_of(SelectorName.HYBRID, ratio, 2)
-    both = Signal.K | Signal.V
+    both = Signal.DEVIATION
     assert [selector.signal_at(layer) for layer in range(4)] == [Signal.NONE, None, both, None]
     wide = selector.keep(0, candidates_of(positions, attention=attention))
     heads = {0, 50, 100, 150}  # of eight chunks: the quota has room for so many
@@ -264,7 +252,7 @@ def adaptive(name: SelectorName, ratio: float, mass: float, ratio_min: float = 0
     return make_selector(Selection(ratio, name, 0, (), mass, ratio_min), 1)
 
 
-@pytest.mark.parametrize("name", [*FLAT, SelectorName.QUERY])
+@pytest.mark.parametrize("name", [SelectorName.HKVD, SelectorName.QUERY])
 def test_an_adaptive_ratio_stops_where_the_signal_is_used_up(name: SelectorName) -> None:
     scores = torch.full((100,), 0.1 / 97)
     scores[[7, 20, 60]] = torch.tensor([0.3, 0.4, 0.2])
@@ -298,7 +286,7 @@ def test_adaptive_sets_lie_between_floor_and_ceiling(
         assert 1 <= len(kept) <= quota(ceiling, 150)
 
 
-@pytest.mark.parametrize("name", [SelectorName.RANDOM, SelectorName.CHUNK_HEAD, SelectorName.PRIOR])
+@pytest.mark.parametrize("name", [SelectorName.RANDOM, SelectorName.CHUNK_HEAD])
 def test_without_a_signal_the_ratio_is_as_it_is(name: SelectorName) -> None:
     assert len(run(make_selector(Selection(0.5, name, adaptive_mass=0.01), 4), torch.arange(100))[-1]) == 50
 
@@ -317,21 +305,6 @@ def test_holding_is_the_smallest_such_set(mass: float, scores: list[float]) -> N
 def test_which_selectors_depend_on_the_question() -> None:
     dependent = {name for name in SelectorName if depends_on_question(Selection(0.1, name))}
     assert dependent == {SelectorName.QUERY, SelectorName.HYBRID}
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1e-6, 0.5, 1.0])
-def test_which_selectors_depend_on_the_prior(ratio: float) -> None:
-    dependent = {name for name in SelectorName if depends_on_prior(Selection(ratio, name))}
-    assert dependent == ({SelectorName.PRIOR} if 0 < ratio < 1 else set())
-
-
-def test_the_highest_priors_are_kept() -> None:
-    """Bytes are compared as numbers without a sign, and the earlier token wins a tie."""
-    prior = torch.tensor([3, 200, 127, 200, 0, 128], dtype=torch.uint8)
-    kept = selector_of(SelectorName.PRIOR, 0.5).keep(0, candidates_of(torch.arange(10, 16), prior=prior))
-    assert kept.tolist() == [1, 3, 5]
-    kept = selector_of(SelectorName.PRIOR, 1 / 6).keep(0, candidates_of(torch.arange(10, 16), prior=prior))
-    assert kept.tolist() == [1]
 
 
 def test_every_name_has_a_selector() -> None:

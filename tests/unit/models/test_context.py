@@ -16,8 +16,6 @@ from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.context import (
     BUNDLED_TOKENS,
     CONTEXT_TOKENS_MAX,
-    PRIOR_TOKENS,
-    encode_prior_text,
     tokenize_context,
 )
 from kintsugi.models.passages import read_bundled_passages
@@ -36,12 +34,6 @@ def test_the_bundled_context_is_the_beginning_of_two_passages() -> None:
         for passage in read_bundled_passages()[:2]
     )
     assert tokenize_context("bundled", MODEL) == first + second
-
-
-def test_the_text_for_priors_is_the_beginning_of_the_first_passage() -> None:
-    ids = encode_prior_text(AutoTokenizer.from_pretrained(MODEL))
-    assert len(ids) == PRIOR_TOKENS
-    assert ids == tokenize_context("bundled", MODEL)[:PRIOR_TOKENS]
 
 
 def test_a_file_is_taken_whole_and_without_special_tokens(tmp_path: Path) -> None:

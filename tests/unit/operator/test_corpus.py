@@ -113,7 +113,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         engines={
             "gpus": 2,
             "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
-            "connector": {"portable": False, "plain_copies": False, "priors": True, "slice_tokens": 64},
+            "connector": {"portable": False, "plain_copies": False, "slice_tokens": 64},
         },
     )
     asked = corpus_of(retireOldEditions=True, format="csv", workers={"gpus": 4, "vllm": {"seed": 1}})
@@ -127,7 +127,6 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         True,
     )
     assert (told["portable"], told["plain_copies"], told["context"]) == (False, False, "bundled")
-    assert told["priors"]
     # What the service's chunks are bound to, and not its other arguments.
     assert json.loads(told["engine"]) == {
         "kv_cache_dtype": "fp8",
@@ -153,7 +152,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "tensor_parallel_size": 2,
         "trust_remote_code": True,
     }
-    assert json.loads(measured["connector"]) == {"portable": False, "priors": True}
+    assert json.loads(measured["connector"]) == {"portable": False}
     assert measured["system"] == told["system"]
     assert measured["form"] == told["form"] == "plain"
     assert measured["context"] == [told["context"]] == ["bundled"], "one, so nothing is chosen"
@@ -180,7 +179,6 @@ def test_nothing_is_said_that_goes_without_saying() -> None:
         "--no-plain-copies",
         "--codec",
         "--no-portable",
-        "--priors",
         "--retire",
         "--dtype",
     } & set(command)

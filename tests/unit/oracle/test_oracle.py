@@ -106,12 +106,10 @@ def test_what_is_fresh() -> None:
     ("selector", "ratio", "expected"),
     [
         ("hkvd", 0.15, [1]),
-        ("hkvd_v", 0.15, [1]),
         ("hkvd_gradual", 0.15, [1, 2, 3]),
         ("random", 0.15, []),
         ("chunk_head", 0.15, []),
         ("query", 0.15, []),
-        ("prior", 0.15, []),
         ("hybrid", 0.15, [1]),
         ("hkvd", 0.0, []),
         ("hkvd_gradual", 1.0, []),

@@ -22,14 +22,6 @@ def test_a_slow_model_is_tried_with_the_selectors_own_choices_first() -> None:
     assert len(grid.thin(everything, 0.5)) == grid.KEPT_MIN
 
 
-def test_prior_is_tried_where_chunks_are_saved_with_priors() -> None:
-    assert SelectorName.PRIOR not in grid.candidate_names(with_priors=False)
-    tried = grid.candidates(grid.candidate_names(with_priors=True), (0.1, 0.3), 16)
-    mine = [one for one in tried if one.selector is SelectorName.PRIOR]
-    assert [one.ratio for one in mine] == [0.1, 0.3]
-    assert all(not one.query_layers and one.adaptive_mass is None for one in mine)
-
-
 def test_variations_fill_what_room_is_left() -> None:
     plain = [Selection(ratio, SelectorName.QUERY) for ratio in (0.1, 0.2)]
     varied = [Selection(ratio, SelectorName.QUERY, 1, (2, 3)) for ratio in (n / 100 for n in range(1, 31))]

@@ -37,7 +37,6 @@ from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate, check_budget, describe_prompts, prepare_bench
 from kintsugi.quality.contexts.choice import ContextChoice, check_contexts
 from kintsugi.quality.contexts.probing import ContextProber
-from kintsugi.quality.grid import candidate_names
 from kintsugi.quality.measure import Bench
 from kintsugi.quality.questions import Question, read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
@@ -56,8 +55,7 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         if name in connector:
             raise InvalidField("connector", f"must not hold {name}; use {option}")
     arguments = parse_engine_arguments(task.engine)
-    names = candidate_names(connector.get("priors") is True)
-    budget = Budget(task.prompts, task.minutes, task.seed, selectors=names)
+    budget = Budget(task.prompts, task.minutes, task.seed)
     check_budget(budget, Thresholds())
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)

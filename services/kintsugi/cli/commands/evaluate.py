@@ -17,7 +17,6 @@ from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.prompt import FormName
-from kintsugi.core.request import SelectorName
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import REFERENCE, is_reference
@@ -93,7 +92,6 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
             store=store,
             form=form,
             context_token_ids=context,
-            extra_config={"priors": SelectorName.PRIOR in parse_selectors(task.selectors)},
             vllm_args={"dtype": task.dtype},
         )
         with screen.engine_log(), ExitStack() as stack:

@@ -32,7 +32,7 @@ from kintsugi.cli.session import (
     read_chunk,
     resolve_model_argument,
 )
-from kintsugi.core.request import KintsugiParams, SelectorName, parse_selector
+from kintsugi.core.request import KintsugiParams, parse_selector
 from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.quality import reports
 
@@ -45,13 +45,11 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     trust = Trust(task.report, task.allow_uncalibrated)
     if task.html is not None:
         check_writable("html", task.html)
-    selectors = {selector}
     if task.report is not None:
-        default = reports.read(task.report).choice.selection
-        selectors.add(None if default is None else default.selector)
+        reports.read(task.report)  # refuses a bad one before an engine starts
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
-    given = (asked, task.namespace, task.max_tokens, trust, task.context, SelectorName.PRIOR in selectors)
+    given = (asked, task.namespace, task.max_tokens, trust, task.context)
     with open_session(screen, model, *given) as session:
         with screen.step("Answering four ways" if task.compare else "Answering") as say:
             request = session.engine, session.prompt, choice, task.max_tokens

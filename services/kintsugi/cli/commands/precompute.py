@@ -138,9 +138,6 @@ def run(
     state: StateFolder = None,
     version_column: Annotated[str, typer.Option(help="Column with the document's version.")] = "version",
     codec: Codec = "raw",
-    priors: Annotated[
-        bool, typer.Option("--priors", help="Save chunks with a prior, for the selector `prior`.")
-    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
     batch_tokens: Annotated[
@@ -164,7 +161,6 @@ def run(
         version_column,
         corpus=corpus,
         codec=codec,
-        priors=priors,
         workers=workers,
         gpus_per_worker=gpus_per_worker,
         batch_tokens=batch_tokens,

@@ -26,8 +26,7 @@ from kintsugi.core.report import REPORT_BYTES_MAX, Binding, supersedes
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.engine.config import EngineConfig
 from kintsugi.models.checkpoint import complete, kv_dtype_of, model_fingerprint, tokenizer_digest
-from kintsugi.models.context import encode_prior_text
-from kintsugi.models.prompt_form import load_form, load_tokenizer
+from kintsugi.models.prompt_form import load_form
 from kintsugi.store.protocol.interface import ChunkStore
 
 logger = init_logger(__name__)
@@ -207,19 +206,6 @@ def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
         return tuple(config.prefix_token_ids)
     model = vllm_config.model_config
     return _default_prefix(model.model, _revision_of(model), model.trust_remote_code)
-
-
-def prior_text_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The text that chunks are prefilled behind once more for their priors (`scheduler.spans.other_lead`);
-    none where no chunk is. Raises `InvalidField` where the model has no tokenizer."""
-    if not config.priors or config.context_token_ids:
-        return ()
-    model = vllm_config.model_config
-    vllm_args = {"revision": _revision_of(model), "trust_remote_code": model.trust_remote_code}
-    try:
-        return encode_prior_text(load_tokenizer(model.model, vllm_args))
-    except NotFound as error:
-        raise InvalidField("priors", f"need the model's tokenizer, for a text: {error}") from error
 
 
 @lru_cache(maxsize=4)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.request import Op
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.discovery.backlog import Recurring
@@ -27,7 +26,6 @@ from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import JobTokens, SaveJob, StepMetadata
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.metrics import BlendStats
-from kintsugi.engine.scheduler.spans import other_lead
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -74,18 +72,16 @@ class IdleSaves:
         config: EngineConfig,
         block_sizes: Sequence[int],
         length_max: int,
-        prior_text: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_sizes``: tokens per block of each KV cache group. ``length_max``: the most tokens that the
-        model takes. ``prior_text``: see `scheduler.gate.prior_text_of`."""
+        model takes."""
         self.pool: BlockPool | None = None
         """vLLM's, once it is there."""
         self._discovery = discovery
         self._config = config
         self._block_sizes = tuple(block_sizes)
         self._length_max = length_max
-        self._prior_text = prior_text
         self._clock = clock
         self._busy_s = clock()
         """When the engine last had a request."""
@@ -149,7 +145,7 @@ class IdleSaves:
         self._num_segments = len(segments)
         self._blocks = self.pool.get_new_blocks(count)
         jobs = self._jobs(parts, erasures_seen)
-        self._discovery.backlog.spend(sum(job.computed_tokens for job in jobs))
+        self._discovery.backlog.spend(sum(len(job.tokens.token_ids) for job in jobs))
         return jobs
 
     def _parts(self, segments: Sequence[Recurring]) -> list[_Part]:
@@ -194,7 +190,6 @@ class IdleSaves:
             part.num_positions,
             tier="",
             ttl_s=segment.ttl_s,
-            other_lead=other_lead(Op.SAVE, copy, self._prior_text, self._config),
             erasures_seen=erasures_seen,
         )
 

@@ -12,12 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kintsugi.core.accounting import Accounting
-from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.plan import ChunkHit, ChunkSource, Selection, exact_end
+from kintsugi.core.plan import ChunkHit, ChunkSource, exact_end
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of, anchors_at_every_offset
-from kintsugi.fusor.priors import has_prior
-from kintsugi.fusor.selectors import depends_on_prior
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
@@ -103,29 +100,6 @@ def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
     if codecs is None:
         return match
     return replace(match, manifests={key: m for key, m in match.manifests.items() if m.codec in codecs})
-
-
-def usable_hits(
-    hits: tuple[ChunkHit, ...], match: Match, selection: Selection, exact_end: int
-) -> tuple[ChunkHit, ...]:
-    """The hits that a blend with `selection` can load.
-
-    With the selector `prior`, a chunk without a prior is computed instead: an answer is then as good as was
-    calibrated, and none of its tokens is chosen by another rule. Chunks before `exact_end` need none.
-    """
-    if not depends_on_prior(selection):
-        return hits
-    return tuple(hit for hit in hits if hit.end <= exact_end or has_prior(match.stored[hit.key]))
-
-
-def check_priors(hits: tuple[ChunkHit, ...], usable: tuple[ChunkHit, ...]) -> None:
-    """Raise `NotBlendable` if there are hits and none of them is usable."""
-    if hits and not usable:
-        raise NotBlendable(
-            "no_priors",
-            "none of the prompt's chunks was saved with a prior; delete them and put them again with the "
-            "connector's `priors` on, or use another selector",
-        )
 
 
 def match_spans(

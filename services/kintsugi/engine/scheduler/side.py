@@ -38,19 +38,17 @@ from kintsugi.engine.scheduler.idle_saves import IdleSaves
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookups
 from kintsugi.engine.scheduler.matching import (
     Match,
-    check_priors,
     chunks_of,
     count_match,
     hits_of,
     match_content,
     match_spans,
-    usable_hits,
     without_prefix,
 )
 from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.spans import add_span_keys, check_save, other_lead, save_job, saved_copy
+from kintsugi.engine.scheduler.spans import add_span_keys, check_save, save_job, saved_copy
 from kintsugi.engine.scheduler.state import RequestState, ticket_of, values_of
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
@@ -98,8 +96,6 @@ class SchedulerSide:
     """See `WorkerFacts`."""
     caches_prefixes: bool = True
     """Whether vLLM's prefix cache is on."""
-    prior_text: tuple[int, ...] = ()
-    """See `scheduler.gate.prior_text_of`."""
     _states: dict[str, RequestState] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _context_savers: dict[bytes, str] = field(default_factory=dict)
@@ -431,15 +427,13 @@ class SchedulerSide:
     ) -> BlendPlan:
         hits = hits_beyond(hits_of(match, request.num_tokens - 1, self.num_ranks), num_computed)
         exact = exact_end(match.spans, state.space, request.all_token_ids)
-        usable = usable_hits(hits, match, apply_options(state.planner.selection, state.params.options), exact)
         if state.job is not None:
             # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
             # plan, and a controller could change its mind.
-            return plan_again(state.job.plan, usable, state.computed_instead)
-        check_priors(hits, usable)
+            return plan_again(state.job.plan, hits, state.computed_instead)
         self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
-        asked = self._plan_request(request, num_computed, usable)
+        asked = self._plan_request(request, num_computed, hits)
         asked = dataclasses.replace(
             asked,
             options=state.params.options,
@@ -477,8 +471,7 @@ class SchedulerSide:
             start = state.params.spans[0].end - num_external
             claimed = list(request.all_token_ids[start : start + num_external])
             tokens = JobTokens(request.request_id, claimed, start, block_ids)
-            lead = other_lead(state.params.op, state.space, self.prior_text, self.config)
-            self._metadata.saves.append(save_job(state.params, state.space, prompt, tokens, lead))
+            self._metadata.saves.append(save_job(state.params, state.space, prompt, tokens))
         elif state.job is not None:
             self._lookups.release(state.lookup)
             self.parking.park(request.request_id, request.num_tokens, state.block_name)

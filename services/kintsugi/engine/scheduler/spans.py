@@ -6,7 +6,6 @@ from kintsugi.core.errors import ForeignChunkKey, InvalidSpan
 from kintsugi.core.request import KintsugiParams, Op, check_spans
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchor_of
 from kintsugi.core.tokens import TokenIds
-from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import JobTokens, SaveJob
 
 
@@ -38,27 +37,11 @@ def saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> C
     return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
 
 
-def other_lead(
-    op: Op, space: ChunkSpace, prior_text: tuple[int, ...], config: EngineConfig
-) -> tuple[int, ...] | None:
-    """What a chunk of ``space`` is prefilled behind once more, for its prior; None if it gets none.
-
-    A prepared chunk is compared with the chunk behind the prefix alone, any other with the chunk behind
-    ``prior_text``. A plain copy needs no prior: it is used in first place, where it is exact.
-    """
-    if op is not Op.SAVE or not config.priors:
-        return None
-    if space.context_token_ids:
-        return space.prefix_token_ids
-    return None if config.context_token_ids else (*space.prefix_token_ids, *prior_text)
-
-
 def save_job(
     params: KintsugiParams,
     space: ChunkSpace,
     prompt: TokenIds,
     tokens: JobTokens,
-    other_lead: tuple[int, ...] | None,
 ) -> SaveJob:
     """What the worker does for a save or an audit that `check_save` accepted."""
     assert params.spans is not None
@@ -73,7 +56,6 @@ def save_job(
         span.end,
         params.tier,
         is_audit=params.op is Op.AUDIT,
-        other_lead=other_lead,
         ttl_s=params.ttl_s or 0.0,
     )
 

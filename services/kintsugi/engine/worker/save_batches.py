@@ -1,4 +1,4 @@
-"""Which chunks are saved together, what of them is prefilled once more, and what it took."""
+"""Which chunks are saved together, and what a save took."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class SaveBatch:
 def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
     """How many of the waiting chunks make the next batch, at least one; saves and audits go apart.
 
-    As many as fit in one unit of every layer. With priors the second prefill takes at most another unit, so a
-    batch with priors costs up to twice as much as one without.
+    As many as fit in one unit of every layer.
     """
     tokens = 0
     for index, job in enumerate(waiting):
-        tokens += job.prefill_tokens
+        tokens += len(job.tokens.token_ids)
         if index and (tokens > unit_tokens_max or job.is_audit != waiting[0].is_audit):
             return index
     return len(waiting)
@@ -52,20 +51,3 @@ def first_items(jobs: Sequence[SaveJob]) -> list[SaveItem]:
         )
         for job in jobs
     ]
-
-
-def second_items(jobs: Sequence[SaveJob], length_max: int) -> dict[int, SaveItem]:
-    """The chunks that get a prior, behind their other lead, by the index of the job.
-
-    Where lead and chunk are more than ``length_max`` tokens, the lead is cut. The chunk alone never is: its
-    first prefill has at least its own tokens.
-    """
-    items = {}
-    for index, job in enumerate(jobs):
-        if job.other_lead is None:
-            continue
-        chunk = job.tokens.token_ids[job.chunk_start - job.tokens.start :]
-        lead = job.other_lead[: max(0, length_max - len(chunk))]
-        token_ids = torch.tensor([*lead, *chunk], dtype=torch.int64)
-        items[index] = SaveItem(token_ids, 0, len(lead), len(token_ids))
-    return items

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kintsugi.core.accounting import WEIGHTS_CHANGED, Accounting, Outcome
 from kintsugi.core.errors import KintsugiError, NotBlendable, NotFound, SelfTestFailed
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, codec_named
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, codec_named
 from kintsugi.core.plan import BlendPlan
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
@@ -36,19 +36,18 @@ from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
-from kintsugi.engine.worker.save_batches import SaveBatch, first_items, num_saves_together, second_items
+from kintsugi.engine.worker.save_batches import SaveBatch, first_items, num_saves_together
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
-from kintsugi.engine.worker.support import find_chunk_reach, find_unsupported
+from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
 from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
-from kintsugi.fusor.priors import PRIOR
-from kintsugi.fusor.save import SavePass, SecondPrefill
-from kintsugi.fusor.selectors import depends_on_prior, depends_on_question
+from kintsugi.fusor.save import SavePass
+from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -254,8 +253,7 @@ class WorkerSide:
         layout = manifests[0].layout
         heads = HeadRange.of_rank(layout.num_kv_heads, rank, world_size)
         deadline_s = self._config.layer_deadline_ms / 1e3
-        with_priors = depends_on_prior(plan.selection)
-        layers = range(PRIOR_LAYER if with_priors else 0, layout.num_layers)
+        layers = range(layout.num_layers)
 
         def open_frames(share: slice) -> Frames:
             meter = Meter([hit.source for hit in plan.hits[share]], self._config.prefetch_layers)
@@ -270,7 +268,6 @@ class WorkerSide:
             len(heads),
             depth=self._config.prefetch_layers,
             patience_s=2 * deadline_s,
-            with_priors=with_priors,
         )
 
     def _check_weights(self, metadata: StepMetadata) -> None:
@@ -509,16 +506,7 @@ class WorkerSide:
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
         unit = min(unit_tokens_max, self._unit_tokens_max)
-        return SavePass(first_items(jobs), stack, unit, codec, self._second_prefill(jobs))
-
-    def _second_prefill(self, jobs: list[SaveJob]) -> SecondPrefill | None:
-        """What to prefill once more for the chunks' priors. No cache block holds any of it."""
-        assert self._model is not None
-        items = second_items(jobs, find_chunk_reach(self._vllm_config, self._kv_cache_config))
-        if not items:
-            return None
-        ends = [item.chunk_end for item in items.values()]
-        return SecondPrefill(items, VllmStack.without_blocks(self._model, ends))
+        return SavePass(first_items(jobs), stack, unit, codec)
 
     def _finish_save(self, batch: SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
         request_id = job.tokens.request_id
@@ -550,7 +538,6 @@ class WorkerSide:
             self._model.layout,
             self._codec,
             frames,
-            () if job.other_lead is None else (PRIOR,),
         )
         self._store.put(manifest, frames, accounting.compute_ms, job.tier, job.ttl_s)
         return accounting

@@ -197,12 +197,6 @@ class VllmStack:
             for index, group in groups.items()
         }
 
-    @staticmethod
-    def without_blocks(model: LoadedModel, ends: Sequence[int]) -> VllmStack:
-        """A stack for sequences that no cache block holds: a layer's KV is gone once the layer ends."""
-        num_groups = 1 + max(layer.group.tables for layer in model.layers)
-        return VllmStack(model, [((),) * num_groups for _ in ends], ends)
-
     @property
     def sees_order_alone(self) -> bool:
         return self._model.sees_order_alone

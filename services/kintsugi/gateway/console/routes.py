@@ -50,7 +50,6 @@ _SELECTORS: Mapping[SelectorName, str] = {
     SelectorName.HKVD_GRADUAL: "tokens whose KV deviates most, filtered at every layer",
     SelectorName.HYBRID: "chunk heads, and what the question attends to",
     SelectorName.CHUNK_HEAD: "the first tokens of each chunk",
-    SelectorName.PRIOR: "tokens that scored highest when the chunk was stored",
     SelectorName.RANDOM: "tokens at random, for comparison",
 }
 """What the page says of each selector that it offers."""

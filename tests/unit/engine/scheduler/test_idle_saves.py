@@ -50,11 +50,10 @@ def saves_of(
     discovery: Discovery,
     clock: Clock | None = None,
     length_max: int = 4096,
-    prior_text: tuple[int, ...] = (),
     **settings: Any,
 ) -> tuple[IdleSaves, Pool]:
     config = EngineConfig(**settings)
-    saves, pool = IdleSaves(discovery, config, [BLOCK], length_max, prior_text, clock or Clock()), Pool()
+    saves, pool = IdleSaves(discovery, config, [BLOCK], length_max, clock or Clock()), Pool()
     saves.pool = pool  # type: ignore[assignment]
     return saves, pool
 
@@ -284,14 +283,13 @@ def test_a_segment_that_does_not_fit_behind_the_context_is_left_out(salts: Salts
         assert (pool.get_num_free_blocks() < pool.num_gpu_blocks - 1) is fits
 
 
-def test_priors_are_saved_where_the_connector_wants_them_and_paid_for(salts: Salts) -> None:
+def test_a_save_is_paid_for_with_what_it_computes(salts: Salts) -> None:
     discovery = discovery_of(salts, share=0.5)
-    saves, _ = saves_of(discovery, prior_text=(5, 6), priors=True)
+    saves, _ = saves_of(discovery)
     earned = discovery.config.share * (2 * (1 + 200 + 1))
     queue(discovery, passage(1))
-    (job,), _ = begin(saves)
-    assert job.other_lead == (0, 5, 6)
-    assert discovery.backlog._earned == earned - (1 + 200) - (3 + 200)
+    begin(saves)
+    assert discovery.backlog._earned == earned - (1 + 200)
 
 
 def test_a_save_knows_which_erasures_were_obeyed(salts: Salts, store: RamStore) -> None:

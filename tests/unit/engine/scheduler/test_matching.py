@@ -9,23 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.core.errors import NotBlendable
-from kintsugi.core.layout import FORMAT, Codec, digests_of
-from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
-from kintsugi.core.request import SelectorName
+from kintsugi.core.layout import Codec
+from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of
 from kintsugi.engine.scheduler.matching import (
-    check_priors,
     in_codecs,
     match_content,
     match_spans,
-    usable_hits,
     without_prefix,
 )
-from kintsugi.fusor.priors import PRIOR
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
-from tests.contracts.store_contract import SPACE, Chunk, make_chunk
+from tests.contracts.store_contract import SPACE, make_chunk
 
 
 def store_of(*chunks: list[int]) -> RamStore:
@@ -103,55 +98,6 @@ def test_chunks_in_codecs_that_nobody_calibrated_are_missed() -> None:
     assert in_codecs(match, frozenset((Codec.RAW, Codec.INT8))) == match
     foreign = in_codecs(match, frozenset((Codec.INT8,)))
     assert (foreign.spans, foreign.manifests) == (match.spans, {})
-
-
-def test_with_the_selector_prior_a_chunk_without_a_prior_is_computed() -> None:
-    exact, without, with_prior = (list(range(start, start + 40)) for start in (0, 100, 200))
-    store = store_of(exact, without)
-    store.put(*with_priors(make_chunk(with_prior), PRIOR))
-    spans = [
-        Span(40 * place, 40 * place + 40, ChunkKey.of(SPACE, tokens))
-        for place, tokens in enumerate((exact, without, with_prior))
-    ]
-    match = match_spans(store, SPACE, spans)
-    hits = tuple(ChunkHit(span.start, span.end, span.key) for span in spans if span.key is not None)
-    first, second, third = hits
-    asked = Selection(0.1, SelectorName.PRIOR)
-    assert usable_hits(hits, match, asked, exact_end=40) == (first, third)
-    assert usable_hits(hits, match, asked, exact_end=0) == (third,)
-    assert usable_hits((first,), match, asked, exact_end=40) == (first,)
-    assert usable_hits((), match, asked, exact_end=0) == ()
-    for other in (
-        Selection(0.1, SelectorName.QUERY),
-        dataclasses.replace(asked, ratio=0.0),
-        dataclasses.replace(asked, ratio=1.0),
-    ):
-        assert usable_hits(hits, match, other, exact_end=0) == hits
-    assert usable_hits((first, second), match, asked, exact_end=0) == ()
-
-
-def test_a_prompt_of_which_no_hit_is_usable_is_told_why() -> None:
-    hit = ChunkHit(0, 40, ChunkKey.of(SPACE, list(range(40))))
-    with pytest.raises(NotBlendable, match="no_priors: none of the prompt's chunks was saved with a prior"):
-        check_priors((hit,), ())
-    check_priors((hit,), (hit,))
-    check_priors((), ())
-
-
-def test_a_prior_of_another_kind_is_none() -> None:
-    tokens = list(range(40))
-    store = RamStore()
-    store.put(*with_priors(make_chunk(tokens), "other"))
-    span = Span(0, 40, ChunkKey.of(SPACE, tokens))
-    match, hit = match_spans(store, SPACE, [span]), ChunkHit(0, 40, ChunkKey.of(SPACE, tokens))
-    assert usable_hits((hit,), match, Selection(0.1, SelectorName.PRIOR), exact_end=0) == ()
-
-
-def with_priors(chunk: Chunk, name: str) -> Chunk:
-    manifest, frames = chunk
-    prior = bytes(manifest.num_tokens)
-    digests = digests_of(prior, manifest.num_tokens) + manifest.digests
-    return dataclasses.replace(manifest, format=FORMAT, priors=(name,), digests=digests), [prior, *frames]
 
 
 def test_spans_keep_their_misses() -> None:

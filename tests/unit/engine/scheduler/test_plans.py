@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.layout import DIGEST_BYTES, FORMAT, ChunkManifest, Codec, KVLayout
-from kintsugi.core.plan import ChunkSource, SelectorName
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
+from kintsugi.core.plan import BlendPlan, ChunkSource
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.protocol import WorkerReport
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.fusor.priors import PRIOR
+from kintsugi.fusor.control.planner import Planner, PlanRequest
 from kintsugi.store.protocol.interface import Found
 from tests.unit.engine.scheduler import test_side
 from tests.unit.engine.scheduler.test_side import (
@@ -41,29 +42,38 @@ FIRST, SECOND = Span(32, 64), Span(64, 96)
 """Neither is exact, because they stand behind other text."""
 
 
-def hold(side: SchedulerSide, store: StubStore, span: Span, has_prior: bool) -> None:
+def hold(side: SchedulerSide, store: StubStore, span: Span) -> None:
     """Let the store find a chunk."""
     layout = KVLayout(1, 1, 8, "float32")
     space = side._space("acme")
     key = ChunkKey.of(space, LONG[span.start : span.end])
     of = (key, space.digest, space.fingerprint, "acme", span.num_tokens, layout, Codec.RAW, None)
-    manifest = (
-        ChunkManifest(*of, digests=bytes(DIGEST_BYTES + layout.digests_bytes), format=FORMAT, priors=(PRIOR,))
-        if has_prior
-        else ChunkManifest(*of, digests=bytes(layout.digests_bytes))
-    )
+    manifest = ChunkManifest(*of, digests=bytes(layout.digests_bytes))
     store.held[key] = Found(manifest, ChunkSource())
 
 
-def blend_with_priors(side: SchedulerSide) -> Any:
-    """A request that the selector `prior` is named in; its lookup is answered."""
-    params = KintsugiParams("acme", spans=(FIRST, SECOND), ratio=0.2, selector=SelectorName.PRIOR)
+@dataclasses.dataclass(frozen=True)
+class LoadsOne(Planner):
+    """Has every chunk but one computed, as a loading controller may."""
+
+    start: int = 0
+
+    def plan(self, request: PlanRequest) -> BlendPlan:
+        plan = super().plan(request)
+        return dataclasses.replace(plan, hits=tuple(hit for hit in plan.hits if hit.start == self.start))
+
+
+def blend_loading(side: SchedulerSide, span: Span) -> Any:
+    """A request of which `span` is loaded alone; its lookup is answered."""
+    params = KintsugiParams("acme", spans=(FIRST, SECOND), ratio=0.2)
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
     request = Request("a", LONG, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
     side.on_new_request(request)
     lookup = side._states["a"].lookup
     assert lookup is not None
     lookup.future.result(10)
+    state = side._states["a"]
+    state.planner = LoadsOne(state.planner.selection, span.start)
     return request
 
 
@@ -79,13 +89,11 @@ def preempt(side: SchedulerSide, request: Any) -> None:
     request.status = RequestStatus.PREEMPTED
 
 
-def test_a_chunk_that_was_computed_for_want_of_a_prior_is_computed_again(
-    side: SchedulerSide, store: StubStore
-) -> None:
-    """Nothing is left to load once the chunk with a prior is cached."""
-    hold(side, store, FIRST, has_prior=True)
-    hold(side, store, SECOND, has_prior=False)
-    request = blend_with_priors(side)
+def test_a_chunk_that_was_computed_instead_is_computed_again(side: SchedulerSide, store: StubStore) -> None:
+    """Nothing is left to load once the loaded chunk is cached."""
+    hold(side, store, FIRST)
+    hold(side, store, SECOND)
+    request = blend_loading(side, FIRST)
     assert loaded_by(side, request, 0) == [FIRST.start]
     preempt(side, request)
     assert loaded_by(side, request, 0) == [FIRST.start]
@@ -99,36 +107,14 @@ def test_a_prompt_whose_only_loaded_chunk_was_cached_meanwhile_is_a_prefix_hit(
 ) -> None:
     """vLLM asks again for want of cache blocks. A declined prompt would not be blended again once it is
     preempted, and its answer would change midway."""
-    hold(side, store, FIRST, has_prior=True)
-    hold(side, store, SECOND, has_prior=False)
-    request = blend_with_priors(side)
+    hold(side, store, FIRST)
+    hold(side, store, SECOND)
+    request = blend_loading(side, FIRST)
     assert side.get_num_new_matched_tokens(request, 0) == (len(LONG) - 1, True)
     assert considered(side, request, FIRST.end) == (0, False)
     request.status = RequestStatus.PREEMPTED
     assert loaded_by(side, request, 0) == [FIRST.start]
     assert said(side, request)["outcome"] == "prefix_hit"
-
-
-def test_a_prompt_without_any_prior_is_declined_with_that_reason(
-    side: SchedulerSide, store: StubStore
-) -> None:
-    hold(side, store, FIRST, has_prior=False)
-    request = blend_with_priors(side)
-    assert considered(side, request) == (0, False)
-    accounting = said(side, request)
-    assert accounting["outcome"] == "declined"
-    assert accounting["reason"].startswith("no_priors: ")
-
-
-def test_a_cached_chunk_without_a_prior_is_computed_once_it_is_cached_no_more(
-    side: SchedulerSide, store: StubStore
-) -> None:
-    hold(side, store, FIRST, has_prior=False)
-    hold(side, store, SECOND, has_prior=True)
-    request = blend_with_priors(side)
-    assert loaded_by(side, request, FIRST.end) == [SECOND.start]
-    preempt(side, request)
-    assert loaded_by(side, request, 0) == [SECOND.start]
 
 
 def test_a_prompt_that_was_looked_up_before_the_store_hung_loads_nothing(

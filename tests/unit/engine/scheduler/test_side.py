@@ -234,28 +234,6 @@ def test_an_audit_is_a_save_that_stores_nothing(side: SchedulerSide, lead: list[
     assert foreign["reason"].startswith("InvalidSpan: spans[0]: op=audit needs the chunk directly behind")
 
 
-@pytest.mark.parametrize(
-    ("config", "op", "lead", "expected"),
-    [
-        (EngineConfig(), Op.SAVE, [], None),
-        (EngineConfig(priors=True), Op.SAVE, [], (8, 9)),
-        (EngineConfig(priors=True, audits=True), Op.AUDIT, [], None),
-        (EngineConfig(priors=True, context_token_ids=CONTEXT), Op.SAVE, CONTEXT, ()),
-        (EngineConfig(priors=True, context_token_ids=CONTEXT), Op.SAVE, [], None),
-    ],
-    ids=["priors off", "no context", "audit", "prepared chunk", "plain copy"],
-)
-def test_what_a_chunk_is_prefilled_behind_for_its_prior(
-    side: SchedulerSide, config: EngineConfig, op: Op, lead: list[int], expected: tuple[int, ...] | None
-) -> None:
-    """The empty prefix and the text, or for a prepared chunk the empty prefix alone."""
-    side.config, side.prior_text = config, (8, 9)
-    request = save_of(side, "save", lead, op=op)
-    assert side.get_num_new_matched_tokens(request, 0) == (len(lead) + 20, True)
-    side.update_state_after_alloc(request, Blocks(), len(lead) + 20)
-    assert side._metadata.saves.pop().other_lead == expected
-
-
 def test_an_engine_that_anybody_may_ask_audits_nothing(side: SchedulerSide) -> None:
     refused = said(side, save_of(side, "audit", [], op=Op.AUDIT))
     assert (refused["outcome"], refused["reason"].split(":")[0]) == ("declined", "no_audits")

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context
 
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, Codec, HeadRange, KVLayout
+from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -32,10 +32,8 @@ from kintsugi.engine.worker.stack import VllmStack
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.codecs import encode_frame
 from kintsugi.fusor.loader import LayerLoader, placements_of
-from kintsugi.fusor.priors import PRIOR, encode_scores
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.save import SaveItem, SavePass, SecondPrefill
-from kintsugi.fusor.selectors import depends_on_prior
+from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.models.layers import LayerKind, LayerSpec, ModelLayers
 from kintsugi.store.client.ram import RamStore
@@ -233,8 +231,7 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
             encode_frame(*torch.randn(2, size, KV_HEADS, HEAD_DIM, generator=generator), codec)
             for _ in range(num_layers)
         ]
-        frames.insert(0, memoryview(encode_scores(torch.rand(size, generator=generator)).numpy()))
-        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, frames, (PRIOR,))
+        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, frames)
         store.put(manifests[key], frames)
         chunks.append(range(start, start + size))
         if place != missed:
@@ -246,8 +243,7 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
 def blend(scene: Scene, model: LoadedModel, selection: Selection, unit: int) -> BlendPass:
     def open_loader(plan: BlendPlan) -> LayerLoader:
         keys, every_head = [hit.key for hit in plan.hits], HeadRange(0, KV_HEADS)
-        with_priors = depends_on_prior(plan.selection)
-        layers = range(PRIOR_LAYER if with_priors else 0, len(model.layers))
+        layers = range(len(model.layers))
         return LayerLoader(
             lambda share: scene.store.stream("device", keys[share], layers, every_head, 9.0),
             placements_of(plan, scene.manifests, 0, LENGTH),
@@ -256,7 +252,6 @@ def blend(scene: Scene, model: LoadedModel, selection: Selection, unit: int) -> 
             KV_HEADS,
             depth=2,
             patience_s=20.0,
-            with_priors=with_priors,
         )
 
     blocks = (list(range(1, -(-LENGTH // BLOCK) + 2)),)
@@ -362,17 +357,15 @@ def test_passes_load_on_one_stream_for_which_memory_is_reserved(monkeypatch: pyt
         assert reserved_on is not device.stream
 
 
-@pytest.mark.parametrize(("codec", "with_prior"), [(Codec.RAW, True), (Codec.INT8, False)])
-def test_a_save_waits_for_nothing(codec: Codec, with_prior: bool) -> None:
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
+def test_a_save_waits_for_nothing(codec: Codec) -> None:
     token_ids = torch.arange(30) % VOCAB
     item = SaveItem(token_ids, 0, 5, 30)
 
     def frames_on(device: torch.device) -> list[list[memoryview]]:
         model = model_of(3, device, kernel_serves=True)
         counting.clear()
-        other = SaveItem(torch.cat((torch.arange(3), token_ids[5:])), 0, 3, 28)
-        second = SecondPrefill({0: other}, VllmStack.without_blocks(model, [28])) if with_prior else None
-        save = SavePass([item], VllmStack(model, [([1, 2],)], [30]), 100, codec, second)
+        save = SavePass([item], VllmStack(model, [([1, 2],)], [30]), 100, codec)
         while save.status is PassStatus.RUNNING:
             save.advance(float("inf"))
         return save.frames
