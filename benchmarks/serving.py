@@ -31,6 +31,7 @@ from benchmarks.support import goodput, reuse
 from benchmarks.support import serving_phases as phases
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, report
+from benchmarks.support.load.profile import RagWorkload, corpus
 from benchmarks.support.servers import (
     CLIENT_CORE,
     SERVER_CORE,
@@ -40,7 +41,6 @@ from benchmarks.support.servers import (
     our_server,
     plain_server,
 )
-from kintsugi.bench.profile import RagWorkload, corpus
 from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent

@@ -1,12 +1,12 @@
-"""The paper's figures with your own model on local files: quality, TTFT, and TTFT against request rate.
+"""The paper's measurements with your own model on local files: quality, cost, and TTFT by request rate.
 
     python examples/offline_longbench.py --model FOLDER --data FOLDER_WITH_LONGBENCH_JSONL --out results
 
 Reads `DATASET.jsonl` of LongBench (THUDM/LongBench on GitHub) for each of `--datasets`, or any other
-form that `kintsugi eval` reads, downloads nothing, and writes per dataset `<dataset>.json` and a folder of
-plots: quality against cost, quality against TTFT, TTFT against request rate. The configurations are the
-paper's (HKVD at layer 1, r = 5 to 50 %) beside Kintsugi's other selectors; full prefill and full KV reuse
-stand in every table. Chunks of 512 tokens, six of them, as in the paper, unless told otherwise.
+form that `kintsugi eval` reads, downloads nothing, and writes `<dataset>.json` per dataset. The
+configurations are the paper's (HKVD at layer 1, r = 5 to 50 %) beside Kintsugi's other selectors; full
+prefill and full KV reuse stand in every table. Chunks have 512 tokens, six of them a prompt, as in the paper,
+unless told otherwise.
 
 Chunk KV of a real model is large: give it room with --chunk-store grpc://HOST:PORT (kintsugi store serve).
 """
@@ -76,7 +76,6 @@ def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
         chunks=str(arguments.chunks),
         batches="1",
         rates=arguments.rates,
-        plots=arguments.out / dataset,
         max_tokens=ANSWER_TOKENS.get(dataset, 32),
         dtype=arguments.dtype,
         chunk_store=arguments.chunk_store,

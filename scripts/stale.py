@@ -28,7 +28,7 @@ _BLEND = ("core", "fusor", "engine", "models", "discovery")
 _STORE = ("store",)
 _RAM_STORE = ("store/client", "store/protocol")
 """Of engines whose chunks lie in their own process."""
-_SERVICE = (*_BLEND, *_STORE, "gateway", "serving", "sdk", "bench", "precompute", "quality")
+_SERVICE = (*_BLEND, *_STORE, "gateway", "serving", "sdk", "precompute", "quality")
 
 DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "ttft": (*_BLEND, *_RAM_STORE),

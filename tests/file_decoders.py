@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kintsugi.bench.profile import _parse_time
 from kintsugi.cli.backup import INDEX, _read_index
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.layout import TOKENS_MAX
@@ -199,8 +198,6 @@ def kept_document(data: bytes) -> None:
         FileDirectory(path / "shards.json")
     with contextlib.suppress(InvalidField):
         read_trace(path / "lines.jsonl")
-    with contextlib.suppress(InvalidField):
-        _parse_time(data.decode(errors="replace"), "a trace")
     with contextlib.suppress(KintsugiError):
         read_questions(path / "lines.jsonl")
     with contextlib.suppress(InvalidField):

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
+from benchmarks.support.load.profile import RagWorkload, poisson_arrivals, prompt_of, requests
+from benchmarks.support.load.report import Sample, Summary, summarize_samples
+from benchmarks.support.load.run import run
 from benchmarks.support.servers import Server
 from benchmarks.support.serving_phases import ask_alone
-from kintsugi.bench.profile import RagWorkload, poisson_arrivals, prompt_of, requests
-from kintsugi.bench.report import Sample, Summary, summarize_samples
-from kintsugi.bench.run import run
 from kintsugi.core.request import SelectorName
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
+from benchmarks.support.load.profile import RagWorkload, Request, prompt_of
 from benchmarks.support.servers import Server
 from benchmarks.support.serving_phases import ask_alone
-from kintsugi.bench.profile import RagWorkload, Request, prompt_of
 
 
 @dataclass(frozen=True)

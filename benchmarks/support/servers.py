@@ -22,7 +22,7 @@ import psutil
 import yaml
 
 from benchmarks.support.engines import say
-from kintsugi.bench.run import Endpoint
+from benchmarks.support.load.run import Endpoint
 from kintsugi.engine.asynchronous import BIND, UNIPROC
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once

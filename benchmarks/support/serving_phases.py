@@ -20,10 +20,10 @@ import psutil
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
+from benchmarks.support.load.profile import RagWorkload, Request, poisson_arrivals, prompt_of, requests
+from benchmarks.support.load.report import Sample
+from benchmarks.support.load.run import client_of, measure_request, run
 from benchmarks.support.servers import NAMESPACE, REPOSITORY, Server, tree_cpu_s
-from kintsugi.bench.profile import RagWorkload, Request, poisson_arrivals, prompt_of, requests
-from kintsugi.bench.report import Sample
-from kintsugi.bench.run import client_of, measure_request, run
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import Client, ClientOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.support.discovered import agent
 from benchmarks.support.discovered.service import hit_figure, ttft_figure
-from kintsugi.bench.profile import Request
-from kintsugi.bench.report import Sample
+from benchmarks.support.load.profile import Request
+from benchmarks.support.load.report import Sample
 
 
 def asked(*documents: int) -> Request:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.support import reuse
 from benchmarks.support.figures import Figure
 from benchmarks.support.goodput import Load, best_of, figures_of, is_steady
-from kintsugi.bench.report import Sample, summarize_samples
+from benchmarks.support.load.report import Sample, summarize_samples
 
 SLO_S = 2.0
 

@@ -26,8 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.support.discovered.service import FULL, QUICK
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
+from benchmarks.support.load.profile import RagWorkload, corpus
 from benchmarks.support.servers import NAME, Server, checkpoint, plain_server
-from kintsugi.bench.profile import RagWorkload, corpus
 from kintsugi.engine.local import transfer_config
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.store.shard.server import ShardServer

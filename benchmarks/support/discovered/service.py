@@ -16,11 +16,18 @@ from itertools import takewhile
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
+from benchmarks.support.load.profile import (
+    RagWorkload,
+    Request,
+    corpus,
+    poisson_arrivals,
+    prompt_of,
+    requests,
+)
+from benchmarks.support.load.report import Sample
+from benchmarks.support.load.run import run
 from benchmarks.support.servers import Server, Setting, checkpoint, our_server, plain_server
 from benchmarks.support.serving_phases import ask_alone
-from kintsugi.bench.profile import RagWorkload, Request, corpus, poisson_arrivals, prompt_of, requests
-from kintsugi.bench.report import Sample
-from kintsugi.bench.run import run
 from kintsugi.precompute.chunking import Chunker
 
 DISCOVER = {"*": {"discover": True}}

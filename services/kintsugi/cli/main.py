@@ -184,13 +184,6 @@ else:
     command(app)(backup)
     command(app)(restore)
 
-if SERVING.missing:
-    add_missing_command(app, "bench", SERVING)
-else:
-    from kintsugi.cli.commands.bench import app as bench_app
-
-    app.add_typer(bench_app, name="bench")
-
 if PRECOMPUTE.missing:
     for each in ("precompute", "coverage"):
         add_missing_command(app, each, PRECOMPUTE)

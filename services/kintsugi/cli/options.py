@@ -183,7 +183,6 @@ class EvaluateTask:
         str, typer.Option(help="Comma-separated speeds of slower tiers, in bytes per second.")
     ] = ""
     rates: Annotated[str, typer.Option(help="Comma-separated request rates per second, for TTFT.")] = ""
-    plots: Annotated[Path | None, typer.Option(help="Folder for plots, as SVG and PNG.")] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens in an answer.")] = None
     dtype: Annotated[str, typer.Option(help="Data type of the engine.")] = "auto"
     chunk_store: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +11,29 @@ import httpx
 import openai
 import pytest
 
-from kintsugi.bench.profile import CHUNK_GAP, RagWorkload, Request, corpus, prompt_of
 from kintsugi.gateway.requests import EVENTS_PATH
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.sdk.client import Client
 from tests.integration.clients.conftest import ServiceUnderTest
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
-PASSAGES = corpus(RagWorkload(documents=3, chunks=3, chunk_tokens=256, seed=7))
+CHUNK_GAP = "\n\n"
+PASSAGE_WORDS = 180
+"""About 256 tokens."""
+
+
+def make_passages(count: int, seed: int) -> list[str]:
+    """Made-up passages of real words."""
+    words = sorted({word for passage in read_bundled_passages() for word in passage.text.lower().split()})
+    generator = random.Random(seed)
+    return [
+        f"Document {index}: {' '.join(generator.choices(words, k=PASSAGE_WORDS))}." for index in range(count)
+    ]
+
+
+PASSAGES = make_passages(3, seed=7)
 QUESTION = "Question: what do these documents have in common?"
 SAVED_S = 120.0
 
@@ -30,7 +45,7 @@ def client(service: ServiceUnderTest) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, service: ServiceUnderTest, *order: int) -> Any:
-    prompt = prompt_of(Request(0.0, order, QUESTION), PASSAGES)
+    prompt = CHUNK_GAP.join([*(PASSAGES[number] for number in order), QUESTION])
     return client.chat.completions.create(
         model=service.model, messages=[{"role": "user", "content": prompt}], max_tokens=2, temperature=0
     )
@@ -77,7 +92,7 @@ def test_passages_beside_a_put_document_are_hit_as_well(
 ) -> None:
     """None stands right before the document: a blank line at the end of a text may be other tokens than
     one within it."""
-    document, first, second, new = corpus(RagWorkload(documents=4, chunks=4, chunk_tokens=256, seed=8))
+    document, first, second, new = make_passages(4, seed=8)
 
     def told(*texts: str) -> dict[str, Any]:
         content = "".join(f"{text}{CHUNK_GAP}" for text in texts) + QUESTION

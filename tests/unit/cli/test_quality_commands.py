@@ -27,7 +27,6 @@ from kintsugi.core.request import SelectorName
 from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
-from kintsugi.quality import figures as drawing
 from kintsugi.quality import reports
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
 from tests.unit.core.test_report import BINDING
@@ -341,27 +340,14 @@ def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path
     [
         (("--codecs", "raw,int9"), "'int9' is not one of"),
         (("--batches", "0"), "at least 1"),
-        (("--plots", __file__), "cannot be created"),
     ],
 )
 def test_an_evaluation_that_cannot_end_well_is_not_begun(
     tmp_path: Path, more: tuple[str, ...], word: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     result = RUNNER.invoke(app, ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), *more])
     assert result.exit_code == ExitCode.BAD_INPUT, result.stderr
     assert word in " ".join(result.stderr.split())
-
-
-@pytest.mark.usefixtures("no_engine")
-def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--plots", str(tmp_path)]
-    result = RUNNER.invoke(app, arguments)
-    assert result.exit_code == ExitCode.UNAVAILABLE
-    assert "kintsugi-kv[plots]" in " ".join(result.stderr.split())
 
 
 def test_a_system_prompt_that_is_no_text_or_of_no_model_is_explained(tmp_path: Path) -> None:
@@ -397,16 +383,14 @@ def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, 
     assert "question 401 is left out" in " ".join(result.stderr.split())
 
 
-def test_an_evaluation_is_a_table_json_and_pictures(engine: RunningEngine, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_an_evaluation_is_a_table_and_json(engine: RunningEngine, tmp_path: Path) -> None:
     arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
     arguments += ["--ratios", "0.1,0.3", "--selectors", "hkvd", "--check-layers", "1", "--rates", "2"]
-    result = RUNNER.invoke(app, [*arguments, "--plots", str(tmp_path / "plots")], env={"COLUMNS": "160"})
+    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.OK, result.stderr
     assert engine.spec is not None
     assert "hkvd r=0.3 @1" in result.stdout
     assert "TTFT by request rate" in result.stdout
-    assert (tmp_path / "plots/quality-cost.svg").is_file()
     document = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)
     assert [row["method"] for row in document["rows"]] == [
         "full prefill",
@@ -460,14 +444,12 @@ def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     return run
 
 
-def test_the_papers_figures_are_one_command(
+def test_the_papers_measurements_are_one_command(
     engine: RunningEngine, longbench: Callable[..., int], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     assert longbench("--ratios", "0.3", "--selectors", "hkvd") == 0
     document = json.loads((tmp_path / "out/musique.json").read_text())
     assert [row["method"] for row in document["rows"]][2:] == ["hkvd r=0.3 @1"]
-    assert (tmp_path / "out/musique/ttft-rate.svg").is_file()
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -482,7 +464,6 @@ def test_the_papers_figures_are_one_command(
 def test_the_example_explains_bad_input(
     longbench: Callable[..., int], capsys: pytest.CaptureFixture[str], more: tuple[str, ...], word: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     assert longbench(*more) == 1
     assert word in " ".join(capsys.readouterr().out.split())
 

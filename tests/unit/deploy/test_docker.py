@@ -257,8 +257,8 @@ def test_without_a_builder_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
         find_builder()
 
 
-OPTIONAL = {"langchain_text_splitters", "langchain_core", "llama_index", "matplotlib", "fsspec"}
-"""Extras that services do without: adapters for other frameworks, plots, remote corpora's file systems."""
+OPTIONAL = {"langchain_text_splitters", "langchain_core", "llama_index", "fsspec"}
+"""Extras that services do without: adapters for other frameworks, remote corpora's file systems."""
 GPU_ONLY = {"triton"}
 KERNELS = "services/kintsugi/fusor/kernels"
 """Imported where tensors lie on a GPU, and by nothing else."""

@@ -1,8 +1,7 @@
-"""Evaluation: shapes of prompts, rows, plots; over an engine whose quality is known."""
+"""Evaluation: shapes of prompts and rows, over an engine whose quality is known."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.quality import plots
 from kintsugi.quality.evaluate import (
     FULL,
     REUSE,
@@ -91,34 +89,6 @@ def test_rates_are_of_the_best_of_each_selector() -> None:
     ]
     assert len(rates) == 8
     assert all(row.num_prompts == 5 and row.ttft_p95_s == 0.1 for row in rates)
-
-
-def test_pictures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    axes = Axes(SELECTIONS)
-    engine = TimedEngine()
-    rows = rows_of(axes)
-    bench = Bench(engine, [case(index) for index in range(5)], 1)
-    rates = measure_rates(engine, bench, SELECTIONS, (2.0,), lambda text: None)  # type: ignore[arg-type]
-    paths = plots.draw(tmp_path / "plots", rows, rates)
-    assert sorted(path.name for path in paths) == [
-        f"{name}.{suffix}"
-        for name in ("quality-cost", "quality-ttft", "ttft-rate")
-        for suffix in ("png", "svg")
-    ]
-    svg = (tmp_path / "plots/quality-cost.svg").read_text()
-    assert svg.startswith("<?xml")
-    assert (tmp_path / "plots/ttft-rate.png").read_bytes().startswith(b"\x89PNG")
-    assert not plots.draw(tmp_path, rows[:1], []), "nothing but full prefill is no picture"
-
-
-def test_what_is_drawn_upwards() -> None:
-    rows = rows_of(Axes(SELECTIONS[:1]))
-    assert plots.quality_of(rows[0])[1] == "exact match"
-    silent = [case(index, ()) for index in range(4)]
-    (full, *_) = evaluate(FakeEngine(), silent, Axes(SELECTIONS[:1]), "raw", None, 1)  # type: ignore[arg-type]
-    assert full.exact_match is None
-    assert plots.quality_of(full)[1] == "top-1 agreement"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.bench.profile import trace_arrivals
 from kintsugi.cli.backup import INDEX, _read_index
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import FileDirectory
@@ -20,7 +19,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "shard map": ("map.json", FileDirectory),
     "index of a backup": (INDEX, lambda path: _read_index(path.parent)),
     "trace of a store": ("trace.jsonl", read_trace),
-    "trace of requests": ("trace.jsonl", trace_arrivals),
     "cursor of erasures": ("cursor", lambda path: read_cursor(path.read_text())),
 }
 

@@ -20,7 +20,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import REFERENCE, is_reference
-from kintsugi.quality import grid, plots
+from kintsugi.quality import grid
 from kintsugi.quality.evaluate import (
     Axes,
     EvaluationRow,
@@ -30,7 +30,6 @@ from kintsugi.quality.evaluate import (
     measure_rates,
     reshape_cases,
 )
-from kintsugi.quality.figures import prepare_folder
 from kintsugi.quality.measure import Bench, answer_tokens, tokenize_questions
 from kintsugi.quality.metrics import Interval
 from kintsugi.quality.questions import read_questions
@@ -54,9 +53,7 @@ class Evaluation:
 
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
-    """Measure, print and plot. An engine that fails costs its own results and those of later engines only."""
-    if task.plots is not None:
-        prepare_folder(task.plots)
+    """Measure and print. An engine that fails costs its own results and those of later engines only."""
     prepare_model(screen, task.model)
     model = REFERENCE.title if is_reference(task.model) else task.model
     found = Evaluation(model, str(task.questions), task.form.value, [], [], [], None)
@@ -69,9 +66,6 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
         screen.note(f"kintsugi: {found.error['message']}")
     for warning in dict.fromkeys(found.warnings):
         screen.note(f"kintsugi: warning: {warning}")
-    if task.plots is not None:
-        for path in plots.draw(task.plots, found.rows, found.rates):
-            screen.note(f"wrote {path}")
     screen.show(dataclasses.asdict(found), lambda console: render(console, found))
     return found
 

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.core.errors import InvalidField
 from kintsugi.models.passages import read_bundled_passages
 
 TOKENS_PER_WORD = 1.4
 """Estimate for English prose and a large vocabulary, used without the endpoint's tokenizer."""
 SENTENCE_WORDS = 12
 CHUNK_GAP = "\n\n"
-TRACE_BYTES_MAX = 256 << 20
-TRACE_REQUESTS_MAX = 1_000_000
 
 CountTokens = Callable[[str], int]
 
@@ -122,37 +118,3 @@ def poisson_arrivals(rate_per_s: float, count: int, seed: int = 0) -> list[float
         raise InvalidField("rate", f"{rate_per_s} must be finite and above 0")
     generator = random.Random(f"{seed} arrivals {rate_per_s}")
     return list(itertools.accumulate(generator.expovariate(rate_per_s) for _ in range(count)))
-
-
-def trace_arrivals(path: Path, speed: float = 1.0, count: int | None = None) -> list[float]:
-    """Arrival times of a trace in seconds after its first request, played `speed` times as fast.
-
-    The trace has JSON lines, each with a `timestamp` in milliseconds (as Mooncake's) or an `at_s` in seconds.
-    Raises `NotFound` and `InvalidField`.
-    """
-    if not 0 < speed < float("inf"):
-        raise InvalidField("speed", f"{speed} must be finite and above 0")
-    if not path.is_file():
-        raise NotFound(f"{path} is not a file; name a trace in JSON lines")
-    if path.stat().st_size > TRACE_BYTES_MAX:
-        raise InvalidField("trace", f"{path} exceeds {TRACE_BYTES_MAX >> 20} MiB; cut it")
-    times_s: list[float] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip() and len(times_s) < min(count or TRACE_REQUESTS_MAX, TRACE_REQUESTS_MAX):
-                    times_s.append(_parse_time(line, f"{path}:{number}"))
-    except UnicodeDecodeError:
-        raise InvalidField("trace", f"{path} is not UTF-8 text; name a trace in JSON lines") from None
-    if not times_s:
-        raise InvalidField("trace", f"{path} has no requests")
-    times_s.sort()
-    return [(at_s - times_s[0]) / speed for at_s in times_s]
-
-
-def _parse_time(line: str, where: str) -> float:
-    try:
-        entry = json.loads(line)
-        return float(entry["at_s"]) if "at_s" in entry else float(entry["timestamp"]) / 1e3
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise InvalidField("trace", f"{where} has neither a timestamp (ms) nor an at_s (s)") from None

@@ -1,20 +1,15 @@
-"""Reports what a load measured: percentiles, throughput, goodput, hit rates, and a plot of them."""
+"""Reports what a load measured: percentiles, throughput, goodput and hit rates."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kintsugi.quality.figures import create_figure, prepare_folder, save_figure
-
 PERCENTILES = (50, 90, 95, 99)
-COLOURS = ("#b8860b", "#222222", "#1f5f8b", "#7a3b69", "#3b7a57", "#c0563b")
-MARKERS = "os^Dv*"
 
 
 @dataclass(frozen=True)
@@ -117,27 +112,3 @@ def hit_rate(accountings: Sequence[Mapping[str, Any]]) -> float | None:
     totals = [hit + int(one.get("tokens_missed", 0)) for hit, one in zip(hits, accountings, strict=True)]
     counted = sum(1 for total in totals if total)
     return sum(hits) / sum(totals) * counted / len(accountings) if counted else 0.0
-
-
-def plot_ttft(path: Path, series: Mapping[str, Sequence[Summary]], slo_s: float | None = None) -> list[Path]:
-    """Plot time to first token against request rate, and return the files that `save_figure` wrote.
-
-    Medians are lines; shades reach up to the 95th percentile. ``series`` holds loads by endpoint. Raises
-    `Unavailable` without matplotlib.
-    """
-    prepare_folder(path.parent)
-    figure, axes = create_figure()
-    for number, (name, summaries) in enumerate(series.items()):
-        points = sorted((one for one in summaries if one.ttft_s), key=lambda one: one.rate_per_s)
-        rates = [one.rate_per_s for one in points]
-        medians, p95s = ([one.ttft_s[percentile] * 1e3 for one in points] for percentile in ("p50", "p95"))
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        axes.plot(rates, medians, color=colour, marker=marker, markersize=4.5, label=name)
-        axes.fill_between(rates, medians, p95s, color=colour, alpha=0.15, linewidth=0)
-    if slo_s is not None:
-        axes.axhline(slo_s * 1e3, color="#aa0000", linestyle="--", linewidth=1, label="SLO")
-    axes.set_xlabel("requests per second")
-    axes.set_ylabel("time to first token, ms (median to 95th percentile)")
-    axes.set_yscale("log")
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(path, figure)

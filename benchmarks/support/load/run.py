@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from kintsugi.bench.profile import Request
-from kintsugi.bench.report import Sample
+from benchmarks.support.load.profile import Request
+from benchmarks.support.load.report import Sample
 from kintsugi.core.deploy import PORT_MAX
-from kintsugi.core.errors import InvalidField, Unavailable
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import PARAMS_KEY
 
 TIMEOUT_S = 300.0
@@ -113,18 +113,6 @@ def client_of(endpoint: Endpoint) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S, pool=None)
     return httpx.AsyncClient(base_url=endpoint.url, headers=endpoint.headers, limits=limits, timeout=timeout)
-
-
-async def fetch_model_name(client: httpx.AsyncClient) -> str:
-    """The first model that the endpoint lists. Raises `Unavailable`."""
-    try:
-        response = (await client.get("/models")).raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, TypeError, LookupError) as error:
-        raise Unavailable(
-            f"{client.base_url} lists no model ({error}); name the URL of an OpenAI endpoint, or start one: "
-            "kintsugi serve"
-        ) from error
 
 
 async def run(

@@ -1,0 +1,1 @@
+"""The open-loop load generator of the benchmarks: profiles, runs, reports."""

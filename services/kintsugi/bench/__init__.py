@@ -1,1 +1,0 @@
-"""The load generator behind `kintsugi bench serve`: profiles, runs, reports, plots."""
