@@ -19,7 +19,7 @@ ALERTS = sorted(
     for path in (CHART / "files/alerts").glob("*.yaml")
     for name in re.findall(r"- alert: (\w+)", path.read_text())
 )
-ASPECTS = ("**Means.**", "**Look at.**", "**Do.**")
+ASPECTS = ("**Meaning.**", "**Check.**", "**Fix.**")
 
 
 def rules(helm: str = HELMS[1]) -> list[dict[str, Any]]:
