@@ -21,12 +21,13 @@
 #                            provenance; PUSH pushes them and attaches both with cosign
 #   make fuzz [MINUTES=10]   coverage-guided fuzzing of 31 decoders; what reaches new code stays in .cache/fuzz
 #   make docs                the documentation site, into build/site; fails on a broken link
-#   make dist                the wheel of kintsugi-kv in dist/, tried in an environment that has nothing else
+#   make dist                the wheels of kintsugi-kv, kintsugi-checkpoints and kintsugi-operator in dist/, tried
+#                            in an environment that has nothing else
 #   make tools               helm and kubectl for the chart's tests and axe-core for the console's, into .tools;
 #                            the console's tests also need Chromium (apt-get install chromium)
 #   make clients             OpenAI's client, LangChain, LlamaIndex, an agent framework and two load generators
 #                            against `kintsugi serve`; prints how many fail
-#   make setup               .venv from locks/cpu.txt; repeated only when the lock or pyproject.toml changes
+#   make setup               .venv from locks/cpu.txt; repeated only when the lock or a pyproject.toml changes
 #   make proto               generate the gRPC stubs again
 #   make lock                resolve locks/*.in again, with the digest of every file that pip may choose
 
@@ -65,7 +66,7 @@ help:
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: locks/cpu.txt pyproject.toml
+$(VENV)/.installed: locks/cpu.txt pyproject.toml checkpoints/pyproject.toml operators/pyproject.toml
 	@$(call make_venv,$(VENV))
 	@$(call pick,pip); $(call pick,torch)
 	$(BIN)/python -m pip install $(LOCKED) -r $(VENV)/pip.txt
@@ -74,7 +75,7 @@ $(VENV)/.installed: locks/cpu.txt pyproject.toml
 		from="--index-url $(TORCH_INDEX)"; \
 	fi; $(BIN)/python -m pip install $(LOCKED) $$from -r $(VENV)/torch.txt
 	$(BIN)/python -m pip install $(LOCKED) -r locks/cpu.txt
-	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable . --editable checkpoints --editable operators
 	@touch $@
 
 # The generator requires an older protobuf than the services run on, so it lives by itself.
@@ -158,7 +159,7 @@ tools: setup
 	$(BIN)/python scripts/tools.py
 
 images: setup
-	$(BIN)/python scripts/images.py $(if $(ONLY),--only $(ONLY)) $(if $(REPOSITORY),--repository $(REPOSITORY)) \
+	$(BIN)/python -m scripts.images $(if $(ONLY),--only $(ONLY)) $(if $(REPOSITORY),--repository $(REPOSITORY)) \
 		$(if $(BASE),--base $(BASE)) $(if $(MAKE_BASE),--make-base) $(if $(PUSH),--push) $(if $(KEY),--key $(KEY))
 
 proto: $(PROTO_VENV)/.installed
@@ -185,7 +186,7 @@ lock: setup
 	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt --bare
 	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --bare --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
 	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt --bare
-	$(BIN)/python scripts/images.py --lock
+	$(BIN)/python -m scripts.images --lock
 
 # $(call pick,NAME): that requirement of locks/cpu.txt, with its digests, in a file of its own.
 pick = sed -n '/^$(1)==/,/[^\\]$$/p' locks/cpu.txt > $(VENV)/$(1).txt

@@ -33,7 +33,7 @@ from benchmarks.support.figures import Figure, report
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.sdk.client import AsyncClient
 from kintsugi.sdk.types import Delta
@@ -71,7 +71,7 @@ async def _gateway() -> None:
     store = open_store(STORE)
     assert isinstance(store, RamStore)
     backend = StubBackend(DELAYS, store=store)
-    gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, STORE, BUNDLED_CHECKPOINT)
+    gateway = await Gateway.open(GatewaySpec(grpc_port=0), backend, STORE, bundled_checkpoint())
     server = GatewayServer(gateway, GatewaySpec(grpc_port=0))
     await server.start()
     print(server.address, flush=True)
@@ -110,7 +110,7 @@ class Texts:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        tokenize = Chunker.of_model(BUNDLED_CHECKPOINT).token_ids
+        tokenize = Chunker.of_model(bundled_checkpoint()).token_ids
         words = Path(__file__).read_text().split()
         self._words = sorted({word for word in words if word.isalpha()})
         self._tokenize = tokenize

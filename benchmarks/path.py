@@ -47,7 +47,7 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.serving.ray_backend import RayBackend
@@ -144,11 +144,11 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str]]:
         url = f"grpc://{store.address}"
         connector = {"allow_uncalibrated": True, "loading_controller": False}
         arguments = {"max_model_len": 2048, "kv_cache_memory_bytes": 128 << 20}
-        spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "tiny", url, extra_config=connector, vllm_args=arguments)
+        spec = AsyncSpec(str(bundled_checkpoint()), "tiny", url, extra_config=connector, vllm_args=arguments)
         engine = AsyncEngine(spec, await launch(spec, lambda binding: None))
         await engine.warm_up()
         options = GatewaySpec(grpc_port=0)
-        gateway = await Gateway.open(options, RayBackend(_Handle(engine)), url, BUNDLED_CHECKPOINT)
+        gateway = await Gateway.open(options, RayBackend(_Handle(engine)), url, bundled_checkpoint())
         server = GatewayServer(gateway, options)
         http = HttpServer(HttpFront(gateway).app, "127.0.0.1", 0)
         await server.start()

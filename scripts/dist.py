@@ -1,12 +1,11 @@
-"""Build the wheel of kintsugi-kv into dist/, and try it in an environment that has nothing else.
+"""Build the wheels of all distributions into dist/, and try them in an empty environment.
 
 Usage: python scripts/dist.py [--build-only]
 
-The wheel is built from a copy of the tree, because setuptools writes beside its sources, and without dates:
-the same sources give the same wheel. pip installs it with its requirements from its configured sources; then
-what every installation can do is done once: the commands' help, the SDK's imports without torch, asking a
-service that is not there. Then extras: a command that named one works once it is installed. Before all that,
-the wheel is compared with the tree: package data are easily forgotten.
+A wheel is built from a copy of its sources, because setuptools writes beside them, and without dates: the
+same sources give the same wheel. It must hold every file of its packages. The wheel of kintsugi-kv must be
+small; alone it must bring the SDK, which puts a chunk into a server of canned messages and gets an answer,
+and nothing heavy. Then each extra and the operator are installed, and a command that needs them runs.
 """
 
 from __future__ import annotations
@@ -20,82 +19,117 @@ import tempfile
 import venv
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DIST = REPOSITORY / "dist"
 EPOCH_S = 1_767_225_600
-"""2026-01-01, for every file in the wheel."""
-SOURCES = ("services", "operators")
-BESIDE = ("pyproject.toml", "README.md", "LICENSE")
-EXTRAS = (("store", "store --help"), ("serving", "serve --print-config"))
-"""Each with a command that needs it, and no engine."""
+"""2026-01-01, for every file in a wheel."""
+SDK_BYTES_MAX = 1_500_000
+"""Size limit of the wheel of kintsugi-kv."""
 UNAVAILABLE = 4
 """The exit code of a command that lacks a service or an extra."""
+EXTRAS = (("cli", "size --help"), ("store", "store --help"), ("serving", "serve --print-config"))
+"""Each with a command that needs it, and no engine."""
 SMOKE = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
 import kintsugi
-from kintsugi.core.deploy import spec_from_yaml_mapping
-with kintsugi.Client("127.0.0.1:1", "docs") as client:
-    assert client.list_models
-assert kintsugi.AsyncClient and kintsugi.Key
-assert spec_from_yaml_mapping({"model": {"path": "bundled"}}).model.path == "bundled"
-heavy = {"torch", "vllm", "ray"} & set(sys.modules)
+from kintsugi.rpc.v1 import gateway_pb2 as pb, gateway_pb2_grpc as services
+
+class Canned(services.KintsugiServicer):
+    def PutChunks(self, request, context):
+        return pb.PutChunksResponse(results=[pb.PutResult(key="ab" * 32, num_tokens=3)])
+
+    def Generate(self, request, context):
+        yield pb.GenerateResponse(resolved=pb.Resolved())
+        yield pb.GenerateResponse(delta=pb.Delta(text="gold"))
+        yield pb.GenerateResponse(finished=pb.Finished())
+
+server = grpc.server(ThreadPoolExecutor(2))
+services.add_KintsugiServicer_to_server(Canned(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with kintsugi.Client(f"127.0.0.1:{port}", "docs") as client:
+    (put,) = client.put_chunks(["Seams of gold."])
+    answer = client.generate([kintsugi.Key(put.key)], "Which metal?")
+server.stop(None)
+assert answer.text == "gold", answer
+heavy = {"torch", "vllm", "ray", "typer", "rich", "cryptography"} & set(sys.modules)
 assert not heavy, heavy
 print(kintsugi.__version__, kintsugi.__file__)
 """
 
 
 class DistError(Exception):
-    """The wheel was not built, or does not work."""
+    """A wheel was not built, or does not work."""
 
 
-def build(out: Path) -> Path:
-    """Build the wheel into `out`, and return its path. Raises `DistError`."""
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        source, wheels = Path(scratch) / "source", Path(scratch) / "wheels"
-        for name in SOURCES:
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-            shutil.copytree(REPOSITORY / name, source / name, ignore=ignored)
-        for name in BESIDE:
-            shutil.copy(REPOSITORY / name, source / name)
-        options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels))
-        run([sys.executable, "-m", "pip", "wheel", *options, str(source)], SOURCE_DATE_EPOCH=str(EPOCH_S))
-        (wheel,) = wheels.iterdir()
-        return Path(shutil.copy(wheel, out / wheel.name))
+@dataclass(frozen=True)
+class Project:
+    """A distribution of this repository, with one package."""
+
+    name: str
+    folder: Path
+    package: str
+    """The package's folder, relative to `folder`."""
+
+    @property
+    def sources(self) -> list[Path]:
+        """Files that the wheel should hold."""
+        files = (self.folder / self.package).rglob("*")
+        return sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
+
+    def missing_from(self, wheel: Path) -> list[str]:
+        """Files of the package that the wheel lacks."""
+        root = (self.folder / self.package).parent
+        with zipfile.ZipFile(wheel) as archive:
+            return sorted({str(path.relative_to(root)) for path in self.sources} - set(archive.namelist()))
+
+    def build(self, out: Path) -> Path:
+        """Build the wheel into `out`, and return its path. Raises `DistError`."""
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            source, wheels = Path(scratch) / "source", Path(scratch) / "wheels"
+            for path in [*self.sources, self.folder / "pyproject.toml", self.folder / "README.md"]:
+                copied = source / path.relative_to(self.folder)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copied)
+            shutil.copy(REPOSITORY / "LICENSE", source)
+            options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels))
+            run([sys.executable, "-m", "pip", "wheel", *options, str(source)], SOURCE_DATE_EPOCH=str(EPOCH_S))
+            (wheel,) = wheels.iterdir()
+            if missing := self.missing_from(wheel):
+                raise DistError(f"{wheel.name} lacks {', '.join(missing)}; see its package-data")
+            return Path(shutil.copy(wheel, out / wheel.name))
 
 
-def missing_from(wheel: Path) -> list[str]:
-    """Files of the packages that the wheel should hold and does not."""
-    with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
-    wanted = {
-        str(path.relative_to(REPOSITORY / source))
-        for source in SOURCES
-        for path in (REPOSITORY / source).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path)
-    }
-    return sorted(wanted - held)
+SDK = Project("kintsugi-kv", REPOSITORY, "services/kintsugi")
+CHECKPOINTS = Project("kintsugi-checkpoints", REPOSITORY / "checkpoints", "kintsugi_checkpoints")
+OPERATOR = Project("kintsugi-operator", REPOSITORY / "operators", "kintsugi_operator")
+PROJECTS = (SDK, CHECKPOINTS, OPERATOR)
 
 
-def smoke(wheel: Path) -> str:
-    """Install the wheel into an empty environment and use it; what it says of itself. Raises `DistError`."""
+def smoke(wheels: Path) -> str:
+    """Install wheels into an empty environment and use them. Returns the SDK's version and place. Raises
+    `DistError`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         venv.create(folder / "env", with_pip=True)
-        python, kintsugi = folder / "env/bin/python", str(folder / "env/bin/kintsugi")
-        run([str(python), "-m", "pip", "install", "--quiet", str(wheel)])
-        for command in ("--help", "size --help"):
-            run([kintsugi, *command.split()], cwd=folder)
-        expect("kintsugi serve", [kintsugi, "status", "--url", "http://127.0.0.1:1"], folder)
-        said = run([str(python), "-c", SMOKE], cwd=folder)
+        python, kintsugi = str(folder / "env/bin/python"), str(folder / "env/bin/kintsugi")
+        install = [python, "-m", "pip", "install", "--quiet", "--find-links", str(wheels)]
+        run([*install, SDK.name])
+        said = run([python, "-c", SMOKE], cwd=folder)
+        if str(folder) not in said:
+            raise DistError(f"another installation was imported: {said}")
         for extra, command in EXTRAS:
             expect(f"kintsugi-kv[{extra}", [kintsugi, command.split()[0]], folder)
-            run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"])
+            run([*install, f"{SDK.name}[{extra}]"])
             run([kintsugi, *command.split()], cwd=folder)
-    if str(folder) not in said:
-        raise DistError(f"another installation was imported: {said}")
+        run([*install, OPERATOR.name])
+        run([str(folder / "env/bin/kintsugi-operator"), "--help"], cwd=folder)
     return said
 
 
@@ -120,12 +154,14 @@ def main() -> None:
     parser.add_argument("--build-only", action="store_true", help="do not install what was built")
     arguments = parser.parse_args()
     try:
-        wheel = build(DIST)
-        if missing := missing_from(wheel):
-            raise DistError(f"{wheel.name} lacks {', '.join(missing)}; see package-data in pyproject.toml")
-        print(wheel.relative_to(REPOSITORY))
+        for project in PROJECTS:
+            wheel = project.build(DIST)
+            size = wheel.stat().st_size
+            print(f"{wheel.relative_to(REPOSITORY)}: {size:,} bytes", flush=True)
+            if project is SDK and size > SDK_BYTES_MAX:
+                raise DistError(f"{wheel.name} has {size:,} bytes, at most {SDK_BYTES_MAX:,} allowed")
         if not arguments.build_only:
-            print(f"an empty environment runs it: {smoke(wheel)}")
+            print(f"an empty environment runs them: {smoke(DIST)}")
     except DistError as error:
         sys.exit(f"error: {error}")
 

@@ -1,4 +1,4 @@
-"""Build the images: `python scripts/images.py [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
+"""Build the images: `python -m scripts.images [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
 
 First pip downloads exactly the wheels whose digests the lock names from its configured sources; the build
 copies them, installs them by these digests and needs no network. Builds with the first of buildah, podman
@@ -32,6 +32,7 @@ from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
+from scripts.dist import CHECKPOINTS, OPERATOR, SDK, DistError, Project
 
 REPOSITORY = Path(__file__).parents[1]
 CONTEXTS = REPOSITORY / "build" / "images"
@@ -112,6 +113,8 @@ class Image:
 
     name: str
     lock: Path
+    projects: tuple[Project, ...]
+    """Distributions of this repository that it holds."""
     network: str = "none"
     """The build's network: `none`, or `host` to install Debian packages that a base lacks."""
     has_gpus: bool = False
@@ -129,9 +132,9 @@ class Image:
 IMAGES = {
     image.name: image
     for image in (
-        Image("operator", REPOSITORY / "locks" / "operator.txt"),
-        Image("serving-cpu", REPOSITORY / "locks" / "serving-cpu.txt", "host"),
-        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", "host", has_gpus=True),
+        Image("operator", REPOSITORY / "locks" / "operator.txt", (SDK, OPERATOR)),
+        Image("serving-cpu", REPOSITORY / "locks" / "serving-cpu.txt", (SDK, CHECKPOINTS), "host"),
+        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", (SDK, CHECKPOINTS), "host", has_gpus=True),
     )
 }
 BY_DEFAULT = ("operator", "serving-cpu")
@@ -197,19 +200,11 @@ def fill_context(image: Image) -> None:
         download(image, missing, wheels)
     shutil.copy(image.lock, image.context / "lock.txt")
     shutil.rmtree(ours, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        # Build from a copy, because building writes beside the sources.
-        source = Path(scratch) / "source"
-        for name in ("services", "operators"):
-            shutil.copytree(
-                REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-            )
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(REPOSITORY / name, source / name)
-        run_pip(
-            "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(ours), str(source)
-        )
-    for wheel in ours.iterdir():
+    for project in image.projects:
+        try:
+            wheel = project.build(ours)
+        except DistError as error:
+            raise ImagesError(str(error)) from error
         os.utime(wheel, (EPOCH_S, EPOCH_S))
 
 

@@ -53,6 +53,8 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "scattered_attention": ("core", "fusor"),
 }
 """The packages that a benchmark's figures depend on, by its name in results."""
+FOLDERS = {"kintsugi_operator": "operators/kintsugi_operator", "checkpoints": "checkpoints"}
+"""Where a package lies that is not in `services/kintsugi`."""
 SCRIPTS = {
     # A folder: parts of it run as processes of their own, which no import shows.
     "gpu": "benchmarks/gpu",
@@ -83,10 +85,7 @@ class Verdict:
 
 def paths_of(benchmark: str, repository: Path) -> dict[str, list[str]]:
     """The folders and files that count, by the name that a verdict gives them."""
-    paths = {
-        name: [f"operators/{name}" if name == "kintsugi_operator" else f"services/kintsugi/{name}"]
-        for name in DEPENDS_ON[benchmark]
-    }
+    paths = {name: [FOLDERS.get(name, f"services/kintsugi/{name}")] for name in DEPENDS_ON[benchmark]}
     script = SCRIPTS.get(benchmark, f"benchmarks/{benchmark}.py")
     imported = [path for path in imports_of(script, repository) if not _is_within(path, script)]
     return {**paths, "its script": [script], "what its script imports": imported}

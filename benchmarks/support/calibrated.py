@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> None:
     command = [
         sys.executable,
         "-c",
-        "from kintsugi.cli.main import main; main()",
+        "from kintsugi.cli.console_script import main; main()",
         *arguments,
         "--json",
     ]

@@ -15,15 +15,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.resources import files
 from pathlib import Path
 
-from kintsugi import checkpoints
 from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import REGARDLESS, Asked, Session, open_session, resolve_model_argument
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Prompt
+from kintsugi.models.bundled import packaged_files
 from kintsugi.models.demo_questions import (
     QUESTIONS_FILE,
     DemoQuestion,
@@ -59,7 +58,7 @@ def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    shipped = Path(str(files(checkpoints))) / QUESTIONS_FILE
+    shipped = packaged_files() / QUESTIONS_FILE
     parser.add_argument("--out", type=Path, default=shipped, help="JSON lines; default: the file that ships")
     parser.add_argument("--alone", action="store_true", help="ask one by one, not all at once")
     parser.add_argument("--restart", action="store_true", help="forget the rounds before")

@@ -24,7 +24,7 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT, load
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Bench, Scores, measure_selection
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -95,7 +95,7 @@ def read_records() -> Records:
 def measure_slice(number: int, part: Path) -> None:
     tasks = (*testbed.TASKS, testbed.CONTROL)
     asked = testbed.questions(tasks, RECORDED_FROM + number * SLICE_QUESTIONS, SLICE_QUESTIONS)
-    with start_measuring_engine(MeasuringEngineSpec(str(BUNDLED_CHECKPOINT))) as running:
+    with start_measuring_engine(MeasuringEngineSpec(str(bundled_checkpoint()))) as running:
         bench = Bench(running, testbed.cases(running, asked), max_tokens=1)
         bench.store_chunks()
         say(f"slice {number}: {len(bench.cases)} prompts")

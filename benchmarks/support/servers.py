@@ -174,7 +174,7 @@ def our_server(model: Path, setting: Setting) -> Iterator[Server]:
         config = Path(folder) / "service.yaml"
         config.write_text(yaml.safe_dump(_specification(model, setting, Path(folder))))
         environment = {"RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()"]
+        command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"]
         command += ["serve", "--config", str(config), "--json"]
         with _running("kintsugi", command, environment, stdout=True, is_pinned=setting.is_pinned) as started:
             process, log = started

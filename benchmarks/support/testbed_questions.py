@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.testbed.generator import CONTROL_TASK, CROSS_CHUNK_TASKS, EVAL_SHAPE, Shape, eval_example
 from kintsugi.core.errors import NotFound
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality.measure import Case, tokenize_questions
 from kintsugi.quality.questions import Question
@@ -25,7 +25,7 @@ WATCHED_FROM = 300_000
 
 def checkpoint(model: str | None) -> Path:
     """The trained model: the one named, or the bundled one."""
-    folder = BUNDLED_CHECKPOINT if model is None else Path(model)
+    folder = bundled_checkpoint() if model is None else Path(model)
     if not (folder / "model.safetensors").is_file():
         raise NotFound(f"{folder} holds no trained model; train one (benchmarks/testbed), or give --model")
     return folder

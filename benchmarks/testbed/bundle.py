@@ -20,7 +20,7 @@ import torch
 from benchmarks.testbed.evaluate import Bundle, full_prefill, full_reuse
 from benchmarks.testbed.export import export
 from benchmarks.testbed.generator import TASKS, Example, Shape, eval_example
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 
 QUESTIONS_FROM = 200_000
 QUESTIONS_PER_TASK = 200
@@ -58,7 +58,7 @@ def make(state: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=BUNDLED_CHECKPOINT)
+    parser.add_argument("--out", type=Path, default=bundled_checkpoint())
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     make(arguments.state, arguments.out)

@@ -32,7 +32,7 @@ from benchmarks.testbed.model import Attention, ModelShape, TinyModel, rotate
 from benchmarks.testbed.recipes import CURRICULUM, Rates
 from benchmarks.testbed.tokenizer import build_vocabulary
 from benchmarks.testbed.train import NO_REFERENCE, Muon, forward_loss, learning_scale, make_batch
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 
 VERSION = 1
 """Raised when the same steps give other weights."""
@@ -214,8 +214,8 @@ def checkpoint_weights(model: TinyModel) -> dict[str, Tensor]:
 def write_checkpoint(model: TinyModel, folder: Path) -> None:
     """Everything that transformers and vLLM load; the tokenizer is the bundled model's."""
     folder.mkdir(parents=True, exist_ok=True)
-    base = json.loads((BUNDLED_CHECKPOINT / "config.json").read_text())
-    for path in BUNDLED_CHECKPOINT.iterdir():
+    base = json.loads((bundled_checkpoint() / "config.json").read_text())
+    for path in bundled_checkpoint().iterdir():
         if path.name.startswith(("tokenizer", "special_tokens", "generation_config", "chat_template")):
             shutil.copy(path, folder)
     (folder / "config.json").write_text(json.dumps(config_of(model.shape, base), indent=2) + "\n")
@@ -224,14 +224,14 @@ def write_checkpoint(model: TinyModel, folder: Path) -> None:
 
 def recipe_digest(steps: int = STEPS) -> str:
     """Names the recipe: 12 hexadecimal digits."""
-    weights = hashlib.sha256((BUNDLED_CHECKPOINT / "model.safetensors").read_bytes()).hexdigest()
+    weights = hashlib.sha256((bundled_checkpoint() / "model.safetensors").read_bytes()).hexdigest()
     return hashlib.sha256(f"{VERSION} {steps} {SEED} {RATES} {weights}".encode()).hexdigest()[:12]
 
 
 def make_latent_model(folder: Path, steps: int = STEPS) -> None:
     """Convert, train and write the checkpoint."""
     torch.manual_seed(SEED)
-    model = convert(Bundle(BUNDLED_CHECKPOINT).model).train()
+    model = convert(Bundle(bundled_checkpoint()).model).train()
     folder.mkdir(parents=True, exist_ok=True)
     train(model, steps, folder / "log.jsonl")
     write_checkpoint(model.eval(), folder)

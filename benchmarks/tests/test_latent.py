@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.testbed.evaluate import Bundle
 from benchmarks.testbed.latent import as_latent, convert, rotary_shape, write_checkpoint
 from benchmarks.testbed.model import Attention, ModelShape, TinyModel, causal_mask, rotation
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 
 
 def turned(shape: ModelShape, tokens: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def test_one_key_head_whose_pairs_all_turn_is_kept_as_it_is() -> None:
 
 @torch.no_grad()
 def test_transformers_computes_what_was_trained(tmp_path: Path) -> None:
-    model = convert(Bundle(BUNDLED_CHECKPOINT).model)
+    model = convert(Bundle(bundled_checkpoint()).model)
     write_checkpoint(model, tmp_path)
     token_ids = torch.arange(3, 40)
     expected = logits(model, rotary_shape(model.shape), token_ids)

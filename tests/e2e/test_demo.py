@@ -34,7 +34,7 @@ def fetched() -> None:
 def test_the_real_model_answers_and_the_blend_is_sooner() -> None:
     """Whether blend and full KV reuse are right is left out: it may hang on how a CPU rounds bfloat16."""
     environment = {**os.environ, "PYTHONPATH": str(Path(kintsugi.__file__).parent.parent)}
-    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "demo", "--json"]
+    command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()", "demo", "--json"]
     result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=840, check=False
     )

@@ -15,7 +15,7 @@ from kintsugi.core.request import Op
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.stub_backend import StubBackend, StubDelays
@@ -102,7 +102,7 @@ def console_service(
     thread.start()
 
     async def start() -> tuple[ConsoleService, HttpServer]:
-        store, chunker = RamStore(), Chunker.of_model(BUNDLED_CHECKPOINT)
+        store, chunker = RamStore(), Chunker.of_model(bundled_checkpoint())
         backend = ExplainingBackend(delays, store)
         opened = Gateway(backend, store, chunker.token_ids, detokenize=chunker.text_of, **gateway)
         server = HttpServer(HttpFront(opened).app, "127.0.0.1", port)

@@ -28,7 +28,7 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ChunkText
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
@@ -170,7 +170,7 @@ def running(folder: Path, gateways: int = 2, ram_mib: int = 4, ssd_mib: int = 16
         shard = stack.enter_context(closing(open_shard(spec)))
         server = stack.enter_context(ShardServer(shard, "127.0.0.1:0"))
         ledger = stack.enter_context(closing(Ledger(folder / "state")))
-        chunker = Chunker.of_model(BUNDLED_CHECKPOINT)
+        chunker = Chunker.of_model(bundled_checkpoint())
         service = MarkedService(folder, shard, ledger, chunker, loop)
 
         async def start(index: int) -> OneGateway:

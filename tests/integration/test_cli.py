@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kintsugi_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: what a user's script would see."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", *arguments]
+    command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -107,7 +107,7 @@ def _calibrate(
             chosen = generator.sample(passages, FULL_WORKLOAD.chunks)
             chunks = [f"{text}\n\n" for text in chosen]
             file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
-    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate"]
+    command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()", "calibrate"]
     command += ["--model", REFERENCE.name, "--questions", str(questions), "--segments", "--form", "chat"]
     command += ["--minutes", str(minutes), "--dtype", DTYPE, "--out", str(report)]
     command += ["--context", str(context)]

@@ -40,7 +40,13 @@ def measure_calibration(
         return
     questions = folder / "calibration-questions.jsonl"
     questions.write_text("".join(json.dumps(_question(one)) + "\n" for one in sets))
-    command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "calibrate", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kintsugi.cli.console_script import main; main()",
+        "calibrate",
+        "--json",
+    ]
     command += ["--model", model, "--questions", str(questions), "--minutes", str(MINUTES)]
     command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX}), "--dtype", "bfloat16"]
     command += ["--form", "chat", "--out", str(folder / "calibration.json")]

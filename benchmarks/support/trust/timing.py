@@ -26,7 +26,7 @@ from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, launch
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.callers import ANYONE
 from kintsugi.store.shard.server import ShardServer
@@ -112,7 +112,7 @@ def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
 
 async def _measure(url: str, probes: int, unpadded: int, seed: int) -> list[Figure]:
     spec = AsyncSpec(
-        str(BUNDLED_CHECKPOINT),
+        str(bundled_checkpoint()),
         BUNDLED_NAME,
         url,
         extra_config=CONFIG,

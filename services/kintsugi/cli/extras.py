@@ -47,8 +47,12 @@ class Extras:
 
 _STORE_MODULES = ("lmdb", "prometheus_client", "grpc_health", "grpc_reflection")
 _CHUNKING_MODULES = ("semantic_text_splitter", "tokenizers", "huggingface_hub")
-_SERVING_MODULES = (*_STORE_MODULES, *_CHUNKING_MODULES, "httpx", "ray", "starlette", "uvicorn", "yaml")
-_ENGINE_MODULES = (*_STORE_MODULES, "torch", "transformers", "vllm")
+_SERVING_MODULES = (
+    *_STORE_MODULES,
+    *_CHUNKING_MODULES,
+    *("httpx", "kintsugi_checkpoints", "ray", "starlette", "uvicorn", "yaml"),
+)
+_ENGINE_MODULES = (*_STORE_MODULES, "kintsugi_checkpoints", "torch", "transformers", "vllm")
 
 STORE = Extras("store", _STORE_MODULES)
 ENGINE = Extras("cpu", _ENGINE_MODULES)

@@ -193,8 +193,3 @@ else:
 
     app.add_typer(precompute_app, name="precompute")
     command(app)(coverage)
-
-
-def main() -> None:
-    """The console script."""
-    app()

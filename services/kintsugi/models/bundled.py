@@ -1,7 +1,8 @@
 """The model that ships with Kintsugi: small, trained, and accurate on the questions it was trained for.
 
 It reads chronicles of several chunks in a closed vocabulary, so that the effect of blending can be shown
-without a download. `checkpoints/bundled/README.md` says how it was trained and how accurate it is.
+without a download. `checkpoints/kintsugi_checkpoints/bundled/README.md` says how it was trained and how
+accurate it is. Its files are the distribution kintsugi-checkpoints, which the SDK does without.
 """
 
 from __future__ import annotations
@@ -9,11 +10,32 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
-BUNDLED_CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "bundled"
+from kintsugi.core.errors import Unavailable
+
 BUNDLED_NAME = "kintsugi-testbed"
-BUNDLED_REPORT = BUNDLED_CHECKPOINT / "calibration.json"
+
+
+def packaged_files() -> Path:
+    """The folder of the distribution kintsugi-checkpoints. Raises `Unavailable` where it is missing."""
+    spec = find_spec("kintsugi_checkpoints")
+    if spec is None or spec.origin is None:
+        raise Unavailable(
+            "the bundled model, passages and questions are not installed: pip install kintsugi-checkpoints"
+        )
+    return Path(spec.origin).parent
+
+
+def bundled_checkpoint() -> Path:
+    """The folder of the bundled model's checkpoint. Raises `Unavailable`."""
+    return packaged_files() / "bundled"
+
+
+def bundled_report() -> Path:
+    """The calibration report of the bundled model. Raises `Unavailable`."""
+    return bundled_checkpoint() / "calibration.json"
 
 
 @dataclass(frozen=True)
@@ -29,5 +51,5 @@ class Showcase:
 @lru_cache(maxsize=1)
 def showcase() -> Showcase:
     """The question that the demo shows."""
-    document = json.loads((BUNDLED_CHECKPOINT / "showcase.json").read_text(encoding="utf-8"))
+    document = json.loads((bundled_checkpoint() / "showcase.json").read_text(encoding="utf-8"))
     return Showcase(tuple(document["chunks"]), document["question"], document["answer"])

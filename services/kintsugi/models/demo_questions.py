@@ -2,7 +2,7 @@
 
 Each question was written before the model answered it. `benchmarks/support/demo_questions.py` asked the
 reference model each of them with full prefill, full KV reuse and the demo's blend, in several rounds whose
-rounding errors differ, and recorded the answers in `checkpoints/demo_questions.jsonl`. The demo shows the
+rounding errors differ, and recorded the answers in `demo_questions.jsonl`. The demo shows the
 first question on which the three differ as promised, and says how many do. Full prefill and the blend must be
 right in every round; full KV reuse counts as right if it is right in any. All is computed in float32: in
 bfloat16 the answers depend on the CPU.
@@ -15,11 +15,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kintsugi import checkpoints
+from kintsugi.models.bundled import packaged_files
 
 QUESTIONS_FILE = "demo_questions.jsonl"
 
@@ -110,8 +109,8 @@ class Tally:
 
 @lru_cache(maxsize=1)
 def read_demo_questions() -> tuple[DemoQuestion, ...]:
-    """All questions, in the order in which they were written."""
-    text = (files(checkpoints) / QUESTIONS_FILE).read_text(encoding="utf-8")
+    """All questions, in the order in which they were written. Raises `Unavailable`."""
+    text = (packaged_files() / QUESTIONS_FILE).read_text(encoding="utf-8")
     return tuple(DemoQuestion.from_mapping(json.loads(line)) for line in text.splitlines())
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
-from kintsugi import checkpoints
+from kintsugi.models.bundled import packaged_files
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ BUNDLED_QUESTIONS = (
 
 @lru_cache(maxsize=1)
 def read_bundled_passages() -> tuple[Passage, ...]:
-    """The passages, in order of their file names."""
-    folder = files(checkpoints) / "passages"
-    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    texts = [entry.read_text(encoding="utf-8") for entry in entries if entry.name.endswith(".txt")]
+    """The passages, in order of their file names. Raises `Unavailable`."""
+    paths = sorted((packaged_files() / "passages").glob("*.txt"))
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     return tuple(Passage(text.split("\n", 1)[0].strip(), text.strip() + "\n") for text in texts)

@@ -69,7 +69,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         fill(ledger, known)
         shard.reports.put(FINGERPRINT, "gate", b"passed")
-        command = [sys.executable, "-c", "from kintsugi.cli.main import main; main()", "backup"]
+        command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()", "backup"]
         done = subprocess.run(
             [*command, str(root / "backup"), *folders(used), "--json"],
             stdout=subprocess.PIPE,

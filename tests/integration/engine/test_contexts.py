@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.report import Thresholds
 from kintsugi.core.request import SelectorName
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import encode_context
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.prompt_form import load_form
@@ -21,7 +21,7 @@ from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-MODEL = str(BUNDLED_CHECKPOINT)
+MODEL = str(bundled_checkpoint())
 CHUNK_TOKENS = 24
 BUDGET = Budget(minutes=None, ratios=(0.4,), selectors=(SelectorName.HKVD,))
 

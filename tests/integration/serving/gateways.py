@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.precompute.chunking import Chunker
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import ChunkStore
@@ -84,7 +84,7 @@ def own_logging() -> Iterator[logging.Logger]:
 
 
 def bundled_tokenize() -> Callable[[str], tuple[int, ...]]:
-    return Chunker.of_model(BUNDLED_CHECKPOINT).token_ids
+    return Chunker.of_model(bundled_checkpoint()).token_ids
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from kintsugi.gateway.fronts.grpc_server import GatewayServer, load_gateway_tls
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import (
     DocumentIndex,
@@ -225,7 +225,7 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
 
     async def learn() -> None:
         spec = GatewaySpec(ledger=str(tmp_path))
-        gateway = await Gateway.open(spec, backend, "ram://learning", BUNDLED_CHECKPOINT)
+        gateway = await Gateway.open(spec, backend, "ram://learning", bundled_checkpoint())
         async with asyncio.timeout(20):
             while len(gateway.known) < 2:
                 await asyncio.sleep(0.01)
@@ -508,14 +508,14 @@ def test_a_gateway_opens_as_its_spec_says_before_any_engine_is_there(tmp_path: P
         spec = GatewaySpec(data_dir=str(tmp_path), fill_on_miss="off")
         backend = StubBackend()
         backend.down = True
-        gateway = await Gateway.open(spec, backend, "ram://gateway-open", BUNDLED_CHECKPOINT)
+        gateway = await Gateway.open(spec, backend, "ram://gateway-open", bundled_checkpoint())
         with pytest.raises(Unavailable):
             await gateway.tokenize(ANYONE, NAMESPACE, ["a"])
         backend.down = False
         (put,) = await gateway.put_chunks(ANYONE, NAMESPACE, [Segment(text=PASSAGES[0])])
         assert gateway.known.knows(NAMESPACE, put.key)
         await gateway.close()
-        gateway = await Gateway.open(spec, StubBackend(), "ram://gateway-open", BUNDLED_CHECKPOINT)
+        gateway = await Gateway.open(spec, StubBackend(), "ram://gateway-open", bundled_checkpoint())
         assert gateway.known.knows(NAMESPACE, put.key), "a restart keeps it"
         assert gateway.known.find(NAMESPACE, f"see {PASSAGES[0]}") == [(4, 4 + len(PASSAGES[0]))]
         await gateway.close()
@@ -531,9 +531,9 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
 
     async def replaced() -> None:
         backend = StubBackend()
-        alike, ours = await backend.info(), tokenizer_digest(BUNDLED_CHECKPOINT)
+        alike, ours = await backend.info(), tokenizer_digest(bundled_checkpoint())
         backend._info = dataclasses.replace(alike, tokenizer="ab" * 32)
-        gateway = await Gateway.open(GatewaySpec(), backend, "ram://gateway-model", BUNDLED_CHECKPOINT)
+        gateway = await Gateway.open(GatewaySpec(), backend, "ram://gateway-model", bundled_checkpoint())
         try:
             with pytest.raises(Unavailable, match="another model"):
                 await gateway.tokenize(ANYONE, NAMESPACE, ["a"])

@@ -28,7 +28,7 @@ from kintsugi.core.exchange import COMPLETIONS_PATH
 from kintsugi.core.settings import non_default_fields
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
 from kintsugi.gateway.texts.segments import LONG_CHARS
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.sdk.client import Client
 from kintsugi.serving import gateway_replica
 from kintsugi.serving.gateway_replica import OpenGateway
@@ -37,7 +37,7 @@ from tests.integration.serving.gateways import own_logging
 
 NAMESPACE = "acme"
 STORE_URL = "ram://gateway-replica"
-MODEL = ModelSpec(str(BUNDLED_CHECKPOINT))
+MODEL = ModelSpec(str(bundled_checkpoint()))
 DEADLINE_S = 20.0
 
 
@@ -53,7 +53,7 @@ def has_ipv6() -> bool:
 @asynccontextmanager
 async def opened(host: str = "127.0.0.1", delays: StubDelays | None = None) -> AsyncIterator[OpenGateway]:
     spec = GatewaySpec(host=host, grpc_port=0, http_port=0, fill_on_miss="off")
-    gateway = await OpenGateway.open(spec, StubBackend(delays), STORE_URL, str(BUNDLED_CHECKPOINT))
+    gateway = await OpenGateway.open(spec, StubBackend(delays), STORE_URL, str(bundled_checkpoint()))
     try:
         yield gateway
     finally:

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("starlette", reason="install the extra `serving`")
 
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.quality.questions import read_questions
 from kintsugi.sdk.client import Client
@@ -43,7 +43,7 @@ class Command:
             [
                 sys.executable,
                 "-c",
-                "from kintsugi.cli.main import main; main()",
+                "from kintsugi.cli.console_script import main; main()",
                 "serve",
                 "--json",
                 *arguments,
@@ -114,14 +114,14 @@ def descendants(process: int) -> set[int]:
 
 
 def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: Path) -> None:
-    (question,) = read_questions(BUNDLED_CHECKPOINT / "questions.jsonl", 1)
+    (question,) = read_questions(bundled_checkpoint() / "questions.jsonl", 1)
     long, config = showcase(), tmp_path / "service.yaml"
     # A model this small is prefilled faster than anything is loaded: blend it all the same.
     connector = {"loading_controller": False, **PATIENT}
     config.write_text(
         json.dumps(
             {
-                "model": {"path": str(BUNDLED_CHECKPOINT), "name": BUNDLED_NAME},
+                "model": {"path": str(bundled_checkpoint()), "name": BUNDLED_NAME},
                 "engines": {"connector": connector},
             }
         )
@@ -168,7 +168,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         finished = subprocess.run(
             [
-                *(sys.executable, "-c", "from kintsugi.cli.main import main; main()"),
+                *(sys.executable, "-c", "from kintsugi.cli.console_script import main; main()"),
                 *("serve", "--json", "--http-port", str(port), "--grpc-port", "0"),
             ],
             capture_output=True,

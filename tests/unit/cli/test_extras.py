@@ -37,8 +37,9 @@ class Poorer:
         return None if name.split(".")[0] in lacking else PathFinder.find_spec(name, path, target)
 
 sys.meta_path = [Poorer if finder is PathFinder else finder for finder in sys.meta_path]
-from kintsugi.cli.main import app
-app(prog_name="kintsugi")
+from kintsugi.cli.console_script import main
+sys.argv[0] = "kintsugi"
+main()
 """
 
 
@@ -88,21 +89,28 @@ def listed(text: str) -> set[str]:
     return set(re.findall(r"^│ ([a-z]+)  ", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("extras", ["", "store", "serving,cpu", "precompute"])
+@pytest.mark.parametrize("extras", ["cli", "store", "serving,cpu", "precompute"])
 def test_every_command_is_listed_whatever_is_installed(extras: str) -> None:
     done = run(extras, "--help")
     assert done.returncode == 0, done.stderr
     assert listed(done.stdout) == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
-def test_without_extras_a_service_elsewhere_can_be_asked() -> None:
-    done = run("", "status", "--url", "http://127.0.0.1:1")
+def test_without_the_command_line_the_script_says_what_to_install() -> None:
+    done = run("", "status")
+    assert (done.returncode, done.stdout) == (ExitCode.UNAVAILABLE, "")
+    assert done.stderr.startswith("error: kintsugi needs what is not installed (cryptography, jinja2, ")
+    assert done.stderr.endswith("pip install 'kintsugi-kv[cli]'\n")
+
+
+def test_without_other_extras_a_service_elsewhere_can_be_asked() -> None:
+    done = run("cli", "status", "--url", "http://127.0.0.1:1")
     assert (done.returncode, done.stderr) == (ExitCode.UNAVAILABLE, "")
     assert "Connection refused" in done.stdout
 
 
 def test_a_command_without_its_extras_says_what_to_install() -> None:
-    done = run("", "serve")
+    done = run("cli", "serve")
     assert done.returncode == ExitCode.UNAVAILABLE
     assert "Traceback" not in done.stderr
     assert "serve needs what is not installed (lmdb, prometheus_client, grpc_health, …)" in done.stderr

@@ -24,7 +24,7 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
@@ -230,7 +230,7 @@ def test_a_context_reaches_the_engine_that_is_measured(
 
     for module in (calibrate, evaluate):
         monkeypatch.setattr(module, "start_measuring_engine", started)
-    model = str(BUNDLED_CHECKPOINT)
+    model = str(bundled_checkpoint())
     arguments = [command, "--model", model, "--questions", str(questions(tmp_path)), "--context", "bundled"]
     out = ["--out", str(tmp_path / "report.json")] if command == "calibrate" else []
     RUNNER.invoke(app, [*arguments, *out])

@@ -43,7 +43,7 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.gateway.access import add_grant, new_token
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving import service as service_module
 from kintsugi.serving.calibration import Calibrated
 from kintsugi.serving.service import DeploymentProgress, Service
@@ -53,7 +53,7 @@ from kintsugi.store.protocol.callers import Caller, Verb
 
 def test_without_anything_the_bundled_model_is_served() -> None:
     spec = build_service_spec(ServeTask())
-    assert spec.model == ModelSpec(str(BUNDLED_CHECKPOINT), BUNDLED_NAME)
+    assert spec.model == ModelSpec(str(bundled_checkpoint()), BUNDLED_NAME)
     assert spec.gateway.host == spec.store.host == "127.0.0.1"
 
 

@@ -12,7 +12,7 @@ from kintsugi.cli.commands.size import parse_count, parse_speed
 from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 
 RUNNER = CliRunner()
 
@@ -72,7 +72,7 @@ def test_without_a_terminal_cells_are_whole(model: Path, monkeypatch: pytest.Mon
 
 
 def test_reads_a_real_checkpoint() -> None:
-    done = RUNNER.invoke(app, [*arguments(BUNDLED_CHECKPOINT, "1GB/s"), "--json"])
+    done = RUNNER.invoke(app, [*arguments(bundled_checkpoint(), "1GB/s"), "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout)["codecs"][0]["bytes_per_token"] > 0
 

@@ -33,7 +33,7 @@ from kintsugi.core.report import (
 )
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ModelFingerprint
-from kintsugi.models.bundled import BUNDLED_REPORT
+from kintsugi.models.bundled import bundled_report
 
 FINGERPRINT = ModelFingerprint.of({"weights": "report"})
 BINDING = Binding.of(FINGERPRINT, (0,), "raw", "0.32.0", "0.1.0")
@@ -287,7 +287,7 @@ def test_a_new_calibration_is_above_whatever_is_stored() -> None:
 
 def test_the_bundled_report_opens() -> None:
     """Bytes as a store holds them: a field more or less and they would be refused."""
-    document = BUNDLED_REPORT.read_bytes()
+    document = bundled_report().read_bytes()
     assert CalibrationReport.from_bytes(document).to_bytes() == document
 
 

@@ -95,7 +95,7 @@ def test_the_command_is_one_that_the_cli_takes(compose: dict[str, Any]) -> None:
     """As far as a machine without containers can: the CLI reads the mounted configuration."""
     service = compose["services"]["kintsugi"]
     mounts = dict(reversed(one.split(":")[:2]) for one in service["volumes"])
-    in_image = {"/opt/kintsugi/": f"{REPOSITORY}/services/"}
+    in_image = {"/opt/kintsugi/": f"{REPOSITORY}/checkpoints/"}
     arguments = [str(one) for one in service["command"]]
     here = in_image | {target: str(COMPOSE.parent / source) for target, source in mounts.items()}
     for target, path in here.items():
@@ -103,7 +103,9 @@ def test_the_command_is_one_that_the_cli_takes(compose: dict[str, Any]) -> None:
     assert (COMPOSE.parent / mounts["/etc/kintsugi/service.yaml"]).is_file()
     result = CliRunner().invoke(app, [*arguments, "--print-config"])
     assert result.exit_code == 0, result.output
-    assert f"{REPOSITORY}/services/kintsugi/checkpoints/bundled" in json.dumps(yaml.safe_load(result.output))
+    assert f"{REPOSITORY}/checkpoints/kintsugi_checkpoints/bundled" in json.dumps(
+        yaml.safe_load(result.output)
+    )
     unknown = CliRunner().invoke(app, [*arguments, "--no-such-option"])
     assert unknown.exit_code != 0, "or nothing was checked"
 

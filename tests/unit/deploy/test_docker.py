@@ -11,11 +11,11 @@ import sys
 import tomllib
 import zipfile
 from datetime import UTC, datetime, timedelta
-from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from scripts.dist import PROJECTS
 from scripts.images import (
     BASE,
     BY_DEFAULT,
@@ -39,7 +39,6 @@ from scripts.images import (
 )
 
 from kintsugi import __version__
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
 from kintsugi.models.reference import REFERENCE
 
 REPOSITORY = Path(__file__).parents[3]
@@ -136,7 +135,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
     monkeypatch.setenv("PIP_FIND_LINKS", str(found))
     lock = tmp_path / "lock.txt"
     lock.write_text(f"# A lock.\n{Pin('tiny', '1.0', digest)}\n")
-    return Image("tiny", lock)
+    return Image("tiny", lock, ())
 
 
 def test_a_wheel_with_another_digest_than_the_locks_is_refused(tiny: Image, tmp_path: Path) -> None:
@@ -233,12 +232,11 @@ def test_neither_wheel_nor_images_contain_the_reference_model() -> None:
     for image in IMAGES.values():
         assert package not in image.lock.read_text()
         assert package not in image.dockerfile.read_text()
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-    assert package not in str(project["project"])
-    shipped = project["tool"]["setuptools"]["package-data"]["*"]
-    assert not any(fnmatch(Path(REFERENCE.member).name, pattern) for pattern in shipped)
-    weights = [path.parent for path in (REPOSITORY / "services").rglob("*.safetensors")]
-    assert weights == [BUNDLED_CHECKPOINT]
+    for project in PROJECTS:
+        assert package not in str(tomllib.loads((project.folder / "pyproject.toml").read_text())["project"])
+        assert not [path for path in project.sources if path.suffix == ".gguf"]
+    weights = [path for project in PROJECTS for path in project.sources if path.suffix == ".safetensors"]
+    assert [path.parent.name for path in weights] == ["bundled"]
 
 
 def test_images_get_the_tag_that_the_chart_asks_for() -> None:

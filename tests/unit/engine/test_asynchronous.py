@@ -39,7 +39,7 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.measurements import split_salt
 from kintsugi.engine.versions import RUN
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.store.client.ram import RamStore
 from tests.unit.core.test_report import BINDING
 
@@ -71,7 +71,7 @@ class ScriptedClient:
             max_model_len=16,
             logprobs_mode="raw_logprobs",
             max_logprobs=20,
-            model=str(BUNDLED_CHECKPOINT),
+            model=str(bundled_checkpoint()),
             revision=None,
             trust_remote_code=False,
             get_diff_sampling_param=dict,
@@ -113,7 +113,7 @@ class ScriptedClient:
 
 
 def engine_over(client: ScriptedClient, **values: Any) -> AsyncEngine:
-    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "mine", "grpc://127.0.0.1:1", **values)
+    spec = AsyncSpec(str(bundled_checkpoint()), "mine", "grpc://127.0.0.1:1", **values)
     return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.open_regardless(BINDING), None))
 
 
@@ -276,7 +276,7 @@ def test_nobody_outside_the_engine_asks_for_an_audit() -> None:
 
 
 def test_engines_that_keep_callers_from_auditing_accept_audits() -> None:
-    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "m", "grpc://127.0.0.1:1")
+    spec = AsyncSpec(str(bundled_checkpoint()), "m", "grpc://127.0.0.1:1")
     assert arguments_for(spec)["kv_transfer_config"].kv_connector_extra_config["audits"] is True
 
 

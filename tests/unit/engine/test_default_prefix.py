@@ -17,7 +17,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler.gate import prefix_of
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
+from kintsugi.models.bundled import bundled_checkpoint, bundled_report
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import load_form
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -35,7 +35,7 @@ def vllm_config(folder: Path) -> Any:
 @pytest.fixture(params=["no template", "a BOS", "no BOS", "bundled"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "bundled":
-        return BUNDLED_CHECKPOINT
+        return bundled_checkpoint()
     copied = Path(shutil.copytree(make_checkpoint_once("tiny-llama"), tmp_path / "model"))
     template = None if request.param == "no template" else CHATML
     return write_tokenizer(copied, template, adds_bos=request.param != "no BOS")
@@ -82,12 +82,12 @@ def test_a_template_that_gives_no_prefix_asks_for_one(tmp_path: Path) -> None:
 
 
 def test_the_bundled_report_is_of_the_prefix_that_engines_use() -> None:
-    binding = reports.read(BUNDLED_REPORT).binding
-    head = load_form(BUNDLED_CHECKPOINT).head
+    binding = reports.read(bundled_report()).binding
+    head = load_form(bundled_checkpoint()).head
     assert binding.prefix == binding.of(_fingerprint(), head, "raw", "0", "0").prefix
 
 
 def _fingerprint() -> Any:
     return ModelFacts.of(
-        JobSpec(source="x", model=str(BUNDLED_CHECKPOINT), store=STORE, namespace="acme")
+        JobSpec(source="x", model=str(bundled_checkpoint()), store=STORE, namespace="acme")
     ).space.fingerprint

@@ -10,7 +10,7 @@ import pytest
 from kintsugi.core.deploy import EngineSpec, ModelSpec, ServiceSpec
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.engine.asynchronous import AsyncSpec
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.reference import REFERENCE
 
@@ -52,7 +52,7 @@ def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
 
 @pytest.mark.parametrize("form", ["auto", "chat", "plain"])
 def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
-    model = ModelSpec(str(BUNDLED_CHECKPOINT), form=form, system_prompt="You answer.")
+    model = ModelSpec(str(bundled_checkpoint()), form=form, system_prompt="You answer.")
     spec = AsyncSpec.of(model, EngineSpec(), STORE)
     assert spec.config.prefix_token_ids == list(spec.prompt_form.head)
     assert len(spec.prompt_form.head) > 1
@@ -60,7 +60,7 @@ def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
 
 
 def test_a_context_reaches_the_connector() -> None:
-    path = str(BUNDLED_CHECKPOINT)
+    path = str(bundled_checkpoint())
     spec = AsyncSpec.of(ModelSpec(path, context="bundled"), EngineSpec(), STORE)
     assert spec.context_token_ids == tokenize_context("bundled", path)
     assert spec.config.context_token_ids == list(spec.context_token_ids)
@@ -89,7 +89,7 @@ def test_form_and_context_load_the_tokenizer_once_at_the_revision_that_is_served
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", record)
     engines = EngineSpec(vllm={"revision": "older", "trust_remote_code": True})
-    spec = AsyncSpec.of(ModelSpec(str(BUNDLED_CHECKPOINT), context="bundled"), engines, STORE)
+    spec = AsyncSpec.of(ModelSpec(str(bundled_checkpoint()), context="bundled"), engines, STORE)
     assert spec.prompt_form.tokenizer is not None
     assert spec.config.context_token_ids
     assert spec.config.prefix_token_ids == list(spec.prompt_form.head), "so the engine need not load it"

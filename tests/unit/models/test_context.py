@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import (
     BUNDLED_TOKENS,
     CONTEXT_TOKENS_MAX,
@@ -20,7 +20,7 @@ from kintsugi.models.context import (
 )
 from kintsugi.models.passages import read_bundled_passages
 
-MODEL = str(BUNDLED_CHECKPOINT)
+MODEL = str(bundled_checkpoint())
 
 
 def test_no_context_needs_no_tokenizer() -> None:

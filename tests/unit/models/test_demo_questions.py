@@ -72,7 +72,7 @@ def test_a_round_that_differs_counts_against_the_blend() -> None:
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     write_demo_questions(path, read_demo_questions())
-    shipped = Path(str(Path(__file__).parents[3] / "services/kintsugi/checkpoints/demo_questions.jsonl"))
+    shipped = Path(str(Path(__file__).parents[3] / "checkpoints/kintsugi_checkpoints/demo_questions.jsonl"))
     assert path.read_bytes() == shipped.read_bytes()
 
 

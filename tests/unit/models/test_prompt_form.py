@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.prompt import FormName, PromptChunk
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, showcase
+from kintsugi.models.bundled import bundled_checkpoint, showcase
 from kintsugi.models.prompt_form import PromptForm, load_form, special_tokens
 from kintsugi.models.vocabulary import BOS_ID
 from tests.fakes.chat_templates import CHATML, DATED, DOCUMENTS, NO_SYSTEM, PARTS, tokenizer_with
@@ -133,12 +133,12 @@ def test_nothing_to_ask_is_refused() -> None:
 
 
 def test_the_bundled_model_is_asked_in_the_form_it_was_trained_on() -> None:
-    form, show = load_form(BUNDLED_CHECKPOINT), showcase()
+    form, show = load_form(bundled_checkpoint()), showcase()
     assert (form.name, form.foot) == (CHAT, "")
     assert form.head == (form.tokenizer.bos_token_id,)
     text = form.tokenizer.decode(form.head) + "".join(show.chunks) + show.question
     assert shown(form, *show.chunks, question=show.question, bare=False) == text
-    assert (load_form(BUNDLED_CHECKPOINT, PLAIN).head, form.foot) == (form.head, "")
+    assert (load_form(bundled_checkpoint(), PLAIN).head, form.foot) == (form.head, "")
 
 
 def test_a_tokenizer_that_cannot_be_read_is_explained(

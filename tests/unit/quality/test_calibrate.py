@@ -14,7 +14,7 @@ from kintsugi.core.prompt import LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, CalibrationReport, Quantity, Thresholds
 from kintsugi.core.request import SelectorName
 from kintsugi.discovery.segments import TOKENS_MAX, TOKENS_MIN
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import grid, reports
 from kintsugi.quality.calibrate import (
@@ -284,7 +284,7 @@ def test_a_calibration_on_segments_holds_for_one_to_many_of_most_lengths() -> No
 
 def test_the_report_of_the_tiny_model_admits_no_segment() -> None:
     """As docs/howto/vllm.md says."""
-    domain = reports.read(BUNDLED_CHECKPOINT / "calibration.json").domain
+    domain = reports.read(bundled_checkpoint() / "calibration.json").domain
     assert not any(map(domain.holds_chunk, range(TOKENS_MIN, TOKENS_MAX + 1)))
 
 

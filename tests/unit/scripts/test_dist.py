@@ -1,41 +1,47 @@
-"""The wheel: what it holds, and that a wheel which lacks something is found out."""
+"""The wheels: what they hold, and that a wheel which lacks something is found out."""
 
 from __future__ import annotations
 
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from scripts.dist import DistError, build, expect, missing_from, run
+from scripts.dist import CHECKPOINTS, PROJECTS, SDK, SDK_BYTES_MAX, DistError, Project, expect, run
 
-pytestmark = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("dist"))
+from kintsugi import __version__
 
 
-def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
-    assert wheel.name.startswith("kintsugi_kv-")
-    assert missing_from(wheel) == []
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_distributions_have_one_version_and_require_it_of_each_other(project: Project) -> None:
+    document = tomllib.loads((project.folder / "pyproject.toml").read_text())["project"]
+    assert (document["name"], document["version"]) == (project.name, __version__)
+    extras = document.get("optional-dependencies", {}).values()
+    required = [one for some in (document.get("dependencies", []), *extras) for one in some]
+    ours = {one for one in required if one.startswith("kintsugi-") and "[" not in one}
+    assert ours <= {f"{each.name}=={__version__}" for each in PROJECTS}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("project", PROJECTS, ids=lambda project: project.name)
+def test_a_wheel_holds_every_file_of_its_package_and_no_other(project: Project, tmp_path: Path) -> None:
+    wheel = project.build(tmp_path)
+    package = Path(project.package).name
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-    assert "kintsugi/py.typed" in names
-    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
-    assert "Name: kintsugi-kv\n" in metadata
-    for extra in ("langchain", "llama-index", "serving"):
-        assert f"Provides-Extra: {extra}\n" in metadata
+    assert f"{package}/py.typed" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} <= {package, project.name.replace("-", "_")}
+    assert project is not SDK or wheel.stat().st_size <= SDK_BYTES_MAX
 
 
-def test_a_file_that_the_wheel_lacks_is_named(wheel: Path, tmp_path: Path) -> None:
-    poorer = tmp_path / wheel.name
+@pytest.mark.full
+def test_a_file_that_the_wheel_lacks_is_named(tmp_path: Path) -> None:
+    wheel, poorer = CHECKPOINTS.build(tmp_path), tmp_path / "poorer.whl"
     with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(poorer, "w") as copy:
         for name in archive.namelist():
-            if name != "kintsugi/py.typed":
+            if name != "kintsugi_checkpoints/py.typed":
                 copy.writestr(name, archive.read(name))
-    assert missing_from(poorer) == ["kintsugi/py.typed"]
+    assert CHECKPOINTS.missing_from(poorer) == ["kintsugi_checkpoints/py.typed"]
 
 
 def test_a_command_that_fails_is_told_with_what_it_said() -> None:

@@ -12,7 +12,7 @@ import pytest
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.report import CalibrationReport
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_REPORT
+from kintsugi.models.bundled import bundled_checkpoint, bundled_report
 from kintsugi.quality import reports
 from kintsugi.serving import calibration
 from kintsugi.serving.calibration import publish_shipped, questions_file
@@ -25,14 +25,14 @@ def store_url() -> str:
     return f"ram://calibration-{uuid.uuid4().hex}"
 
 
-BINDING = reports.read(BUNDLED_REPORT).binding
+BINDING = reports.read(bundled_report()).binding
 
 
 def test_the_report_beside_the_checkpoint_is_published_once(store_url: str) -> None:
-    model = ModelSpec(str(BUNDLED_CHECKPOINT))
+    model = ModelSpec(str(bundled_checkpoint()))
     assert publish_shipped(model, store_url, BINDING)
     published = reports.fetch_report(open_store(store_url), BINDING)
-    assert published == reports.read(BUNDLED_REPORT)
+    assert published == reports.read(bundled_report())
     assert not publish_shipped(model, store_url, BINDING)
 
 
@@ -46,7 +46,7 @@ def test_a_store_that_is_starting_is_asked_again(store_url: str, monkeypatch: py
 
     monkeypatch.setattr(reports, "publish_shipped", starting)
     monkeypatch.setattr(calibration, "PUBLISH_RETRY_S", 0.0)
-    model = ModelSpec(str(BUNDLED_CHECKPOINT))
+    model = ModelSpec(str(bundled_checkpoint()))
     with pytest.raises(Unavailable):
         publish_shipped(model, store_url, BINDING)
     assert publish_shipped(model, store_url, BINDING, patience_s=60.0)
@@ -54,15 +54,15 @@ def test_a_store_that_is_starting_is_asked_again(store_url: str, monkeypatch: py
 
 def test_what_the_store_says_stays(store_url: str) -> None:
     """A calibration that drift has tripped must not be undone by a restart."""
-    tripped = reports.read(BUNDLED_REPORT).as_tripped("drift", "2026-01-01T00:00:00Z")
+    tripped = reports.read(bundled_report()).as_tripped("drift", "2026-01-01T00:00:00Z")
     reports.publish(open_store(store_url), tripped)
-    assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, BINDING)
+    assert not publish_shipped(ModelSpec(str(bundled_checkpoint())), store_url, BINDING)
     assert reports.fetch_report(open_store(store_url), BINDING) == tripped
 
 
 def test_a_report_about_other_engines_is_left_alone(store_url: str, tmp_path: Path) -> None:
     other = dataclasses.replace(BINDING, vllm="0.0.1")
-    assert not publish_shipped(ModelSpec(str(BUNDLED_CHECKPOINT)), store_url, other)
+    assert not publish_shipped(ModelSpec(str(bundled_checkpoint())), store_url, other)
     assert not publish_shipped(ModelSpec(str(tmp_path)), store_url, BINDING)
     assert reports.fetch_report(open_store(store_url), BINDING) is None
 
@@ -77,5 +77,5 @@ def test_questions_are_the_configured_ones_else_those_beside_the_checkpoint(tmp_
     model = ModelSpec(str(tmp_path))
     assert questions_file(model, EngineSpec(questions="/q.jsonl")) == Path("/q.jsonl")
     assert questions_file(model, EngineSpec()) is None
-    shutil.copy(BUNDLED_CHECKPOINT / "questions.jsonl", tmp_path)
+    shutil.copy(bundled_checkpoint() / "questions.jsonl", tmp_path)
     assert questions_file(model, EngineSpec()) == tmp_path / "questions.jsonl"

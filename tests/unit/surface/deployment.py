@@ -97,14 +97,16 @@ def _dataclass_in(hint: Any) -> type[Any] | None:
 
 
 def packaging() -> dict[str, Any]:
-    """Extras, entry points and the names by which other programs load our code."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    targets = {("console_scripts", name): target for name, target in project["scripts"].items()}
-    for group, entries in project["entry-points"].items():
-        targets |= {(group, name): target for name, target in entries.items()}
+    """Distributions, extras, entry points and the names by which other programs load our code."""
+    files = [REPOSITORY / folder / "pyproject.toml" for folder in (".", "checkpoints", "operators")]
+    projects = [tomllib.loads(file.read_text())["project"] for file in files]
+    targets = {}
+    for project in projects:
+        groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+        targets |= {(group, name): target for group, some in groups.items() for name, target in some.items()}
     return {
-        "distribution": project["name"],
-        "extras": sorted(project["optional-dependencies"]),
+        "distributions": [project["name"] for project in projects],
+        "extras": sorted(projects[0]["optional-dependencies"]),
         "entry points": {
             f"{group} {name}": _resolved(group, target) for (group, name), target in targets.items()
         },

@@ -42,7 +42,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
 from kintsugi.models.demo_questions import Tally, choose_shown, is_right, read_demo_questions
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.reference import REFERENCE
@@ -221,7 +221,7 @@ def _bundled_show(form: FormName) -> Show:
     shown = showcase()
     texts = [(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)]
     return Show(
-        model=ModelSource(str(BUNDLED_CHECKPOINT), BUNDLED_NAME),
+        model=ModelSource(str(bundled_checkpoint()), BUNDLED_NAME),
         asked=Asked(texts, shown.question, form, bare=False),
         note=OUTSIDE_NOTE,  # its report speaks about prompts a sixth as long
         max_tokens=1,

@@ -37,7 +37,7 @@ from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.service import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
@@ -59,9 +59,8 @@ def build_service_spec(task: ServeTask) -> ServiceSpec:
         spec = spec_from_yaml_mapping(read_yaml(task.config))
         model = spec.model if task.model is None else dataclasses.replace(spec.model, path=task.model)
     else:
-        model = (
-            ModelSpec(str(BUNDLED_CHECKPOINT), BUNDLED_NAME) if task.model is None else ModelSpec(task.model)
-        )
+        path, name = (task.model, "") if task.model else (str(bundled_checkpoint()), BUNDLED_NAME)
+        model = ModelSpec(path, name)
         spec = ServiceSpec(model)
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
         raise NotFound(f"{model.path} is not a folder; name the folder of a checkpoint")

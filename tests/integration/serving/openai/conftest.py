@@ -25,7 +25,7 @@ from kintsugi.gateway.fronts.openai_answer import accounting_in
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, BUNDLED_REPORT
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, bundled_report
 from kintsugi.models.names import find_aliases
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
@@ -144,7 +144,7 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
         gateway = run(_gateway(engine, f"grpc://{shard.address}"))
         server = HttpServer(HttpFront(gateway).app, "127.0.0.1", 0)
         run(server.start())
-        chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
+        chunker = Chunker.of_model(bundled_checkpoint(), CHUNKING)
         grpc = GatewayServer(gateway, GatewaySpec(grpc_port=0))
         run(grpc.start())
         yield Served(
@@ -171,14 +171,14 @@ def served(engine_slot: EngineSlot) -> Iterator[Served]:
 
 
 async def _gateway(engine: AsyncEngine, store: str) -> Gateway:
-    return await Gateway.open(GatewaySpec(), engine, store, BUNDLED_CHECKPOINT)
+    return await Gateway.open(GatewaySpec(), engine, store, bundled_checkpoint())
 
 
 def publish_report(store_url: str) -> None:
     """Where engines look: the report that ships with the bundled model, but for prompts of any length,
     because these tests ask short ones."""
     store = open_store(store_url)
-    shipped, any_length = reports.read(BUNDLED_REPORT), LengthRange(1, 4000)
+    shipped, any_length = reports.read(bundled_report()), LengthRange(1, 4000)
     domain = Domain(shipped.domain.form, any_length, any_length, any_length, any_length)
     try:
         reports.publish(store, dataclasses.replace(shipped, domain=domain))
@@ -188,14 +188,14 @@ def publish_report(store_url: str) -> None:
 
 async def _engine(store: str) -> NotingEngine:
     spec = AsyncSpec(
-        str(BUNDLED_CHECKPOINT),
+        str(bundled_checkpoint()),
         BUNDLED_NAME,
         store,
         # The controller would rather prefill in full: this model takes no time for what these tests hit.
         extra_config={"loading_controller": False, "report_poll_ms": 100, **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
         openai=OpenAISpec(tool_call_parser="hermes"),
-        aliases=find_aliases(BUNDLED_NAME, HUB_NAME, BUNDLED_CHECKPOINT),
+        aliases=find_aliases(BUNDLED_NAME, HUB_NAME, bundled_checkpoint()),
     )
     engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store)))
     await engine.warm_up()

@@ -12,7 +12,7 @@ from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncEngine, AsyncSpec, arguments_for
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.checkpoint import tokenizer_digest
 from tests.contracts.backend_contract import BackendContract, Engines
 from tests.integration.serving.openai.conftest import Served
@@ -63,7 +63,7 @@ class TestAsyncEngine(BackendContract):
 
 
 def test_an_engine_names_the_tokenizer_that_its_gateway_reads(served: Served) -> None:
-    assert served.info.tokenizer == tokenizer_digest(BUNDLED_CHECKPOINT) != ""
+    assert served.info.tokenizer == tokenizer_digest(bundled_checkpoint()) != ""
 
 
 def test_one_worker_lives_in_the_cores_process(served: Served) -> None:
@@ -92,5 +92,5 @@ def test_workers_that_are_several_or_bound_have_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, bind: str | None, vllm_args: dict[str, Any], executor: str | None
 ) -> None:
     monkeypatch.setenv(BIND, bind or "nobind")
-    spec = AsyncSpec(str(BUNDLED_CHECKPOINT), "m", "grpc://127.0.0.1:1", vllm_args=vllm_args)
+    spec = AsyncSpec(str(bundled_checkpoint()), "m", "grpc://127.0.0.1:1", vllm_args=vllm_args)
     assert arguments_for(spec).get("distributed_executor_backend") == executor

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, showcase
+from kintsugi.models.bundled import bundled_checkpoint, showcase
 from kintsugi.precompute.chunking import Chunker
 from tests.conftest import Figure
 from tests.integration.serving.openai.conftest import CHUNKING, Served
@@ -45,7 +45,7 @@ def example(name: str) -> ModuleType:
 
 
 def check_hit_rate(texts: list[str], accounting: Mapping[str, Any], framework: str, figure: Figure) -> None:
-    chunker = Chunker.of_model(BUNDLED_CHECKPOINT, CHUNKING)
+    chunker = Chunker.of_model(bundled_checkpoint(), CHUNKING)
     sent = sum(len(chunker.token_ids(text)) for text in texts)
     rate = accounting["tokens_hit"] / sent
     figure("stuffing_hit_rate", framework, rate)
@@ -56,7 +56,7 @@ def check_hit_rate(texts: list[str], accounting: Mapping[str, Any], framework: s
 
 def test_a_langchain_chain_hits(served: Served, figure: Figure) -> None:
     chain = example("langchain_rag").build_chain(
-        served.url, served.grpc_address, "langchain", BUNDLED_CHECKPOINT, [DOCUMENT], CHUNKING.tokens_max, 2
+        served.url, served.grpc_address, "langchain", bundled_checkpoint(), [DOCUMENT], CHUNKING.tokens_max, 2
     )
     result = chain.invoke({"input": showcase().question})
     assert result["answer"]
@@ -66,7 +66,13 @@ def test_a_langchain_chain_hits(served: Served, figure: Figure) -> None:
 
 def test_a_llama_index_query_engine_hits(served: Served, figure: Figure) -> None:
     engine = example("llama_index_rag").build_query_engine(
-        served.url, served.grpc_address, "llama-index", BUNDLED_CHECKPOINT, [DOCUMENT], CHUNKING.tokens_max, 2
+        served.url,
+        served.grpc_address,
+        "llama-index",
+        bundled_checkpoint(),
+        [DOCUMENT],
+        CHUNKING.tokens_max,
+        2,
     )
     response = engine.query(showcase().question)
     assert str(response)
@@ -87,7 +93,7 @@ def test_the_rag_app_answers_from_what_it_retrieved(served: Served) -> None:
     show = showcase()
     documents = [(f"document-{index}", chunk) for index, chunk in enumerate(show.chunks)]
     answer, passages = example("rag_app").answered(
-        served.grpc_address, "example-rag", BUNDLED_CHECKPOINT, documents, show.question
+        served.grpc_address, "example-rag", bundled_checkpoint(), documents, show.question
     )
     assert {passage.document for passage in passages} == {name for name, _ in documents}
     assert answer.outcome == "blended"

@@ -15,7 +15,7 @@ from kintsugi.core.exchange import CHAT_PATH, OpenAICall, SaveState
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.requests import RESIDENCY_PATH
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT, BUNDLED_NAME, showcase
+from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
 from tests.integration.serving.openai.conftest import HUB_NAME, DyingEngine, Served, check_nothing_runs
 
 pytestmark = pytest.mark.engine
@@ -74,7 +74,7 @@ def test_known_chunks_in_a_message_are_hit_and_the_answer_is_right(served: Serve
     assert answer.usage.prompt_tokens_details.cached_tokens >= stored
 
 
-@pytest.mark.parametrize("name", [BUNDLED_NAME, HUB_NAME, str(BUNDLED_CHECKPOINT)])
+@pytest.mark.parametrize("name", [BUNDLED_NAME, HUB_NAME, str(bundled_checkpoint())])
 def test_the_engine_answers_to_each_of_the_models_names(served: Served, name: str) -> None:
     """vLLM looks the name up again, after the gateway."""
     asked = client(served, "named")

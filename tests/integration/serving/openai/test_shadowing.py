@@ -16,7 +16,7 @@ from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.models.bundled import BUNDLED_REPORT, showcase
+from kintsugi.models.bundled import bundled_report, showcase
 from kintsugi.quality import reports
 from kintsugi.quality.metrics import kl_divergence
 from kintsugi.serving.shadowing import Shadowing, make_shadowing
@@ -152,7 +152,7 @@ def test_nothing_is_shadowed_without_a_share_or_a_calibration(served: Served, sp
 def _publish_baseline(served: Served, baseline: Baseline) -> None:
     store = open_store(served.store_url)
     try:
-        reports.publish(store, dataclasses.replace(reports.read(BUNDLED_REPORT), baseline=baseline))
+        reports.publish(store, dataclasses.replace(reports.read(bundled_report()), baseline=baseline))
     finally:
         store.close()
 

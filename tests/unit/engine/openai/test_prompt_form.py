@@ -15,7 +15,7 @@ from vllm.renderers.registry import renderer_from_config
 from kintsugi.core.prompt import FormName, PromptChunk
 from kintsugi.engine.openai.prompt import Segmented, SegmentTokenizer
 from kintsugi.models import prompt_form
-from kintsugi.models.bundled import BUNDLED_CHECKPOINT
+from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import PromptForm, load_form
 from tests.fakes.chat_templates import CHATML, DATED, DOCUMENTS, NO_SYSTEM, PARTS, write_tokenizer
@@ -88,7 +88,7 @@ def test_the_documents_form_is_what_a_client_with_documents_sends(tmp_path: Path
 
 def test_the_bundled_models_prompts_are_what_a_client_sends() -> None:
     assert_as_served(
-        load_form(BUNDLED_CHECKPOINT), BUNDLED_CHECKPOINT, CHUNKS, {"messages": messages(CHUNKS)}
+        load_form(bundled_checkpoint()), bundled_checkpoint(), CHUNKS, {"messages": messages(CHUNKS)}
     )
 
 

@@ -1,1 +1,0 @@
-"""Files that ship with Kintsugi: a small trained model and passages to ask about."""

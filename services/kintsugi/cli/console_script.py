@@ -1,0 +1,24 @@
+"""The console script `kintsugi`. It is installed with the SDK; the libraries it needs are the extra `cli`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from kintsugi.cli.exits import ExitCode
+
+MODULES = ("cryptography", "jinja2", "rich", "typer")
+
+
+def main() -> None:
+    """Run the command line, or say what to install."""
+    if missing := [name for name in MODULES if find_spec(name) is None]:
+        print(
+            f"error: kintsugi needs what is not installed ({', '.join(missing)}): "
+            "pip install 'kintsugi-kv[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(ExitCode.UNAVAILABLE)
+    from kintsugi.cli.main import app
+
+    app()
