@@ -7,7 +7,7 @@
 #   make test                the quick tests: about 11 minutes on two cores, in two parts side by side whose
 #                            output appears when they end
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
-#   make check               formatting, lints, types, import layers, stubs, length limits, structure
+#   make check               formatting, lints, types, import layers, generated files, sizes
 #   make bench [BENCHMARKS=benchmarks/...py]
 #   make support [TESTS=support.json]
 #                            docs/SUPPORT.md from the results of benchmarks/architectures.py and of tests
@@ -147,9 +147,7 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(BIN)/python scripts/crds.py --check
 	$(BIN)/python scripts/chart_schema.py --check
 	$(BIN)/python scripts/support.py --check
-	$(BIN)/python scripts/drawings.py --check
 	$(BIN)/python scripts/links.py
-	$(BIN)/python scripts/ratchet.py
 	$(BIN)/python scripts/house.py
 
 dist: setup
