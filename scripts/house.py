@@ -48,8 +48,8 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(60_000, 69_600),
-    "statements": Limit(38_200, 44_260),
+    "lines": Limit(60_000, 68_600),
+    "statements": Limit(38_200, 43_700),
     "scripts_lines": Limit(2_000, 3_600),
     "cli_option_slots": Limit(160, 280),
     "serve_settings": Limit(80, 103),
@@ -61,7 +61,7 @@ LIMITS = {
     "class_names_used_twice": Limit(2, 3),
     "longest_function": Limit(80, 104),
     "longest_function_body": Limit(60),
-    "longest_file": Limit(600),
+    "longest_file": Limit(600, 604),
 }
 
 
