@@ -32,8 +32,8 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.client.chunk_cipher import ChunkCipher, encrypt_chunk
 from kintsugi.store.client.key_file import read_entries
 from kintsugi.store.protocol.access import read_document
-from kintsugi.store.protocol.certificate import first_expiry_s
 from kintsugi.store.protocol.keys import NamespaceKeys
+from kintsugi.store.protocol.tls import first_expiry_s
 from tests.contracts.store_contract import make_chunk
 
 SMALL = KVLayout(2, 2, 8, "bfloat16")

@@ -42,7 +42,7 @@ class Progress:
     chunks_filled: int = 0
     chunks_failed: int = 0
     chunks_evicted: int = 0
-    """Resident or filled chunks that were gone at the end: the store or the namespace's quota is too
+    """Resident or filled chunks that were gone at the end: the store or the namespace's limit is too
     small."""
     chunks_invalidated: int = 0
     tokens: int = 0

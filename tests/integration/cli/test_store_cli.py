@@ -125,7 +125,6 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--ram", "1MiB", "--policy", "fifo"), "s3fifo"),
         (("serve", "--ram", "1MiB", "--ack", "durable"), "--ssd"),
         (("serve", "--ram", "1MiB", "--peers", "grpc://127.0.0.1:1"), "shards://"),
-        (("serve", "--quota", "much"), "NAMESPACE=SIZE"),
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1"), "host:port"),
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:99999"), "65535"),
         (("serve", "--ram", "1MiB", "--listen", "127.0.0.1:0", "--metrics", "nine"), "metrics"),

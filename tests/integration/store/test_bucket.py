@@ -21,7 +21,6 @@ from kintsugi.store.client.key_file import KeyFile, create_keys
 from kintsugi.store.protocol import breaker
 from kintsugi.store.protocol.interface import Buffer
 from kintsugi.store.shard import life, opening
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
@@ -318,16 +317,6 @@ def test_what_is_computed_sooner_than_loaded_is_not_uploaded(shard: Shard, s3: S
     demote(shard)
     assert len(shard) == 0
     assert s3.names() == []
-
-
-def test_a_quota_counts_what_is_in_the_bucket(s3: S3Server, tmp_path: Path) -> None:
-    size = A[0].chunk_bytes
-    limited = ShardConfig(quota_bytes={"acme": int(1.5 * size)})
-    with closing(open_shard(replace(spec(tmp_path), policy="lru", config=limited))) as shard:
-        put(shard, A)
-        demote(shard)
-        put(shard, B)
-        assert (tier_of(shard, A), tier_of(shard, B)) == ("", "ram")
 
 
 # Restarts

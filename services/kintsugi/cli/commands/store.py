@@ -93,17 +93,6 @@ def parse_keys(keys: list[str]) -> list[ChunkKey]:
     return [ChunkKey.from_hex(key) for key in keys]
 
 
-def parse_quotas(quotas: list[str]) -> dict[str, int]:
-    """Bytes by namespace, from texts such as `NAMESPACE=SIZE`. Raises `InvalidField`."""
-    parsed = {}
-    for quota in quotas:
-        namespace, separator, size = quota.rpartition("=")
-        if not separator or not namespace:
-            raise InvalidField("quota", f"{quota!r} must be NAMESPACE=SIZE, or *=SIZE for all others")
-        parsed[namespace] = parse_size(size)
-    return parsed
-
-
 @command(app, serves=True)
 def serve(
     screen: Screen,
@@ -116,7 +105,6 @@ def serve(
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
     ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
     policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
-    quota: Annotated[list[str] | None, typer.Option(help="Quota as NAMESPACE=SIZE; repeat.")] = None,
     recompute_ms_per_token: Annotated[
         float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
     ] = 0.0,
@@ -166,7 +154,7 @@ def serve(
         data_dir=data_dir,
         ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
-        config=ShardConfig(parse_quotas(quota or []), recompute_ms_per_token, ratio, erase_grace_s),
+        config=ShardConfig(recompute_ms_per_token, ratio, erase_grace_s),
         bucket=None if bucket is None else BucketSpec.from_text(bucket),
     )
     if ack == "durable" and not spec.ssds:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography.x509 import load_pem_x509_certificates
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol.certificate import first_expiry_s
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 
 FILES_CHECK_S = 5.0
@@ -69,6 +69,16 @@ def read_pem(field: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidField(field, f"{path} cannot be read ({error.strerror})") from error
+
+
+def first_expiry_s(pem: bytes) -> float:
+    """When the first certificate of a PEM file expires, in seconds since 1970: one of a chain is enough to
+    break it. Raises `InvalidField` for a file without certificates."""
+    try:
+        chain = load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise InvalidField("tls-cert", "holds no certificate whose dates can be read") from error
+    return min(certificate.not_valid_after_utc.timestamp() for certificate in chain)
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
-from kintsugi.core.namespaces.parts import base_of, enclosing
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
 
@@ -33,10 +33,6 @@ ERASE_GRACE_S = 2.0
 @dataclass(frozen=True)
 class ShardConfig:
     """A shard's bounds."""
-
-    quota_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Maximum bytes per namespace with its parts; one over its quota evicts its own chunks. `*` is every
-    other namespace."""
 
     recompute_ms_per_token: float = 0.0
     """Prefill cost of a token, for puts that do not state a chunk's: decides where `auto` puts it. 0:
@@ -65,23 +61,6 @@ class ShardConfig:
         """How long a load of a chunk that costs `recompute_ms` hides behind its blend; 0 if unknown."""
         return self.ratio * recompute_ms / 1e3
 
-    def quota_of(self, namespace: str) -> float:
-        return self.quota_bytes.get(base_of(namespace), self.quota_bytes.get("*", math.inf))
-
-    def check_size(self, manifest: ChunkManifest, ram_bytes: int) -> None:
-        """Raise `ResourceExhausted` for a chunk that can never fit."""
-        size = manifest.chunk_bytes
-        if size > ram_bytes:
-            raise ResourceExhausted(
-                f"a chunk of {size} bytes exceeds the RAM tier's {ram_bytes}; "
-                "raise its capacity or make chunks shorter"
-            )
-        quota = self.quota_of(manifest.namespace)
-        if size > quota:
-            raise ResourceExhausted(
-                f"a chunk of {size} bytes exceeds the quota of {quota:.0f} of {manifest.namespace!r}"
-            )
-
 
 class NoRoomYet(ResourceExhausted):
     """Room may come: chunks are being read or written back."""
@@ -94,12 +73,6 @@ def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYe
         f"({allocator.free_bytes} of {allocator.capacity_bytes} bytes of RAM are free), or into what the "
         "namespace may use; try again later"
     )
-
-
-def may_be_forgotten(entry: ChunkEntry, namespace: str) -> bool:
-    """Whether a namespace over its quota may lose the chunk."""
-    is_own = base_of(entry.manifest.namespace) == base_of(namespace)
-    return is_own and not entry.pins and not entry.is_read
 
 
 def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:

@@ -20,7 +20,7 @@ of its copies and of its write-back:
                  evicting -> none, or whole in the next tier, or whole where it was: end_demotion
     write-back   none -> writing           begin_write
                  writing -> none           end_write, fail_write
-    everything   -> gone                   forget: deletion, expiry, quota, quarantine, loss of the last copy
+    everything   -> gone                   forget: deletion, expiry, limit, quarantine, loss of the last copy
 
 Between events, for a chunk that is present (`check_present` asserts it):
 

@@ -233,7 +233,7 @@ class Shard:
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that
-        began together exceed a quota."""
+        began together exceed the namespace's limit of RAM."""
         if not put.complete:
             self.abort(put)
             raise InvalidField("frames", "the put was committed before its last layer")

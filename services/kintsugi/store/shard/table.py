@@ -83,9 +83,9 @@ class EntryTable:
         self._index = Index(self.events)
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
-        self.shares = Shares(ram, disks, self._leases, bucket)
+        self.shares = Shares(ram, disks, self._leases)
         transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
-        self._room = Room(self._index, ram, self.queues, config, self.shares, self.reuse, transitions)
+        self._room = Room(self._index, ram, self.queues, self.shares, self.reuse, transitions)
         promotions = Promotions(life.acquire, life.release, life.begin_load, self._room.make)
         self.loads = Loads(promotions, ram.capacity_bytes)
         self._puts: set[ChunkPut] = set()
@@ -204,7 +204,6 @@ class EntryTable:
 
         Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
         """
-        self.config.check_size(manifest, self._ram.capacity_bytes)
         self.shares.check_size(manifest)
         recompute_ms = self.config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
@@ -252,16 +251,16 @@ class EntryTable:
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
-        exceed a quota."""
+        exceed the namespace's limit of RAM."""
         entry = put.entry
         with self._lock:
             gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
             if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
                 return Committed(False, None)
-            if not self._room.make_quota(entry.manifest):
+            if not self._room.make_share(entry.manifest):
                 self.abort(put)
-                raise NoRoomYet(f"the quota of {entry.manifest.namespace!r} is in use; try again later")
+                raise NoRoomYet(f"the RAM of {entry.manifest.namespace!r} is in use; try again later")
             self._puts.discard(put)
             if (far := self._find(entry.address)) is not None:
                 life.inherit(entry, far)

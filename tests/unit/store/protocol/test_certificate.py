@@ -15,8 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.store.protocol.certificate import first_expiry_s
-from kintsugi.store.protocol.tls import TlsFiles
+from kintsugi.store.protocol.tls import TlsFiles, first_expiry_s
 from kintsugi.store.shard.eviction.reuse import Counters
 from kintsugi.store.shard.metrics import ShardMetrics
 

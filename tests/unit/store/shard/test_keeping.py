@@ -1,4 +1,4 @@
-"""What stays and what goes: TTL, pins, quotas, placement, scrubbing. Time is injected."""
+"""What stays and what goes: TTL, pins, limits, placement, scrubbing. Time is injected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.eviction.placement import choose_tier
@@ -34,8 +36,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def shard(clock: Clock) -> Iterator[Shard]:
-    config = ShardConfig(quota_bytes={"small": 200_000})
-    shard = Shard(RamTier(1 << 20), config=config, wall_clock=clock, clock=clock)
+    shard = Shard(RamTier(1 << 20), wall_clock=clock, clock=clock)
+    shard.set_rules(NamespaceRules(limits={"small": NamespaceLimits(ram_gib=200_000 / GIB)}))
     yield shard
     shard.close()
 
@@ -53,14 +55,14 @@ def put(
     return manifest
 
 
-def test_parts_of_a_namespace_share_its_quota(shard: Shard) -> None:
+def test_parts_of_a_namespace_share_its_limit(shard: Shard) -> None:
     first = put(shard, 40, namespace="small")
     size = first.chunk_bytes
     fits = 200_000 // size
     for number in range(fits):
         put(shard, 40, namespace=f"small/-/{number}")
     held = {entry.manifest.namespace for entry in shard.table.entries()}
-    assert len(held) == fits, "the quota is the base's"
+    assert len(held) == fits, "the limit is the base's"
 
 
 def test_a_chunk_expires_and_gives_its_room_back(shard: Shard, clock: Clock) -> None:
@@ -114,18 +116,18 @@ def test_pins_are_bounded(shard: Shard) -> None:
         shard.pin("acme", keys, lease_s=1e9)
 
 
-def test_a_namespace_over_its_quota_evicts_its_own(shard: Shard) -> None:
+def test_a_namespace_over_its_limit_evicts_its_own(shard: Shard) -> None:
     other = put(shard, 300)
     first = put(shard, 150, namespace="small")
     second = put(shard, 160, namespace="small")
     assert [entry.manifest for entry in shard.page("small", 10, None)] == [second]
     assert shard.lookup("acme", [other.key]) != [None]
     assert first.chunk_bytes + second.chunk_bytes > 200_000
-    with pytest.raises(ResourceExhausted, match="quota"):
+    with pytest.raises(ResourceExhausted, match="ram_gib"):
         put(shard, 400, namespace="small")
 
 
-def test_puts_that_begin_together_keep_their_quota(shard: Shard) -> None:
+def test_puts_that_begin_together_keep_their_limit(shard: Shard) -> None:
     space = type(SPACE)(SPACE.fingerprint, "small")
     chunks = [make_chunk(range(tokens), space) for tokens in (150, 160)]
     puts = [shard.begin_put(manifest) for manifest, _ in chunks]
@@ -142,7 +144,7 @@ def test_puts_that_begin_together_keep_their_quota(shard: Shard) -> None:
     begun.write(0, memoryview(b"".join(frames)))
     assert put(shard, 150, namespace="small")
     shard.pin("small", [chunks[0][0].key], lease_s=10)
-    with pytest.raises(NoRoomYet, match="quota"):
+    with pytest.raises(NoRoomYet, match="in use"):
         shard.commit(begun)
     shard.delete("small", [chunks[0][0].key])
     assert shard.ram.allocator.used_bytes == 0

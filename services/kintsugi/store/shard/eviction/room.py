@@ -5,15 +5,12 @@ Called under the table's lock. It decides; the table's functions apply what it d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces.parts import base_of, is_within
 from kintsugi.store.shard import admission
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.eviction.placement import choose_tier
 from kintsugi.store.shard.eviction.reuse import ReuseGaps
@@ -42,7 +39,6 @@ class Room:
         index: Index,
         ram: RamTier,
         queues: Sequence[WriteQueue],
-        config: ShardConfig,
         shares: Shares,
         reuse: ReuseGaps,
         transitions: Transitions,
@@ -50,7 +46,6 @@ class Room:
         self._index = index
         self._ram = ram
         self._queues = queues
-        self._config = config
         self._shares = shares
         self._reuse = reuse
         self._transitions = transitions
@@ -62,12 +57,8 @@ class Room:
         return sum(queue.tier.allocator.free_bytes for queue in self._queues)
 
     def is_there(self, manifest: ChunkManifest) -> bool:
-        """Whether a chunk fits without one being lost, and keeps its namespace's quota and limits."""
-        namespace = manifest.namespace
-        left = self._config.quota_of(namespace) - self._quota_bytes(namespace)
-        if self._shares.is_full_for(manifest):
-            return False
-        return manifest.chunk_bytes <= min(self.free_bytes(), left)
+        """Whether a chunk fits without one being lost, and keeps its namespace's limits."""
+        return not self._shares.is_full_for(manifest) and manifest.chunk_bytes <= self.free_bytes()
 
     def make_to_put(
         self, manifest: ChunkManifest, options: PutOptions, hides_s: float
@@ -82,34 +73,14 @@ class Room:
             queue.check_size(size)
             if queue.is_full_for(size):
                 return tier, None
-        return tier, self.make(manifest) if self._make_quota(manifest) else None
+        return tier, self.make(manifest)
 
     def unwritten(self) -> list[ChunkEntry]:
         """Chunks that only RAM has, and an SSD tier may have."""
         unwritten = [entry for entry in self._index if entry.disk is None] if self._queues else []
         return [entry for entry in unwritten if self._shares.may_be_on_ssd(entry.manifest)]
 
-    def make_quota(self, manifest: ChunkManifest) -> bool:
-        """Have a namespace's own chunks go until another fits what it may have; whether it does now."""
-        return self._make_quota(manifest) and self._make_share(manifest)
-
-    def _make_quota(self, manifest: ChunkManifest) -> bool:
-        """Forget a namespace's own chunks until another fits its quota; whether it does now."""
-        namespace = manifest.namespace
-        quota = self._config.quota_of(namespace)
-        while quota < math.inf and self._quota_bytes(namespace) + manifest.chunk_bytes > quota:
-            entry = self._shares.choose_to_forget(namespace)
-            if entry is None:
-                return False
-            self._transitions.forget(entry)
-        return True
-
-    def _quota_bytes(self, namespace: str) -> int:
-        """What counts against a namespace's quota: its chunks, and those of all parts of its base."""
-        base = base_of(namespace)
-        return sum(size for name, size in self._index.bytes_by_namespace.items() if is_within(name, base))
-
-    def _make_share(self, manifest: ChunkManifest) -> bool:
+    def make_share(self, manifest: ChunkManifest) -> bool:
         """Have a namespace's own chunks leave RAM until another fits its limit; whether it does now."""
         while self._shares.exceeds_ram(manifest.namespace, manifest.chunk_bytes):
             is_own = self._shares.may_make_room(manifest.namespace)
@@ -127,7 +98,7 @@ class Room:
 
     def make(self, manifest: ChunkManifest) -> Residence | None:
         """RAM for a chunk, after evicting; None where nothing may leave now."""
-        if not self._make_share(manifest):
+        if not self.make_share(manifest):
             return None
         residence = self._ram.allocate(manifest)
         while residence is None and self._evict_from_ram(manifest.chunk_bytes):

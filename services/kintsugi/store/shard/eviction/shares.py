@@ -13,7 +13,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces.limits import bytes_of
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules, sum_account
 from kintsugi.store.shard import admission
-from kintsugi.store.shard.entry import ChunkEntry, CopyTier
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.placement import RAM
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import PutOptions
@@ -34,14 +34,10 @@ class NamespaceUse:
 class Shares:
     """The rules, and what counts against them."""
 
-    def __init__(
-        self, ram: RamTier, disks: Sequence[DiskTier], leases: Leases, bucket: Sequence[CopyTier] = ()
-    ) -> None:
-        """`bucket`: the object tier, if there is one. Limits of SSD do not count what it holds."""
+    def __init__(self, ram: RamTier, disks: Sequence[DiskTier], leases: Leases) -> None:
         self.rules: NamespaceRules = NO_RULES
         self._ram = ram
         self._disks = disks
-        self._slowest_first: Sequence[CopyTier] = (*bucket, *reversed(disks), ram)
         self._leases = leases
 
     def exceeds_ram(self, namespace: str, added_bytes: int) -> bool:
@@ -73,7 +69,12 @@ class Shares:
         return limits is None or manifest.chunk_bytes <= bytes_of(limits.ssd_gib)
 
     def check_size(self, manifest: ChunkManifest) -> None:
-        """Raise `ResourceExhausted` for a chunk that its namespace's limit of RAM can never hold."""
+        """Raise `ResourceExhausted` for a chunk that RAM, or its namespace's limit of it, can never hold."""
+        if manifest.chunk_bytes > self._ram.capacity_bytes:
+            raise ResourceExhausted(
+                f"a chunk of {manifest.chunk_bytes} bytes exceeds the RAM tier's {self._ram.capacity_bytes}; "
+                "raise its capacity or make chunks shorter"
+            )
         limits = self.rules.limits_of(manifest.namespace)
         if limits is not None and manifest.chunk_bytes > bytes_of(limits.ram_gib):
             raise ResourceExhausted(
@@ -110,27 +111,18 @@ class Shares:
         account = self.rules.account_of(namespace)
         return lambda other: other == namespace or self.rules.account_of(other) == account
 
-    def choose_to_forget(self, namespace: str) -> ChunkEntry | None:
-        """The chunk of a namespace that the slowest tier which has any gives up first."""
-        return self._choose(self._slowest_first, lambda entry: admission.may_be_forgotten(entry, namespace))
-
     def choose_from_ssd(self, namespace: str) -> ChunkEntry | None:
         """The chunk whose copy on SSD leaves next, the slowest tier's first; None once the namespace keeps
         its limit, and where nothing may leave."""
         if not self.exceeds_ssd(namespace):
             return None
         is_own = self.may_make_room(namespace)
-        return self._choose(
-            tuple(reversed(self._disks)),
-            lambda entry: is_own(entry.manifest.namespace) and admission.may_leave_disk(entry),
-        )
-
-    @staticmethod
-    def _choose(tiers: Sequence[CopyTier], may_leave: Callable[[ChunkEntry], bool]) -> ChunkEntry | None:
-        for tier in tiers:
-            victim = tier.policy.evict(may_leave)
+        for disk in reversed(self._disks):
+            victim = disk.policy.evict(
+                lambda entry: is_own(entry.manifest.namespace) and admission.may_leave_disk(entry)
+            )
             if victim is not None:
-                tier.evictions += 1
+                disk.evictions += 1
                 return victim
         return None
 
