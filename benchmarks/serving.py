@@ -158,7 +158,7 @@ def _recovery_spare(model: Path, quick: bool) -> list[Figure]:
 def _goodput(model: Path, quick: bool) -> list[Figure]:
     plan, setting = (goodput.QUICK, QUICK) if quick else (goodput.FULL, FULL)
     texts = _corpus(model, plan.workload)
-    connector = {"selector": plan.selector.value}
+    connector = {"selector": plan.selector}
     tuned = {
         tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}, connector=connector)
         for tokens in plan.settings

@@ -44,11 +44,11 @@ from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.protocol.interface import LayerFrame
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
-from kintsugi.store.shard.eviction.simulate import TraceAccess, rag_trace, read_trace, replay
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
+from tests.fakes.cache_replay import TraceAccess, rag_trace, read_trace, replay
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TOKENS = 512

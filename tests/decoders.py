@@ -38,7 +38,6 @@ from kintsugi.store.shard.tiers.catalog import (
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import Strides, stride_of
 from kintsugi.store.shard.tiers.home import Home
-from kintsugi.store.shard.tiers.migration import plain_record
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
 from tests.file_decoders import FILE_DECODERS, FILE_SEEDS
@@ -115,8 +114,6 @@ def catalog_value(data: bytes) -> None:
     assert residence.size_bytes >= entry.manifest.chunk_bytes
     assert all(offset + size <= tier.capacity_bytes for offset, size in residence.places())
     tier._disjoint([found])
-    plain = plain_record(record, entry.manifest)
-    assert plain is None or tier._recover_entry(plain, uses.UNKNOWN) is not None
 
 
 @cache

@@ -45,7 +45,6 @@ from kintsugi.quality.evidence import KL_MAX, EngineEvidence, Evidence
 from kintsugi.quality.questions import read_questions
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.erasing import read_cursor, write_cursor
-from kintsugi.store.shard.eviction.simulate import read_trace
 from kintsugi.store.shard.tiers.home import Home
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (1, 2), context_token_ids=(3,))
@@ -196,8 +195,6 @@ def kept_document(data: bytes) -> None:
         _read_index(path)
     with contextlib.suppress(InvalidField):
         FileDirectory(path / "shards.json")
-    with contextlib.suppress(InvalidField):
-        read_trace(path / "lines.jsonl")
     with contextlib.suppress(KintsugiError):
         read_questions(path / "lines.jsonl")
     with contextlib.suppress(InvalidField):

@@ -31,7 +31,6 @@ from benchmarks.testbed.recipes import RECIPES, Recipe
 from benchmarks.testbed.train import train
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import ReportEntry, describe_selection
-from kintsugi.core.request import SelectorName
 from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.quality import metrics
 from kintsugi.quality.measure import Scores
@@ -41,7 +40,7 @@ EXACT_MATCH_BUDGET, KL_BUDGET = 0.25, 0.20
 CHOSEN_ON = 25
 """Questions of each task to choose on."""
 NOTHING = Selection(0.0)
-Picks = dict[SelectorName, Selection]
+Picks = dict[str, Selection]
 """One configuration of each selector."""
 
 

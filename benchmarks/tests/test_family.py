@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_judged_prompts() -> None:
         HKVD: scores_of(HKVD, "aaab", -1.0),
         QUERY: scores_of(QUERY, "aabb", -3.0),
     }
-    picks = {SelectorName.QUERY: QUERY, SelectorName.HKVD: HKVD}
+    picks: dict[str, Selection] = {SelectorName.QUERY: QUERY, SelectorName.HKVD: HKVD}
     right = exact(scores[NOTHING], of_blend=False)
     figures = compare("em", scores, picks, exact, right, largest_wins=True)
     assert [(one.name, one.value, one.bar) for one in figures] == [

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.prompt import RagPrompt
-from kintsugi.core.request import KintsugiParams, SelectorName
+from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, Prompt
 
 
@@ -41,7 +41,7 @@ class BlendChoice:
 
     namespace: str
     ratio: float | None = None
-    selector: SelectorName | None = None
+    selector: str | None = None
     explain: bool = False
 
     def params(self, prompt: RagPrompt, ratio: float | None) -> KintsugiParams:

@@ -11,7 +11,7 @@ import typer
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
-from kintsugi.core.request import SelectorName, parse_selector
+from kintsugi.core.request import parse_selector
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
 
@@ -279,7 +279,7 @@ def parse_floats(name: str, text: str) -> list[float]:
         raise InvalidField(name, f"{text!r} is not a comma-separated list of numbers") from None
 
 
-def parse_selectors(text: str) -> list[SelectorName]:
+def parse_selectors(text: str) -> list[str]:
     """`hkvd,query`. Raises `InvalidField`."""
     return [parse_selector(part) for part in _split(text)]
 

@@ -47,14 +47,14 @@ class GateState:
             raise NotBlendable(self.reason, self.detail)
         default = self.default or fallback
         chosen = options.selector or default.selector
-        limit = None if self.limits is None else self.limits.get(chosen.value)
+        limit = None if self.limits is None else self.limits.get(chosen)
         if self.limits is not None and limit is None and options.ratio != 1.0:
             raise NotBlendable(
                 "selector_not_calibrated",
-                f"{chosen.value} did not pass calibration at any ratio; "
+                f"{chosen} did not pass calibration at any ratio; "
                 f"those that did: {', '.join(sorted(self.limits))}",
             )
-        start = default if limit is None or chosen is default.selector else limit
+        start = default if limit is None or chosen == default.selector else limit
         wanted = apply_options(start, options)
         if limit is not None:
             _check_minimum(wanted, limit, options.adaptive_mass)
@@ -76,13 +76,13 @@ def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | N
         raise BelowMinimum(
             "ratio",
             f"{wanted.ratio:g} is below {limit.ratio:g}, the least that passed calibration for "
-            f"{limit.selector.value}; ask for {limit.ratio:g} or more, or leave it out",
+            f"{limit.selector}; ask for {limit.ratio:g} or more, or leave it out",
         )
     if adaptive_mass is not None and adaptive_mass < (limit.adaptive_mass or 1.0):
         raise BelowMinimum(
             "adaptive_mass",
             f"{adaptive_mass:g} is below {limit.adaptive_mass or 1.0:g}, what passed calibration for "
-            f"{limit.selector.value}; leave it out",
+            f"{limit.selector}; leave it out",
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import blake3
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.request import BlendOptions, SelectorName
+from kintsugi.core.request import BlendOptions, SelectorName, parse_selector
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, token_bytes
 
 
@@ -51,7 +51,7 @@ class Selection:
 
     ratio: float
     """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
-    selector: SelectorName = SelectorName.HKVD
+    selector: str = SelectorName.HKVD
     """Which rule ranks the tokens."""
     check_layer: int = 1
     """The layer whose deviation selects, where the selector looks at one."""
@@ -67,6 +67,7 @@ class Selection:
         for name in ("ratio", "ratio_min"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise InvalidField(name, f"{getattr(self, name)} is outside [0, 1]")
+        parse_selector(self.selector)
         if self.check_layer < 0:
             raise InvalidField("check_layer", f"{self.check_layer} must not be negative")
         if any(layer < 0 for layer in self.query_layers) or list(self.query_layers) != sorted(
@@ -137,7 +138,7 @@ def plan_digest(
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.
     ratios = f"{selection.ratio + 0.0!r}\0{selection.ratio_min + 0.0!r}\0{selection.adaptive_mass!r}"
     layers = f"{selection.check_layer}\0{','.join(map(str, selection.query_layers))}"
-    hasher.update(f"{selection.selector.value}\0{layers}\0{ratios}\0".encode())
+    hasher.update(f"{selection.selector}\0{layers}\0{ratios}\0".encode())
     for span in spans:
         hasher.update(span.start.to_bytes(8, "little") + span.end.to_bytes(8, "little"))
     hasher.update((b"\1" if takes_others else b"\0") + token_bytes(asking))

@@ -110,7 +110,7 @@ class Binding:
 
 def describe_selection(selection: Selection) -> str:
     """`hkvd r=0.15 @1`: selector, ratio, check layer, and what else is set."""
-    text = f"{selection.selector.value} r={selection.ratio:g} @{selection.check_layer}"
+    text = f"{selection.selector} r={selection.ratio:g} @{selection.check_layer}"
     if selection.query_layers:
         text += f" q={_describe_layers(selection.query_layers)}"
     return text if selection.adaptive_mass is None else f"{text} mass={selection.adaptive_mass:g}"
@@ -568,7 +568,7 @@ def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds)
     eligible.sort(key=lambda entry: (entry.cost, entry.kl_mean, describe_selection(entry.selection)))
     limits: dict[str, Selection] = {}
     for entry in eligible:
-        limits.setdefault(entry.selection.selector.value, entry.selection)
+        limits.setdefault(entry.selection.selector, entry.selection)
     confirmed = sum(entry.place is not None for entry in entries)
     best = eligible[0]
     why = f"cheapest of {len(eligible)} that pass, of {confirmed} confirmed: cost {best.cost:.3f}"

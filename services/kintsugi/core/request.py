@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import StrictBool, StrictFloat, StrictInt
 
 from kintsugi.core.errors import InvalidField, InvalidSpan
+from kintsugi.core.plugins import SELECTORS, plugin_names
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 
@@ -75,7 +76,7 @@ class Op(StrEnum):
 
 
 class SelectorName(StrEnum):
-    """Selectors that `fusor.selectors` registers."""
+    """Kintsugi's own selectors. Other distributions add theirs by entry points (`core.plugins`)."""
 
     HKVD = "hkvd"
     """High KV deviation at the check layer; one set for every deeper layer."""
@@ -91,6 +92,9 @@ class SelectorName(StrEnum):
     """Control."""
 
 
+_OWN_SELECTORS = frozenset(SelectorName)
+
+
 @dataclass(frozen=True)
 class BlendOptions:
     """What a request chooses about its blend; None leaves the choice to the engine's calibration.
@@ -101,7 +105,7 @@ class BlendOptions:
     """
 
     ratio: float | None = None
-    selector: SelectorName | None = None
+    selector: str | None = None
     adaptive_mass: float | None = None
     """Makes the ratio a ceiling: see `core.plan.Selection`. 1 recomputes up to the ceiling."""
 
@@ -189,7 +193,7 @@ class KintsugiParams:
     """Where chunks stand in the prompt; None: they are found by their content."""
     ratio: float | None = None
     """Share of the hit tokens to recompute, 0 to 1; None: the report's."""
-    selector: SelectorName | None = None
+    selector: str | None = None
     """Which tokens to recompute; None: the report's."""
     adaptive_mass: float | None = None
     """Makes the ratio a ceiling: see `core.plan.Selection`."""
@@ -280,11 +284,14 @@ def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
     return tuple(span for span in cut if span.num_tokens)
 
 
-def parse_selector(name: str) -> SelectorName:
-    try:
-        return SelectorName(name)
-    except ValueError:
-        raise InvalidField("selector", f"{name!r} is not one of {', '.join(SelectorName)}") from None
+def parse_selector(name: str) -> str:
+    """The name itself. Raises `InvalidField` where no selector has it."""
+    if name in _OWN_SELECTORS:
+        return name
+    added = plugin_names(SELECTORS)
+    if name not in added:
+        raise InvalidField("selector", f"{name!r} is not one of {', '.join((*SelectorName, *added))}")
+    return name
 
 
 def parse_spans(rows: Sequence[Sequence[Any]]) -> tuple[Span, ...]:

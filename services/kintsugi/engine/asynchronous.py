@@ -306,7 +306,7 @@ class AsyncEngine(EngineBackend):
             context_token_ids=self._context,
             plain_copies=self._spec.config.plain_copies,
             aliases=self._spec.aliases,
-            selector="" if default is None else default.selector.value,
+            selector="" if default is None else default.selector,
             ratio=None if default is None else default.ratio,
             ratios_min=None if limits is None else {name: limit.ratio for name, limit in limits.items()},
             version=self._gate.binding.kintsugi,

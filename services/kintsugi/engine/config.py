@@ -129,7 +129,7 @@ class EngineConfig:
     the report's choice counts, not this, nor the two below. A service's shards choose the tiers of chunks by
     this ratio all the same: give it the report's."""
 
-    selector: SelectorName = SelectorName.HKVD
+    selector: str = SelectorName.HKVD
     """Selector of requests that name none; the report's choice goes before it."""
 
     check_layer: int = 1

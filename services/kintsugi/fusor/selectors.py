@@ -1,4 +1,4 @@
-"""Selectors choose which cached tokens to recompute: plug-ins behind one interface.
+"""Selectors choose which cached tokens to recompute: plug-ins behind one interface (docs/howto/selector.md).
 
 A selector declares which signals it needs at which layer; the blend pass measures them and asks the selector
 which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.plan import Selection
+from kintsugi.core.plugins import SELECTORS, load_plugin
 from kintsugi.core.request import SelectorName
 
 GRADUAL_SPREAD = 0.5
@@ -161,7 +162,7 @@ class GradualHkvdSelector(HkvdSelector):
         return self.ratio * (1 + spread * (1 - 2 * along))
 
 
-class _UpfrontSelector(Selector):
+class UpfrontSelector(Selector):
     """Chooses before the first layer, by signals that need no layer."""
 
     def signal_at(self, layer: int) -> Signal | None:
@@ -171,21 +172,21 @@ class _UpfrontSelector(Selector):
         return self.ratio
 
 
-class ChunkHeadSelector(_UpfrontSelector):
+class ChunkHeadSelector(UpfrontSelector):
     """The first tokens of each chunk, as many as the quota allows (EPIC's LegoLink)."""
 
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
         return -candidates.offsets
 
 
-class RandomSelector(_UpfrontSelector):
+class RandomSelector(UpfrontSelector):
     """A control: a pseudo-random set that depends on positions alone."""
 
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
         return splitmix64(candidates.positions)
 
 
-class QuerySelector(AdaptiveSelector, _UpfrontSelector):
+class QuerySelector(AdaptiveSelector, UpfrontSelector):
     """The tokens that the question attends to most."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
@@ -257,7 +258,7 @@ def splitmix64(positions: Tensor) -> Tensor:
     return value ^ logical_shift_right(value, 31)
 
 
-_REGISTRY: dict[SelectorName, type[Selector]] = {
+_OWN: dict[str, type[Selector]] = {
     SelectorName.HKVD: HkvdSelector,
     SelectorName.HKVD_GRADUAL: GradualHkvdSelector,
     SelectorName.CHUNK_HEAD: ChunkHeadSelector,
@@ -273,5 +274,8 @@ def depends_on_question(selection: Selection) -> bool:
 
 
 def make_selector(selection: Selection, num_layers: int) -> Selector:
-    """Create the selector for one request on a model with `num_layers` layers."""
-    return _REGISTRY[selection.selector](selection, num_layers)
+    """Create the selector for one request on a model with `num_layers` layers. Raises `InvalidField` for a
+    selector of another distribution that cannot be loaded."""
+    own = _OWN.get(selection.selector)
+    kind = own or load_plugin(SELECTORS, selection.selector, "selector", Selector)
+    return kind(selection, num_layers)

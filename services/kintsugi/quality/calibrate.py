@@ -18,7 +18,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from kintsugi.core.baseline import POSITIONS_MAX, PROMPTS_MAX
 from kintsugi.core.errors import InvalidField
@@ -35,7 +35,6 @@ from kintsugi.core.report import (
     Thresholds,
     describe_selection,
 )
-from kintsugi.core.request import SelectorName
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
@@ -111,7 +110,7 @@ class Budget:
     """The search ends after so many; what is undecided then does not pass. None: no limit."""
     seed: int = 0
     ratios: Sequence[float] = grid.RATIOS
-    selectors: Sequence[SelectorName] = grid.CANDIDATES
+    selectors: Sequence[str] = field(default_factory=grid.candidate_names)
     cost_max: float = grid.COST_MAX
 
 

@@ -208,7 +208,7 @@ def best_by_selector(rows: Sequence[EvaluationRow]) -> list[Selection]:
     for row in rows:
         if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
             continue
-        name = row.selection.selector.value
+        name = row.selection.selector
         if name not in best or _preference(row) < _preference(best[name]):
             best[name] = row
     return [row.selection for row in best.values() if row.selection is not None]

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kintsugi.core.plan import Selection
+from kintsugi.core.plugins import SELECTORS, plugin_names
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.control.cost import PassWorkload, configuration_cost
 from kintsugi.fusor.selectors import AdaptiveSelector, make_selector
 from kintsugi.quality.measure import Case
 
 RATIOS = (0.05, 0.1, 0.15, 0.25, 0.4)
-CANDIDATES = tuple(name for name in SelectorName if name is not SelectorName.RANDOM)
-"""All selectors except the control."""
 
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
 """Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
@@ -27,20 +26,26 @@ COST_MAX = 0.6
 """Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
 
 
+def candidate_names() -> tuple[str, ...]:
+    """All selectors but the control, with those that other distributions add."""
+    own = (name for name in SelectorName if name is not SelectorName.RANDOM)
+    return (*own, *plugin_names(SELECTORS))
+
+
 def check_layers(num_layers: int) -> list[int]:
     """Check layers for a model of this depth, each at least 1: layer 0 sees no context, so nothing
     deviates."""
     return sorted({max(1, min(round(depth * num_layers), num_layers - 1)) for depth in DEPTHS})
 
 
-def uses_check_layer(name: SelectorName, num_layers: int) -> bool:
+def uses_check_layer(name: str, num_layers: int) -> bool:
     """Whether the selector's choice depends on its check layer."""
     selector = make_selector(Selection(0.15, name), num_layers)
     return any(selector.signal_at(layer) for layer in range(num_layers))
 
 
 def selections(
-    names: Sequence[SelectorName],
+    names: Sequence[str],
     ratios: Sequence[float],
     num_layers: int,
     layers: Sequence[int] | None = None,
@@ -55,7 +60,7 @@ def selections(
     ]
 
 
-def candidates(names: Sequence[SelectorName], ratios: Sequence[float], num_layers: int) -> list[Selection]:
+def candidates(names: Sequence[str], ratios: Sequence[float], num_layers: int) -> list[Selection]:
     """What a calibration tries: `selections`, each of them also with other query layers and with an adaptive
     ratio, where the selector uses them."""
     found = []

@@ -21,14 +21,12 @@ from typer.testing import CliRunner
 
 from kintsugi.cli.commands.store import app
 from kintsugi.cli.exits import ExitCode
-from kintsugi.core.layout import FORMAT
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
-from tests.integration.store.recorded_folder import KEPT, RECORDED, unpack
 
 runner = CliRunner()
 
@@ -96,15 +94,6 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
     assert server.shard.erasures.newest == 1
     assert said("rm", "-n", "acme", "--all", "--erase", *at)["places"][0]["items"] == 0
     assert said("rm", "-n", "acme", key, *at) == {"deleted": 0}
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"hash_ids": [1, 2, 1]}\n')
-    assert said("simulate", str(trace))["policies"][0]["policy"] == "belady"
-    unpack(RECORDED / "format-3.tar.gz", tmp_path)
-    disk = str(tmp_path / "disk")
-    dropped = sum(recipe.made()[0].chunk_bytes for recipe in KEPT[FORMAT][2:])
-    found = {"kept": 1, "without_priors": 1, "dropped": 3, "dropped_bytes": dropped}
-    assert said("migrate", disk, "--to", "2", "--dry-run") == {disk: found}
-    assert said("migrate", disk, "--to", "2") == {disk: found}
     error = said("status", "--address", "127.0.0.1:1", status=ExitCode.UNAVAILABLE)["error"]
     assert error["type"] == "Unavailable"
 
@@ -133,9 +122,6 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("serve", "--bucket", "s3://chunks"), "1TiB"),
         (("serve", "--bucket", "s3://chunks:1GiB"), "--ssd"),
         (("serve", "--drain-s", "nan"), "drain-s"),
-        (("simulate", "/nowhere/at/all"), "cannot be read"),
-        (("migrate", "/nowhere/at/all", "--to", "2"), "holds no SSD tier"),
-        (("migrate", "/nowhere/at/all", "--to", "3"), "to: 3 must be 2"),
     ],
 )
 def test_bad_input_is_explained_in_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -156,17 +142,6 @@ def test_a_listing_goes_on_behind_a_full_response(
     at = ("-n", "acme", "--address", server.address)
     assert all(manifest.key.hex in run("ls", *at) for manifest, _ in chunks)
     assert len(run("ls", "--limit", "3", *at).splitlines()) == 3
-
-
-def test_a_trace_is_simulated(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(f'{{"hash_ids": [{i % 7}, {i}]}}\n' for i in range(100)))
-    output = run("simulate", str(trace), "--capacity", "10%")
-    assert all(name in output for name in ("lru", "s3fifo", "gdsf", "belady"))
-    trace.write_text("")
-    assert "holds no access" in run("simulate", str(trace), status=ExitCode.BAD_INPUT)
-    trace.write_text('{"hash_ids": [1]}\n')
-    assert "percentage" in run("simulate", str(trace), "--capacity", "x%", status=ExitCode.BAD_INPUT)
 
 
 def test_a_served_shard_drains_on_sigterm_and_keeps_everything(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kintsugi.core.plan import Selection
+from kintsugi.core.plugins import SELECTORS
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.selectors import (
     HYBRID_HEAD_SHARE,
@@ -25,6 +28,7 @@ from kintsugi.fusor.selectors import (
     splitmix64,
     top,
 )
+from tests.fakes.plugins import code_of, install
 
 HKVD = [SelectorName.HKVD, SelectorName.HKVD_GRADUAL]
 FROM_THE_START = [SelectorName.CHUNK_HEAD, SelectorName.QUERY, SelectorName.RANDOM]
@@ -310,3 +314,15 @@ def test_which_selectors_depend_on_the_question() -> None:
 def test_every_name_has_a_selector() -> None:
     for name in SelectorName:
         assert isinstance(selector_of(name, 0.15), Selector)
+
+
+def test_the_selector_of_the_how_to_page_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = code_of("selector.md", "from torch import Tensor")
+    install(tmp_path, monkeypatch, SELECTORS, "stride", "stride_selector:StrideSelector", code)
+    page: dict[str, Any] = {}
+    exec(code_of("selector.md", "import torch\n"), page)
+    page["test_every_sixteenth_token_is_kept"]()
+    assert not depends_on_question(Selection(0.1, "stride"))
+    assert len(run(make_selector(Selection(0.3, "stride"), 4), torch.arange(100))[-1]) == 30

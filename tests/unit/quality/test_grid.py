@@ -12,7 +12,7 @@ from tests.unit.quality.fakes import case
 
 
 def test_a_slow_model_is_tried_with_the_selectors_own_choices_first() -> None:
-    everything = grid.candidates(grid.CANDIDATES, grid.RATIOS, 16)
+    everything = grid.candidates(grid.candidate_names(), grid.RATIOS, 16)
     assert grid.thin(everything, len(everything)) == everything
     some = grid.thin(everything, 20)
     assert len(some) == 20

@@ -11,14 +11,12 @@ from kintsugi.cli.backup import INDEX, _read_index
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.erasing import read_cursor
-from kintsugi.store.shard.eviction.simulate import read_trace
 from kintsugi.store.shard.tiers.home import Home
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "identity of a tier": ("kintsugi.json", lambda path: Home(path.parent)),
     "shard map": ("map.json", FileDirectory),
     "index of a backup": (INDEX, lambda path: _read_index(path.parent)),
-    "trace of a store": ("trace.jsonl", read_trace),
     "cursor of erasures": ("cursor", lambda path: read_cursor(path.read_text())),
 }
 

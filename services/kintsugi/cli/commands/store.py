@@ -1,4 +1,4 @@
-"""`kintsugi store`: runs a shard, inspects one, and simulates eviction."""
+"""`kintsugi store`: runs a shard and inspects one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.layout import PLAIN_FORMAT
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.admin import ShardAdmin, Verified
@@ -32,11 +31,9 @@ from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
 from kintsugi.store.replication.replicator import Replicator
 from kintsugi.store.shard.admission import ERASE_GRACE_S, RATIO, ShardConfig
-from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES, policy_factory
-from kintsugi.store.shard.eviction.simulate import Belady, read_trace, replay
+from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
-from kintsugi.store.shard.tiers.migration import migrate_to_plain
 from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
 
 app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
@@ -104,7 +101,9 @@ def serve(
     bucket: BucketTier = None,
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
     ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
-    policy: Annotated[str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}.")] = DEFAULT_POLICY,
+    policy: Annotated[
+        str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}, or an added one.")
+    ] = DEFAULT_POLICY,
     recompute_ms_per_token: Annotated[
         float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
     ] = 0.0,
@@ -371,34 +370,6 @@ def verify(
     return ExitCode.CORRUPTED if damaged else ExitCode.OK
 
 
-@command(app)
-def migrate(
-    screen: Screen,
-    folders: Annotated[list[Path], typer.Argument(help="Folders of SSD tiers, as --ssd names them.")],
-    to: Annotated[int, typer.Option(help="Format that every chunk shall have: 2.")],
-    dry_run: Annotated[bool, typer.Option(help="Only count what would change.")] = False,
-) -> None:
-    """Prepare the folders of a stopped shard for the version before format 3.
-
-    Priors are left out; chunks that format 2 cannot hold are dropped and will be computed again.
-    """
-    if to != PLAIN_FORMAT:
-        raise InvalidField("to", f"{to} must be {PLAIN_FORMAT}; newer formats are read as they are")
-    done = {str(folder): migrate_to_plain(folder, dry_run) for folder in folders}
-
-    def render(console: Console) -> None:
-        for folder, found in done.items():
-            console.print(
-                f"{folder}: {found.kept} chunks in format {to}, {found.without_priors} without their priors, "
-                f"{found.dropped} dropped ({format_bytes(found.dropped_bytes)})",
-                highlight=False,
-            )
-        if dry_run:
-            console.print("Nothing was changed.")
-
-    screen.show({folder: asdict(found) for folder, found in done.items()}, render)
-
-
 def _pages(admin: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
     if keys:
         yield parse_keys(keys)
@@ -407,58 +378,3 @@ def _pages(admin: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterato
     while page := admin.store.list(namespace, VERIFY_PAGE, after):
         after = page[-1].key
         yield [manifest.key for manifest in page]
-
-
-@command(app)
-def simulate(
-    screen: Screen,
-    trace: Annotated[Path, typer.Argument(help="JSON lines with key and size, or Mooncake's hash_ids.")],
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy to simulate; repeat. Default: all.")
-    ] = None,
-    capacity: Annotated[
-        str, typer.Option(help="Size of the cache, or a share of all distinct bytes, such as 5%.")
-    ] = "5%",
-) -> None:
-    """Replay a trace with eviction policies and compare them with Belady's optimum."""
-    with screen.step("Replaying") as say:
-        accesses = read_trace(trace)
-        capacity_bytes = _capacity(capacity, sum({a.key: a.size_bytes for a in accesses}.values()))
-        policies = {name: policy_factory(name)(capacity_bytes) for name in policy or POLICIES}
-        say("belady")
-        results = {"belady": replay(accesses, Belady(accesses), capacity_bytes)}
-        for name, each in policies.items():
-            say(name)
-            results[name] = replay(accesses, each, capacity_bytes)
-    optimum = results["belady"]
-    rows = [
-        {
-            "policy": name,
-            "hit_ratio": result.hit_ratio,
-            "byte_hit_ratio": result.byte_hit_ratio,
-            "of_optimum": result.hit_ratio / optimum.hit_ratio if optimum.hits else 1.0,
-        }
-        for name, result in results.items()
-    ]
-
-    def render(console: Console) -> None:
-        table = Table("policy", "hit ratio", "byte hit ratio", "of optimum")
-        for name, *shares in (row.values() for row in rows):
-            table.add_row(str(name), *(f"{share:.4f}" for share in shares))
-        console.print(f"{len(accesses)} accesses, capacity {capacity_bytes}")
-        console.print(table)
-
-    document = {"accesses": len(accesses), "capacity_bytes": capacity_bytes, "policies": rows}
-    screen.show(document, render)
-
-
-def _capacity(text: str, distinct_bytes: int) -> int:
-    if not text.endswith("%"):
-        return parse_size(text)
-    try:
-        share = float(text[:-1]) / 100
-    except ValueError:
-        raise InvalidField("capacity", f"{text!r} must be a size or a percentage") from None
-    if not 0 < share <= 1:
-        raise InvalidField("capacity", f"{text} must be above 0 % and at most 100 %")
-    return max(1, int(share * distinct_bytes))

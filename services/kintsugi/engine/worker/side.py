@@ -450,7 +450,7 @@ class WorkerSide:
         return Accounting(
             outcome=Outcome.FAILED if failed else Outcome.BLENDED,
             reason=tally.failure,
-            selector=job.plan.selection.selector.value,
+            selector=job.plan.selection.selector,
             ratio=job.plan.selection.ratio,
             tokens_hit=tally.tokens_hit,
             tokens_recomputed=tally.tokens_recomputed,

@@ -1,7 +1,7 @@
 """The order in which chunks leave a full tier: the interface, and least recently used.
 
 A policy only orders; it owns no bytes, reads no clock and never blocks. Sizes and recompute costs are
-hints that it may ignore. The same objects run in a tier and in `simulate`.
+hints that it may ignore.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def itself(item: Item) -> Hashable:
 
 
 class EvictionPolicy(ABC, Generic[Item]):
-    """The items of one tier, in the order in which they should leave it."""
+    """The items of one tier, in the order in which they should leave it.
+
+    A policy that has a name is made with the tier's capacity in bytes and ``identity``, which names an item
+    across its lives, so that the policy can remember one that has left.
+    """
 
     @abstractmethod
     def admit(self, item: Item, size_bytes: int, cost_ms: float) -> None:

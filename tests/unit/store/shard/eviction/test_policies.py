@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.plugins import EVICTION_POLICIES
 from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy, Unrecorded
 from kintsugi.store.shard.eviction.policies import POLICIES, policy_factory
 from kintsugi.store.shard.eviction.policy import Lru
-from kintsugi.store.shard.eviction.simulate import Belady, TraceAccess, rag_trace, read_trace, replay
+from tests.fakes.cache_replay import TraceAccess, replay
+from tests.fakes.plugins import code_of, install
 
 names = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -55,13 +58,6 @@ def test_an_item_that_is_not_there_is_ignored(name: str) -> None:
     assert policy.evict(lambda _: True) is None
 
 
-@names
-def test_nothing_beats_belady_at_equal_sizes(name: str) -> None:
-    trace = [TraceAccess(access.key) for access in rag_trace(500, 500, seed=1)]
-    optimum = replay(trace, Belady(trace), 50)
-    assert replay(trace, policy_factory(name)(50), 50).hits <= optimum.hits
-
-
 def test_s3fifo_survives_a_scan_that_empties_lru() -> None:
     hot = [TraceAccess(f"hot{i}") for i in range(10)]
     trace = [a for round_ in range(50) for a in [*hot, *(TraceAccess(f"{round_}-{i}") for i in range(100))]]
@@ -69,27 +65,9 @@ def test_s3fifo_survives_a_scan_that_empties_lru() -> None:
     assert replay(trace, policy_factory("s3fifo")(60), 60).hit_ratio > 0.05
 
 
-def test_gdsf_keeps_what_is_expensive_per_byte() -> None:
-    policy = policy_factory("gdsf")(100)
-    policy.admit("cheap", 10, 1.0)
-    policy.admit("dear", 10, 100.0)
-    policy.admit("cheap too", 10, 1.0)
-    assert [policy.evict(lambda _: True) for _ in range(3)][-1] == "dear"
-
-
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(InvalidField, match="s3fifo"):
         policy_factory("fifo")
-
-
-def test_traces_are_read_or_the_line_is_named(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"hash_ids": [1, 2]}\n{"key": "a", "size": 5, "cost_ms": 2}\n')
-    assert read_trace(trace) == [TraceAccess("1"), TraceAccess("2"), TraceAccess("a", 5, 2.0)]
-    for line in ('{"size": 5}', "5", '"hash_ids"', '{"key": "a", "size": 1e999}', "{"):
-        trace.write_text('{"key": "a"}\n' + line + "\n")
-        with pytest.raises(InvalidField, match="jsonl:2"):
-            read_trace(trace)
 
 
 def test_what_loses_its_lifetime_leaves_with_the_lasting() -> None:
@@ -126,3 +104,15 @@ def test_what_could_not_be_recorded_is_recorded_later() -> None:
     for _ in range(2):
         unrecorded.record(lambda items: written.append(set(items)))
     assert written == [{"a", "b"}]
+
+
+def test_the_policy_of_the_how_to_page_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import")
+    install(tmp_path, monkeypatch, EVICTION_POLICIES, "oldest", "oldest_policy:Oldest", code)
+    page: dict[str, Any] = {}
+    exec(code_of("eviction.md", "from kintsugi.store.shard.eviction.policies import"), page)
+    page["test_the_oldest_leaves_first"]()
+    with pytest.raises(InvalidField, match="lru, oldest, s3fifo"):
+        policy_factory("newest")

@@ -1,0 +1,51 @@
+"""Classes that other distributions add by an entry point: selectors and eviction policies.
+
+An entry point is read when its name is first asked for. Its code runs in our processes with all their rights,
+as every installed package does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kintsugi.core.errors import InvalidField
+
+SELECTORS = "kintsugi.selectors"
+"""Group of subclasses of `fusor.selectors.Selector`."""
+EVICTION_POLICIES = "kintsugi.eviction_policies"
+"""Group of subclasses of `store.shard.eviction.policy.EvictionPolicy`."""
+
+
+@cache
+def _entries(group: str) -> dict[str, EntryPoint]:
+    """By name. Metadata is read once: what is installed later needs a restart."""
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def plugin_names(group: str) -> tuple[str, ...]:
+    """The names that installed distributions add to a group, sorted."""
+    return tuple(sorted(_entries(group)))
+
+
+@cache
+def _load(entry: EntryPoint) -> object:
+    return entry.load()
+
+
+def load_plugin(group: str, name: str, field: str, base: type) -> Any:
+    """The class that an entry point names. ``name`` is one of `plugin_names`. Raises `InvalidField` for
+    ``field`` where it cannot be imported or is no subclass of ``base``."""
+    entry = _entries(group)[name]
+    named = f"{name!r}, entry point {entry.value} of group {group},"
+    try:
+        loaded = _load(entry)
+    except Exception as error:
+        raise InvalidField(
+            field,
+            f"{named} cannot be imported ({type(error).__name__}: {error}); mend or remove its distribution",
+        ) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise InvalidField(field, f"{named} must be a subclass of {base.__module__}.{base.__qualname__}")
+    return loaded
