@@ -58,6 +58,8 @@ from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 HOUSE = str(Path(kintsugi.__file__).parent)
+TRACE = "KINTSUGI_BENCH_TRACE"
+"""Folder for the calls of all processes."""
 IDLE, BUSY = 1, 2
 FILES_BAR = 45
 GENERATORS_BAR = 4
@@ -76,7 +78,7 @@ def window(folder: Path) -> mmap.mmap:
 
 
 def record_calls(folder: Path) -> None:
-    """Record in this process, its threads and its forks the functions of ours that are called."""
+    """Record the functions of ours that this process calls in any thread."""
     shared = window(folder)
     seen: dict[types.CodeType, set[int]] = {}
     lock = threading.Lock()
@@ -255,8 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/path.json")
     arguments = parser.parse_args()
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the engine's core inherits the tracer
     with tempfile.TemporaryDirectory() as folder:
+        os.environ[TRACE] = folder
         record_calls(Path(folder))
         files, generators = asyncio.run(measure(Path(folder)))
         sys.setprofile(None)
@@ -275,6 +277,9 @@ def main() -> None:
     config = {"model": "bundled", "files": sorted(longer), "generators": generators}
     report("path", config, figures, "path" if arguments.save else None)
 
+
+if __name__ == "__mp_main__" and TRACE in os.environ:  # vLLM spawned the engine's core
+    record_calls(Path(os.environ[TRACE]))
 
 if __name__ == "__main__":
     main()

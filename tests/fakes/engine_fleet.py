@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kintsugi.core.spaces import ChunkKey, Span
-from kintsugi.engine.load import LoadMeter, LoadStats
+from kintsugi.engine.watching import LoadMeter, LoadStats
 from kintsugi.serving.engine_router import Sent
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,

@@ -240,7 +240,7 @@ class StubBackend(EngineBackend):
 
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
         """Tokens are characters, and the template is none. Noted in `StubSeen.searched`."""
-        from kintsugi.engine.locating import match_prompts
+        from kintsugi.engine.scheduler.matching import match_prompts
 
         self._check_up()
         self.seen.searched.append(call)

@@ -40,19 +40,25 @@ from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.load import LoadMeter, LoadStats
 from kintsugi.engine.local import (
-    KV_CACHE_BYTES,
     Generation,
     Prompt,
-    save_prompt,
-    transfer_config,
+    base_arguments,
+    check_length,
+    save_request,
+    vllm_start_errors,
 )
-from kintsugi.engine.locating import match_prompts
 from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
-from kintsugi.engine.scheduler.measurements import measured_salt
-from kintsugi.engine.watching import WatchedClient, Watcher, audit_chunk, prefill_in_full
+from kintsugi.engine.scheduler.hashing import measured_salt
+from kintsugi.engine.watching import (
+    LoadMeter,
+    LoadStats,
+    WatchedClient,
+    Watcher,
+    audit_chunk,
+    prefill_in_full,
+)
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, OPENAI_HOOKS, check_vllm, describe_missing
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
@@ -76,6 +82,8 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Named by its path: vLLM turns the short name `uni` into `mp` on CPUs, whatever the binding."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
+GREEDY: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0}
+"""Sampling of a request whose answer nobody reads."""
 SAVES_AT_ONCE = 64
 """Chunks of one call that wait in the engine together."""
 
@@ -195,7 +203,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
 
     imported_s = time.monotonic()
-    try:
+    with vllm_start_errors(spec.model):
         vllm_config = AsyncEngineArgs(**arguments_for(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         await digested
         binding = binding_of(vllm_config, config)
@@ -210,11 +218,6 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
             configured_s - imported_s,
             time.monotonic() - configured_s,
         )
-    except KintsugiError:
-        raise
-    except Exception as error:
-        # vLLM raises many types here, from a bad config value to a failed allocation.
-        raise Unavailable(f"vLLM did not start on {spec.model}: {type(error).__name__}: {error}") from error
     return EngineParts(client, store, gate, why_not_blendable(vllm_config))
 
 
@@ -238,16 +241,15 @@ class AsyncEngine(EngineBackend):
         """Owns the parts. Not ready before `warm_up`."""
         from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
+        self._config = spec.config
         self.client = parts.client
         self.store = parts.store
         """Holds the chunks and the calibration reports."""
-        self.prefix_token_ids = prefix_of(spec.config, parts.client.vllm_config)
+        self.prefix_token_ids = prefix_of(self._config, parts.client.vllm_config)
         """What chunks are prefilled behind."""
         self.max_model_len = int(parts.client.model_config.max_model_len)
         """Tokens of prompt and answer together that a request may have."""
-        self._portable = spec.config.portable
         self._form = spec.prompt_form
-        self._context = tuple(spec.config.context_token_ids)
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
         self._load = LoadMeter()
@@ -272,7 +274,7 @@ class AsyncEngine(EngineBackend):
         tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
-            request = EngineRequest(f"warm-up-{index}", tokens, params, {"max_tokens": 1, "temperature": 0.0})
+            request = EngineRequest(f"warm-up-{index}", tokens, params, GREEDY)
             accounting: Mapping[str, Any] = {}
             async for delta in self.generate(request):
                 accounting = delta.accounting or {}
@@ -291,20 +293,20 @@ class AsyncEngine(EngineBackend):
         state = self._gate.state
         unable = self._watched.weights_changed or self._declined
         closed = unable or (None if state.is_open else f"{state.reason}: {state.detail}")
-        default = None if closed else state.default or self._spec.config.selection
+        default = None if closed else state.default or self._config.selection
         limits = state.limits
         return EngineInfo(
             model=self._spec.name,
             fingerprint=self._gate.binding.model.hex,
             prefix_token_ids=self.prefix_token_ids,
-            portable=self._portable,
+            portable=self._config.portable,
             max_model_len=self.max_model_len,
             blending=closed or "on",
             tokenizer=self._tokenizer,
             form=self._form.name.value,
             question_foot=self._form.foot,
-            context_token_ids=self._context,
-            plain_copies=self._spec.config.plain_copies,
+            context_token_ids=tuple(self._config.context_token_ids),
+            plain_copies=self._config.plain_copies,
             aliases=self._spec.aliases,
             selector="" if default is None else default.selector,
             ratio=None if default is None else default.ratio,
@@ -321,8 +323,7 @@ class AsyncEngine(EngineBackend):
     @property
     def is_held_to_the_store(self) -> bool:
         """Whether a report in the store says what may be blended."""
-        config = self._spec.config
-        return config.report is None and not config.allow_uncalibrated
+        return self._config.report is None and not self._config.allow_uncalibrated
 
     def watch(self, watcher: Watcher | None) -> None:
         """Show sampled answers to `watcher` from now on; None: to none."""
@@ -349,8 +350,8 @@ class AsyncEngine(EngineBackend):
             self.binding.model,
             namespace,
             self.prefix_token_ids,
-            self._portable,
-            self._context,
+            self._config.portable,
+            tuple(self._config.context_token_ids),
             self.store.name_key(namespace),
         )
 
@@ -405,6 +406,10 @@ class AsyncEngine(EngineBackend):
 
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
         self.check_health()
+        from kintsugi.engine.scheduler.matching import (
+            match_prompts,  # imports torch; a service starts without
+        )
+
         prompts = await self._open_front().render(call)
         return await asyncio.to_thread(match_prompts, self.store, self.space, call.params, prompts)
 
@@ -414,7 +419,7 @@ class AsyncEngine(EngineBackend):
         self.check_health()
         check_no_audit(request.params)
         self._check_model(request.fingerprint)
-        self._check_prompt(request.prompt_token_ids)
+        check_length(request.prompt_token_ids, 1, self.max_model_len, "prompt_token_ids")
         sampling = self._sampling(request)
         self._submitted += 1
         # Also where nothing is blended: response times of a shared prefix cache reveal what others ask.
@@ -440,16 +445,6 @@ class AsyncEngine(EngineBackend):
     def _check_model(self, fingerprint: str) -> None:
         if fingerprint not in ("", self.binding.model.hex):
             raise Unavailable("this engine serves another model than the prompt is for; ask again")
-
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise InvalidField("prompt_token_ids", "is empty; a prompt needs at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise InvalidField(
-                "prompt_token_ids",
-                f"{len(token_ids)} tokens and an answer exceed the model's {self.max_model_len}; use fewer "
-                "or shorter chunks",
-            )
 
     def _sampling(self, request: EngineRequest) -> Any:
         from vllm import SamplingParams
@@ -483,26 +478,21 @@ class AsyncEngine(EngineBackend):
         self.check_health()
         check_namespace(namespace)
         kept_in = "" if tier == "auto" else tier
-        copies = self.space(namespace).copies(self._spec.config.plain_copies)
+        copies = self.space(namespace).copies(self._config.plain_copies)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
         async def one(index: int, chunk: TokenIds) -> SaveOutcome:
             outcome = SaveOutcome(SaveState.FAILED)
             for number, copy in enumerate(copies):
+                save_id = f"{request_id}-{index}-{number}"
                 try:
-                    prompt = save_prompt(copy.lead_token_ids, chunk, namespace, tier=kept_in, ttl_s=ttl_s)
+                    tokens, params = save_request(
+                        copy.lead_token_ids, chunk, namespace, tier=kept_in, ttl_s=ttl_s
+                    )
                 except InvalidField as error:
                     return SaveOutcome(SaveState.FAILED, str(error))
-                assert prompt.params is not None
-                request = EngineRequest(
-                    f"{request_id}-{index}-{number}",
-                    TokenIds.of(prompt.token_ids),
-                    prompt.params,
-                    {"max_tokens": 1, "temperature": 0.0},
-                    priority,
-                )
                 async with turn:
-                    outcome = await self._save_copy(request)
+                    outcome = await self._save_copy(EngineRequest(save_id, tokens, params, GREEDY, priority))
                 if outcome.state is not SaveState.SAVED:
                     break
             return outcome
@@ -579,21 +569,19 @@ def _errors_as_ours() -> Iterator[None]:
 
 
 def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
-    """Unless given: eager execution, people before saves; on a CPU `KV_CACHE_BYTES` of KV cache, and no
-    process for a single worker."""
+    """What vLLM's `AsyncEngineArgs` take. Unless given: `base_arguments`, people before saves, and
+    on a CPU no process for a single worker."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
-    arguments: dict[str, Any] = {
+    arguments = base_arguments(spec.connector) | {
         "model": spec.model,
         "served_model_name": spec.name,
-        "enforce_eager": True,
         "scheduling_policy": "priority",
         "enable_log_requests": False,
-        "kv_transfer_config": KVTransferConfig(**transfer_config({"audits": True, **spec.connector})),
     }
+    arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
     if current_platform.is_cpu():
-        arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         # Ray counts the cores and OMP_NUM_THREADS says how many; bound, two engines would share the first.
         os.environ.setdefault(BIND, "nobind")
         sizes = (size for name, size in spec.vllm_args.items() if name.endswith("_parallel_size"))

@@ -1,7 +1,10 @@
 """One vLLM engine inside this process: what the CLI, the tests and the benchmarks drive.
 
-It steps the engine itself, over vLLM's public `LLM` and `LLMEngine`, because time to first token has to
-be measured where the token appears. Several prompts given at once share steps, as in a server.
+It steps the engine itself, over vLLM's `LLM` and `LLMEngine`, and cannot be a face of `AsyncEngine`: vLLM's
+`AsyncLLM` always runs its core in another process (`EngineCoreClient.make_async_mp_client`), and what is
+measured here needs the core in this one: stores in memory (`ram://`), the connector's scheduler side, and the
+moment at which a token appears. Several prompts given at once share steps, as in a server. What both engines
+have in common, their requests and vLLM's arguments, is here as well.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import gc
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -165,20 +168,10 @@ class LocalEngine:
         forces = FORCING in vllm_args.get("logits_processors", ())
         check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS, *(FORCING_HOOKS if forces else ())))
         from vllm import LLM
-        from vllm.platforms import current_platform
 
-        arguments: dict[str, Any] = {"enforce_eager": True, "use_tqdm_on_load": False}
-        if current_platform.is_cpu():
-            arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-        if extra_config is not None:
-            arguments["kv_transfer_config"] = transfer_config({"audits": True, **extra_config})
-        try:
-            return LocalEngine(LLM(model=resolve_model(model), **{**arguments, **vllm_args}))
-        except KintsugiError:
-            raise
-        except Exception as error:
-            # vLLM raises many types here, from a bad config value to a failed allocation.
-            raise Unavailable(f"vLLM did not start on {model}: {type(error).__name__}: {error}") from error
+        arguments = base_arguments(extra_config) | {"use_tqdm_on_load": False, **vllm_args}
+        with vllm_start_errors(model):
+            return LocalEngine(LLM(model=resolve_model(model), **arguments))
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -210,7 +203,10 @@ class LocalEngine:
         `timeout_s`, with every request aborted.
         """
         for index, prompt in enumerate(prompts):
-            self._check(prompt, f"prompts[{index}]")
+            where = f"prompts[{index}]"
+            if prompt.max_tokens < 1:
+                raise InvalidField(f"{where}.max_tokens", f"{prompt.max_tokens} must be at least 1")
+            check_length(prompt.token_ids, prompt.max_tokens, self.max_model_len, f"{where}.token_ids")
         offsets_s = [0.0] * len(prompts) if arrivals_s is None else list(arrivals_s)
         waiting = deque(zip(self._ids(len(prompts)), prompts, offsets_s, strict=True))
         running: dict[str, _Running] = {}
@@ -331,19 +327,6 @@ class LocalEngine:
         first, self._submitted = self._submitted, self._submitted + count
         return [f"local-{index}" for index in range(first, first + count)]
 
-    def _check(self, prompt: Prompt, where: str) -> None:
-        if not prompt.token_ids:
-            raise InvalidField(f"{where}.token_ids", "is empty; a prompt needs at least one token")
-        if prompt.max_tokens < 1:
-            raise InvalidField(f"{where}.max_tokens", f"{prompt.max_tokens} must be at least 1")
-        length = len(prompt.token_ids) + prompt.max_tokens
-        if length > self.max_model_len:
-            raise InvalidField(
-                f"{where}.token_ids",
-                f"{len(prompt.token_ids)} tokens and {prompt.max_tokens} to generate exceed the model's "
-                f"{self.max_model_len}; use fewer or shorter chunks",
-            )
-
     def _submit(self, request_id: str, prompt: Prompt) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -365,6 +348,19 @@ class LocalEngine:
         self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
 
 
+def check_length(token_ids: Sequence[int], answer_tokens: int, max_model_len: int, where: str) -> None:
+    """Raises `InvalidField` for a prompt that is empty, or leaves no room for its answer. ``where``: the
+    field."""
+    if not token_ids:
+        raise InvalidField(where, "is empty; a prompt needs at least one token")
+    if len(token_ids) + answer_tokens > max_model_len:
+        raise InvalidField(
+            where,
+            f"{len(token_ids)} tokens and {answer_tokens} to generate exceed the model's {max_model_len}; "
+            "use fewer or shorter chunks",
+        )
+
+
 def tokens_prompt(prompt: Prompt) -> TokensPrompt:
     """What vLLM computes, and for whom its prefix cache keeps it."""
     from vllm import TokensPrompt
@@ -373,6 +369,31 @@ def tokens_prompt(prompt: Prompt) -> TokensPrompt:
     if prompt.cache_salt is not None:
         tokens["cache_salt"] = prompt.cache_salt
     return tokens
+
+
+def base_arguments(extra_config: Mapping[str, object] | None) -> dict[str, Any]:
+    """Arguments for every engine of vLLM: eager execution, on a CPU `KV_CACHE_BYTES` of KV cache, and our
+    connector with this configuration; None: no connector."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {"enforce_eager": True}
+    if current_platform.is_cpu():
+        arguments["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+    if extra_config is not None:
+        arguments["kv_transfer_config"] = transfer_config({"audits": True, **extra_config})
+    return arguments
+
+
+@contextmanager
+def vllm_start_errors(model: str | Path) -> Iterator[None]:
+    """Raises `Unavailable` for what vLLM raises in the block: many types, from a bad configuration value to a
+    failed allocation."""
+    try:
+        yield
+    except KintsugiError:
+        raise
+    except Exception as error:
+        raise Unavailable(f"vLLM did not start on {model}: {type(error).__name__}: {error}") from error
 
 
 def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
@@ -392,11 +413,23 @@ def save_prompt(
     namespace: str,
     key: ChunkKey | None = None,
     priority: int = 0,
+) -> Prompt:
+    """The request of `save_request`, for a `LocalEngine`."""
+    token_ids, params = save_request(lead_token_ids, chunk, namespace, key)
+    return Prompt(token_ids, params, max_tokens=1, priority=priority)
+
+
+def save_request(
+    lead_token_ids: Sequence[int],
+    chunk: Sequence[int],
+    namespace: str,
+    key: ChunkKey | None = None,
     tier: str = "",
     ttl_s: float | None = None,
-) -> Prompt:
-    """The request that stores one copy of a chunk, which is prefilled behind ``lead_token_ids``: the prefix,
-    or prefix and context. With a ``key``, an engine of another chunk space declines it.
+) -> tuple[TokenIds, KintsugiParams]:
+    """Prompt and parameters of the request that stores one copy of a chunk, which is prefilled behind
+    ``lead_token_ids``: the prefix, or prefix and context. With a ``key``, an engine of another chunk space
+    declines it.
 
     One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
     to be left at least one token to forward.
@@ -405,5 +438,4 @@ def save_prompt(
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(lead_token_ids), len(lead_token_ids) + len(chunk)
     params = KintsugiParams(namespace, Op.SAVE, (Span(start, end, key),), tier=tier, ttl_s=ttl_s)
-    token_ids = TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:])))
-    return Prompt(token_ids, params, max_tokens=1, priority=priority)
+    return TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:]))), params

@@ -36,7 +36,7 @@ from kintsugi.engine.asynchronous import (
 )
 from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.measurements import split_salt
+from kintsugi.engine.scheduler.hashing import split_salt
 from kintsugi.engine.versions import RUN
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import bundled_checkpoint

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.engine.load import MEMORY_S, LoadMeter
+from kintsugi.engine.watching import MEMORY_S, LoadMeter
 
 
 class Clock:

@@ -14,9 +14,8 @@ import pytest
 from kintsugi.core.accounting import TICKET, TOLD
 from kintsugi.core.request import KintsugiParams, Op, SelectorName
 from kintsugi.core.spaces import Span
-from kintsugi.engine.load import LoadMeter
 from kintsugi.engine.local import Generation, Prompt
-from kintsugi.engine.watching import TOLD_S, WatchedClient, prefill_in_full
+from kintsugi.engine.watching import TOLD_S, LoadMeter, WatchedClient, prefill_in_full
 
 ACCOUNTING = {"outcome": "blended"}
 

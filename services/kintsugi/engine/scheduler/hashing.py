@@ -5,6 +5,9 @@ not that KV, so a request's chain is forked at the first block that can hold any
 derived from the ordinary one and a tag (the plan's digest), and later names chain on from it. Blocks
 before the fork keep their names and are shared with plain requests; a later turn with the same plan
 arrives at the same names.
+
+The first name follows from the request's salt. A measurement keeps its blocks to itself: its salt is the
+namespace's with `SEPARATOR` and the measurement's name behind it.
 """
 
 from __future__ import annotations
@@ -14,13 +17,28 @@ from typing import TYPE_CHECKING, Any, cast
 
 import blake3
 
-from kintsugi.engine.scheduler.measurements import measured_salt, split_salt
-
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
     BlockHasher = Callable[[Request], list[BlockHash]]
+
+
+SEPARATOR = "\0\0"
+"""In no namespace, and in no salt that an erasure makes (`scheduler.salts`)."""
+
+
+def measured_salt(salt: str | None, measurement: str) -> str | None:
+    """The salt of a measurement's requests; that of all others where ``measurement`` is empty."""
+    return f"{salt or ''}{SEPARATOR}{measurement}" if measurement else salt
+
+
+def split_salt(salt: str | None) -> tuple[str | None, str]:
+    """The salt without the measurement, and the measurement's name: empty for other requests."""
+    if salt is None:
+        return None, ""
+    plain, _, measurement = salt.partition(SEPARATOR)
+    return plain, measurement
 
 
 class _Beginning:

@@ -6,15 +6,18 @@ Runs on the connector's lookup threads, never on the scheduler's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kintsugi.core.accounting import Accounting
+from kintsugi.core.exchange import MatchedChunk, PromptMatch
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.plan import ChunkHit, ChunkSource, exact_end
+from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of, anchors_at_every_offset
+from kintsugi.core.tokens import TokenIds
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
@@ -323,3 +326,21 @@ def count_match(
         segments_counted=match.segments_counted,
         segments_queued=match.segments_queued,
     )
+
+
+def match_prompts(
+    store: ChunkStore,
+    space_of: Callable[[str], ChunkSpace],
+    params: KintsugiParams,
+    prompts: Sequence[TokenIds],
+) -> PromptMatch:
+    """The stored chunks that prompts hold, for callers outside the engine's core, matched as for a request.
+    ``space_of``: the chunk space of a namespace. Asks the store, so call it on a thread."""
+    space = space_of(params.namespace)
+    shared = space_of(params.shared) if params.shared else None
+    found: dict[MatchedChunk, None] = {}
+    for prompt in prompts:
+        match = match_content(store, space, prompt, shared)
+        manifests = (match.manifests[span.key] for span in match.spans if span.key in match.manifests)
+        found |= {MatchedChunk(one.namespace, one.key, one.num_tokens): None for one in manifests}
+    return PromptMatch(sum(map(len, prompts)), tuple(found))

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.measurements import split_salt
+from kintsugi.engine.scheduler.hashing import split_salt
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:

@@ -33,10 +33,15 @@ from kintsugi.engine.protocol import (
 )
 from kintsugi.engine.worker.anatomy import learn_model
 from kintsugi.engine.worker.defects import contain_defects
-from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
-from kintsugi.engine.worker.save_batches import SaveBatch, first_items, num_saves_together
+from kintsugi.engine.worker.saves import (
+    IdleSavePasses,
+    SaveBatch,
+    first_items,
+    num_saves_together,
+    put_unless_erased,
+)
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import read_and_drop, stream_chunks

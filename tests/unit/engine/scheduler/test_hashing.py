@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.measurements import measured_salt, split_salt
+from kintsugi.engine.scheduler.hashing import measured_salt, split_salt
 
 BLOCK = 4
 

@@ -16,7 +16,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
-from kintsugi.engine.worker.idle_saves import IdleSavePasses, put_unless_erased
+from kintsugi.engine.worker.saves import IdleSavePasses, put_unless_erased
 from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.sliced import PassStatus, SlicedWork
 from kintsugi.store.client.ram import RamStore

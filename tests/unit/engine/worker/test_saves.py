@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
-from kintsugi.engine.worker.save_batches import num_saves_together
+from kintsugi.engine.worker.saves import num_saves_together
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 
