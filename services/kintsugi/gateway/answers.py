@@ -4,17 +4,22 @@ A front end makes an `Ask`, sends on the events that `AnswerPipeline.stream` yie
 The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone
 before it answered), measures the time to the first event, gives the accounting to metrics and spans, and
 hands on missed chunks to be filled. Before that it takes the request's share of gateway and engines.
+
+Where a namespace's privacy asks for it, the answer is padded, so that its timing does not tell what was found
+in the cache: the first token leaves at the next multiple of a time step, and everything behind it as much
+later as the first token is (docs/adr/0011).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kintsugi.core.accounting import Outcome, label_of_reason
@@ -23,11 +28,9 @@ from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.namespaces.privacy import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics
-from kintsugi.gateway.observed.genai import Attribute
-from kintsugi.gateway.padding import pad_events, padding_s
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import EnginePlace, FairShares
-from kintsugi.gateway.tracing import Timelines, TraceSpan, add_layers, describe, span
+from kintsugi.gateway.tracing import Attribute, Timelines, TraceSpan, add_layers, describe, span
 
 log = logging.getLogger("kintsugi.gateway")
 
@@ -40,6 +43,8 @@ FOLLOW_UPS_MAX = 64
 """Answers whose missed chunks are being found; misses of further ones are dropped."""
 
 Event = TypeVar("Event")
+PENDING_MAX = 65_536
+"""Events of one answer that are ready and wait for their time."""
 
 
 class Ask(ABC, Generic[Event]):
@@ -308,3 +313,55 @@ def may_have_missed(accounting: Mapping[str, Any]) -> bool:
         or not accounting.get("chunks_hit")
         or accounting.get("outcome") in (Outcome.DECLINED, Outcome.FAILED)
     )
+
+
+def padding_s(first_token_s: float, step_s: float) -> float:
+    """How late a first token is that leaves at a multiple of the step."""
+    if step_s <= 0:
+        return 0.0
+    return max(1, math.ceil(first_token_s / step_s)) * step_s - first_token_s
+
+
+async def pad_events(
+    events: AsyncGenerator[Event, None],
+    delay_s: Callable[[], float | None],
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncGenerator[Event, None]:
+    """Yields the events ``delay_s()`` later than they come; while it is None they wait. An error passes at
+    once unless events wait before it. Closing the generator closes ``events``."""
+    ready: asyncio.Queue[tuple[float, Event] | BaseException | None] = asyncio.Queue(PENDING_MAX)
+
+    async def read() -> None:
+        try:
+            async with aclosing(events) as source:
+                async for event in source:
+                    await ready.put((clock(), event))
+        except asyncio.CancelledError as error:  # by the source itself, or below: then nobody waits
+            with suppress(asyncio.QueueFull):
+                ready.put_nowait(error)
+            raise
+        except Exception as error:  # noqa: BLE001  # raised to the reader below
+            await ready.put(error)
+        else:
+            await ready.put(None)
+
+    reading = asyncio.create_task(read())
+    held: list[Event] = []
+    try:
+        while (item := await ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            came_s, event = item
+            held.append(event)
+            late_s = delay_s()
+            if late_s is None:
+                continue
+            await asyncio.sleep(came_s + late_s - clock())
+            for one in held:
+                yield one
+            held = []
+        for one in held:
+            yield one
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)

@@ -24,16 +24,14 @@ from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.answers import AnswerPipeline, Ask, Event
+from kintsugi.gateway.answers import AnswerPipeline, Ask, Event, padding_s
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
-from kintsugi.gateway.observed.event_readers import EventReaders
-from kintsugi.gateway.observed.residency import ChunkResidence, Residency
-from kintsugi.gateway.padding import padding_s
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
 from kintsugi.gateway.recent_info import Recent, RecentInfo, Spaces
+from kintsugi.gateway.residency import ChunkResidence, EventReaders, Residency
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks

@@ -15,12 +15,19 @@ from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priori
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.requests import choose_request_id
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
-from kintsugi.gateway.tracing import TraceSpan, span, without_times
+from kintsugi.gateway.tracing import (
+    Attribute,
+    TraceSpan,
+    count_cached,
+    describe_answer,
+    describe_request,
+    span,
+    without_times,
+)
 from kintsugi.store.protocol.callers import Caller, Verb
 
 MAX_TOKENS_DEFAULT = 16

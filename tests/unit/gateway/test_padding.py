@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from kintsugi.gateway.padding import pad_events, padding_s
+from kintsugi.gateway.answers import pad_events, padding_s
 
 
 @pytest.mark.parametrize(

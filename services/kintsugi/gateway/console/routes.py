@@ -18,12 +18,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied
+from kintsugi.core.namespaces.parts import narrow_by_headers
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_assets
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
 from kintsugi.gateway.console.live import LiveService
 from kintsugi.gateway.console.samples import find_samples
-from kintsugi.gateway.fronts.bodies import parse_body, run_beside
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.identity import (
     check_is_json,
@@ -32,8 +32,8 @@ from kintsugi.gateway.fronts.identity import (
     is_named_as_here,
     needs_credentials,
 )
-from kintsugi.gateway.fronts.narrowing import narrow_by_headers
-from kintsugi.gateway.fronts.service import describe_caller
+from kintsugi.gateway.fronts.limits import parse_body, run_beside
+from kintsugi.gateway.fronts.service_routes import describe_caller
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.store.protocol.access import Access

@@ -21,12 +21,12 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
+from kintsugi.core.namespaces.parts import check_sent_once, narrow_by_headers
 from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, Places
-from kintsugi.gateway.fronts.narrowing import check_sent_once, narrow_by_headers
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S

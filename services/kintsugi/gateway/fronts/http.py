@@ -22,17 +22,20 @@ from starlette.types import Receive, Scope, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
+from kintsugi.core.namespaces.parts import find_fields, narrow_by_request
 from kintsugi.gateway.console.routes import Console
-from kintsugi.gateway.fronts.bodies import parse_body, run_beside
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.identity import check_no_page, identify
-from kintsugi.gateway.fronts.limits import Places, RequestLimits
-from kintsugi.gateway.fronts.model_routes import model_routes
-from kintsugi.gateway.fronts.narrowing import find_fields, narrow_by_request
+from kintsugi.gateway.fronts.limits import Places, RequestLimits, parse_body, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
-from kintsugi.gateway.fronts.router_routes import AskedOf, router_routes
-from kintsugi.gateway.fronts.service import SERVICE_PATH, describe_service
+from kintsugi.gateway.fronts.service_routes import (
+    SERVICE_PATH,
+    AskedOf,
+    describe_service,
+    model_routes,
+    router_routes,
+)
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.store.protocol.callers import Caller, Verb

@@ -1,5 +1,5 @@
-"""Bounds requests: how many callers have at a time, what all of them hold together, and for HTTP how large
-and how slow they are.
+"""Bounds requests: how many callers have at a time, what all of them hold together, and for HTTP how large,
+how slow and how deeply nested their bodies are.
 
 uvicorn bounds none of it. gRPC itself bounds the size of its messages; it would count requests before anybody
 knows who sent them.
@@ -8,9 +8,12 @@ knows who sent them.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +29,13 @@ LINGER_S = 10.0
 """The rest of a refused body is read and dropped for this long: a caller that is still writing would not see
 the answer otherwise."""
 _CALLER = "kintsugi.caller"
+PARSE_INLINE_BYTES = 1 << 16
+"""Larger bodies are parsed, and searched for known chunks, on a thread: it takes milliseconds."""
+DEPTH_MAX = 100
+"""Levels of a body. Whoever reads it, vLLM and the encoder of its answers among them, takes a stack frame for
+each."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+Result = TypeVar("Result")
 
 
 class BodyTooLarge(InvalidField):
@@ -217,3 +227,41 @@ def name_caller(scope: Scope, caller: Caller) -> None:
 
 def _ends_body(message: Message) -> bool:
     return message["type"] == "http.disconnect" or not message.get("more_body", False)
+
+
+async def run_beside(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """The result of work on a body of so many bytes, done on a thread unless the body is small."""
+    return work() if num_bytes <= PARSE_INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The request's JSON object. Raises `InvalidField`."""
+    try:
+        text = raw.decode()
+        body = json.loads(text)
+        if _SURROGATE.search(text):
+            # Half of a pair is no character: neither a tokenizer nor an answer can hold it.
+            json.dumps(body, ensure_ascii=False).encode()
+        if raw.count(b"[") + raw.count(b"{") > DEPTH_MAX and _is_deeper(body, DEPTH_MAX):
+            raise RecursionError
+    except RecursionError:
+        raise InvalidField("body", f"is nested more than {DEPTH_MAX} levels deep") from None
+    except ValueError as error:
+        raise InvalidField("body", f"is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidField("body", f"must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+def _is_deeper(document: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in more levels. Cost: one look at each value."""
+    level = [document]
+    for _ in range(levels):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)

@@ -22,12 +22,17 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX
-from kintsugi.gateway.fronts.retention import find_retention_s
-from kintsugi.gateway.observed.genai import Attribute, count_cached, describe_answer, describe_request
+from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX, find_retention_s
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
-from kintsugi.gateway.tracing import TIMES, without_times
+from kintsugi.gateway.tracing import (
+    TIMES,
+    Attribute,
+    count_cached,
+    describe_answer,
+    describe_request,
+    without_times,
+)
 from kintsugi.store.protocol.callers import Caller, Verb
 
 _DATA, _EVENT = b"data: ", b"event: "

@@ -7,15 +7,15 @@ and refuses, everything else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
-from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
-from kintsugi.gateway.fronts.narrowing import NARROWING_FIELDS
-from kintsugi.gateway.fronts.retention import find_retention_s
+from kintsugi.core.namespaces.parts import NARROWING_FIELDS
+from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, TTL_S_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Maximum length of the text that is searched for known chunks: no model reads more."""
@@ -51,6 +51,13 @@ knows no namespace."""
 
 _GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
 """Parameters that follow from the namespace's privacy."""
+RETENTION, OPTIONS, TTL = "prompt_cache_retention", "prompt_cache_options", "ttl"
+IN_MEMORY = ("in_memory", "in-memory")
+"""Both spellings are in use: the one of OpenAI's service, and the one of its client's types."""
+IN_MEMORY_S = 3600.0
+"""The most for which OpenAI keeps what it keeps in memory."""
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 @dataclass
@@ -248,3 +255,26 @@ def _texts(prompt: Any) -> Iterator[str]:
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one
+
+
+def find_retention_s(body: Mapping[str, Any]) -> float | None:
+    """Seconds for which an OpenAI request asks to keep its cache; None where it does not say. The options'
+    `ttl` goes before the retention. Raises `InvalidField`."""
+    retention, options = body.get(RETENTION), body.get(OPTIONS)
+    kept_s = None
+    if retention is not None:
+        kept_s = IN_MEMORY_S if retention in IN_MEMORY else _seconds(retention, RETENTION)
+    if options is None:
+        return kept_s
+    if not isinstance(options, Mapping):
+        raise InvalidField(OPTIONS, 'must be an object such as {"ttl": "30m"}')
+    return kept_s if options.get(TTL) is None else _seconds(options[TTL], f"{OPTIONS}.{TTL}")
+
+
+def _seconds(text: Any, where: str) -> float:
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    seconds = 0.0 if match is None else int(match[1]) * _UNITS_S[match[2]]
+    if not 0.0 < seconds <= TTL_S_MAX:
+        known = f"{IN_MEMORY[0]!r}, or " if where == RETENTION else ""
+        raise InvalidField(where, f"must be {known}a time of at most ten years such as '30m' or '24h'")
+    return seconds

@@ -8,7 +8,7 @@ import pytest
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.console.routes import API_PATH
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.fronts.service import SERVICE_PATH
+from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
 from kintsugi.store.protocol.access import Access
 from tests.fakes.openai_backend import ScriptedBackend, gateway_over

@@ -13,7 +13,7 @@ from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend
 from tests.recorded_spans import recorded
 from tests.unit.gateway.fronts.test_http import post, run
 from tests.unit.gateway.fronts.test_limits_and_privacy import HIDDEN, client
-from tests.unit.gateway.observed.test_genai import BLENDED
+from tests.unit.gateway.test_genai import BLENDED
 
 ASKED = {"input": "Why?", "model": "scripted"}
 DETAILS = {"cached_tokens": 99, "cache_write_tokens": 1, "cached_tokens_per_turn": [99]}

@@ -18,9 +18,9 @@ from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway import residency
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
-from kintsugi.gateway.observed import event_readers
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
@@ -315,7 +315,7 @@ def test_events_of_the_part_that_a_body_would_name_are_asked_for_in_the_query() 
 
 
 def test_readers_that_wait_keep_no_request_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_readers, "WAITING_MAX", 2)
+    monkeypatch.setattr(residency, "WAITING_MAX", 2)
 
     async def body() -> None:
         limits = NamespaceRules(limits={"docs": NamespaceLimits(concurrent=1)})

@@ -22,7 +22,7 @@ from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
-from kintsugi.gateway.fronts.service import SERVICE_PATH
+from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.openai_backend import ScriptedBackend, answered, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run

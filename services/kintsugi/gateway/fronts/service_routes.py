@@ -1,7 +1,12 @@
-"""What routers ask over HTTP: where a prompt's chunks lie, and what happened to chunks."""
+"""Routes of HTTP that tell about the service and need no engine: the models and their names, where the chunks
+of a prompt lie and what happens to chunks (for routers), and what runs (for `kintsugi status` and `kintsugi
+doctor --url`; what concerns all tenants needs the permission for metrics).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -11,15 +16,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kintsugi.core.errors import InvalidField
+from kintsugi import __version__
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.fronts.bodies import run_beside
 from kintsugi.gateway.fronts.errors import Problem, http_status_of
+from kintsugi.gateway.fronts.limits import run_beside
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.observed.residency import ChunkResidence
 from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH, ServedRequest
+from kintsugi.gateway.residency import ChunkResidence
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.callers import Caller
 from kintsugi.store.protocol.chunk_events import ChunkEvent
@@ -29,6 +35,8 @@ PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLE
 """The fields of a residency request that are a prompt, and where such a prompt is sent to be answered."""
 NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
 """Fields of a residency request that say which chunks are meant; one of them is given."""
+MODELS_PATH = "/v1/models"
+SERVICE_PATH = "/v1/kintsugi/service"
 
 
 @dataclass(frozen=True)
@@ -180,3 +188,107 @@ def _number(text: str | None, name: str, default: float) -> float:
     if not 0 <= number < 1e9:
         raise InvalidField(name, f"{text[:40]!r} is no number of 0 or more")
     return number
+
+
+def model_routes(gateway: Gateway, identify: Callable[[Request], Caller]) -> list[Route]:
+    """``identify`` raises `Unauthenticated`."""
+
+    async def list_models(request: Request) -> Response:
+        models = await gateway.list_models(identify(request))
+        return JSONResponse({"object": "list", "data": [describe_model(info) for info in models]})
+
+    async def get_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        info = await gateway.find_model(identify(request), name)
+        return JSONResponse({**describe_model(info), "id": name})
+
+    return [
+        Route(MODELS_PATH, list_models, methods=["GET"]),
+        Route(f"{MODELS_PATH}/{{name:path}}", get_model, methods=["GET"]),
+    ]
+
+
+def describe_model(info: EngineInfo) -> dict[str, Any]:
+    """One entry of the list. `root`, as vLLM has it, is the checkpoint that `id` stands for."""
+    return {
+        "id": info.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kintsugi",
+        "root": info.names[-1],
+        "parent": None,
+        "aliases": list(info.aliases),
+        "max_model_len": info.max_model_len,
+        "kintsugi": {
+            "fingerprint": info.fingerprint,
+            "prefix_token_ids": list(info.prefix_token_ids),
+            "portable": info.portable,
+            "form": info.form,
+            "context_token_ids": list(info.context_token_ids),
+            "blending": info.blending,
+        },
+    }
+
+
+async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
+    """JSON form. What concerns everybody is None for a caller who may not see it: ``store``, ``answers``,
+    and of discovery ``tokens_discovered`` and ``discovering``, the namespaces in which it is on."""
+    sees_all = gateway.access.sees_all(caller)
+    engines, store = await asyncio.gather(
+        _describe_engines(gateway), _describe_store(gateway) if sees_all else _withhold()
+    )
+    return {
+        "version": __version__,
+        "time_s": time.time(),
+        "read_only": gateway.read_only,
+        "has_tokens": gateway.access.has_tokens,
+        "caller": describe_caller(caller),
+        "engines": engines,
+        "store": store,
+        "answers": gateway.answers.tally.to_list() if sees_all else None,
+        "tokens_discovered": gateway.answers.tally.tokens_discovered if sees_all else None,
+        "discovering": gateway.rules().discovering if sees_all else None,
+    }
+
+
+def describe_caller(caller: Caller) -> dict[str, Any]:
+    return {"name": caller.name, "namespaces": list(caller.namespaces), "verbs": sorted(caller.verbs)}
+
+
+async def _withhold() -> None:
+    return None
+
+
+async def _describe_engines(gateway: Gateway) -> dict[str, Any]:
+    """Any one engine: they are alike."""
+    try:
+        info = await gateway.recent_info.get()
+    except KintsugiError as error:
+        return {"error": str(error)}
+    return {
+        "error": None,
+        "model": info.model,
+        "fingerprint": info.fingerprint,
+        "max_model_len": info.max_model_len,
+        "form": info.form,
+        "blending": info.blending,
+        "version": info.version,
+        "vllm": info.vllm,
+    }
+
+
+async def _describe_store(gateway: Gateway) -> dict[str, Any]:
+    try:
+        stats = await gateway.recent_stats.get()
+    except KintsugiError as error:
+        return {"error": str(error)}
+    return {
+        "error": None,
+        # A store without a map is one shard.
+        "shards": sum(shard.answers for shard in stats.shards) if stats.shards else 1,
+        "shards_away": [shard.address for shard in stats.shards if not shard.answers],
+        "chunks": stats.chunks,
+        "bytes_used": stats.bytes_used,
+        "bytes_capacity": stats.bytes_capacity,
+        "durable": stats.durable,
+    }

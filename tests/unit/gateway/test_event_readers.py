@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted
-from kintsugi.gateway.observed import event_readers
-from kintsugi.gateway.observed.event_readers import EventReaders
+from kintsugi.gateway import residency
+from kintsugi.gateway.residency import EventReaders
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.chunk_events import EventPage
@@ -39,10 +39,10 @@ def test_a_reader_waits_for_the_next_event_of_its_namespace(monkeypatch: pytest.
                 store.put(*chunk)
             await sleep(0)
 
-        monkeypatch.setattr(event_readers.asyncio, "sleep", put_meanwhile)
+        monkeypatch.setattr(residency.asyncio, "sleep", put_meanwhile)
         page = await readers.wait("router", "acme", "", 10, 5.0)
         assert [event.key for event in page.events] == [chunk[0].key]
-        assert polls == [event_readers.POLL_S] * 2
+        assert polls == [residency.POLL_S] * 2
 
     run(body)
 
@@ -57,7 +57,7 @@ def test_who_waits_in_vain_gets_an_empty_page_and_a_cursor() -> None:
 
 
 def test_a_caller_has_few_readers_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_readers, "WAITING_MAX", 2)
+    monkeypatch.setattr(residency, "WAITING_MAX", 2)
 
     async def body(store: RamStore, readers: EventReaders) -> None:
         cursor = (await readers.read("acme", "", 10)).cursor

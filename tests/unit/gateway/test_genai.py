@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, Usage
-from kintsugi.gateway.observed.genai import count_cached, describe_answer, describe_request
+from kintsugi.gateway.tracing import count_cached, describe_answer, describe_request
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend
 from tests.recorded_spans import recorded
 from tests.unit.gateway.fronts.test_http import client, run
