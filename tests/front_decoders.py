@@ -22,7 +22,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.core.layout import Codec, HeadRange, KVLayout
 from kintsugi.core.request import KintsugiParams
 from kintsugi.fusor.codecs import decode_frame
-from kintsugi.gateway.fronts import bodies, wire
+from kintsugi.gateway.fronts import limits, wire
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import LENGTH, _read_anything, _send
@@ -60,7 +60,7 @@ def openai_body(data: bytes) -> None:
     """A body of the HTTP front, for each path that an engine answers: a call, or `InvalidField`."""
     for path in (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH):
         with contextlib.suppress(InvalidField):
-            body = bodies.parse_body(data)
+            body = limits.parse_body(data)
             wanted = find_requested_namespace(body, None)
             call = parse_openai_call("id", path, body, wanted or "acme", lambda text: [])
             json.dumps(call.body, ensure_ascii=False).encode()

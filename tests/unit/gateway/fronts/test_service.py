@@ -19,7 +19,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
-from kintsugi.gateway.fronts import service
+from kintsugi.gateway.fronts import service_routes
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
@@ -108,13 +108,13 @@ def test_engines_and_stores_that_fail_are_told_and_not_waited_for(monkeypatch: p
         gateway = gateway_over(ScriptedBackend(info_error=Unavailable("no engine")))
         caller = gateway.access.caller(None)
         gateway._store._store = FailingStore()
-        failing = await service.describe_service(gateway, caller)
+        failing = await service_routes.describe_service(gateway, caller)
         assert failing["engines"] == {"error": "no engine"}
         assert failing["store"] == {"error": "the directory does not answer"}
         gateway._store._store = hanging = HangingStore()
         monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
         monkeypatch.setattr(recent_info, "ANSWER_S", 0.01)
-        told = await service.describe_service(gateway, caller)
+        told = await service_routes.describe_service(gateway, caller)
         hanging.let_go.set()
         assert "did not answer within" in told["store"]["error"]
         await gateway.close()
