@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.engine.local import transfer_config
-from kintsugi.engine.local import LocalEngine
+from kintsugi.engine.local import LocalEngine, transfer_config
 from kintsugi.models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import (
     NAMESPACE,
