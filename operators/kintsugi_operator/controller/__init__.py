@@ -1,1 +1,1 @@
-"""What acts: the API server, the Lease, the work queue, the reconciler, metrics and the log reader."""
+"""All I/O: the API server's client, watches, the Lease, the work queue, the reconciler and metrics."""

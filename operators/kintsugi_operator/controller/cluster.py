@@ -28,8 +28,6 @@ WATCH_S = 600
 """How long the API server keeps a watch open."""
 SILENCE_S_MAX = 180.0
 """A watch that is silent for longer is opened again: a bookmark comes about every minute."""
-LIST_MAX = 500
-"""Objects per page."""
 EVENT_BYTES_MAX = 16 << 20
 """Maximum size of an object in an answer. etcd stores no larger objects."""
 NOT_FOUND, CONFLICT, GONE, TOO_MANY = 404, 409, 410, 429
@@ -107,16 +105,14 @@ class ApiServer:
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
         """Read the objects that have all the labels."""
-        query = {"labelSelector": ",".join(f"{k}={v}" for k, v in labels.items()), "limit": str(LIST_MAX)}
         found: list[Manifest] = []
-        while True:
-            page = await self._or_none("GET", resource.path(namespace), query, "list") or {}
-            # Items of a list have neither apiVersion nor kind.
-            kinds = {"apiVersion": resource.api_version, "kind": resource.kind}
-            found += [{**kinds, **item} for item in page.get("items") or []]
-            query["continue"] = (page.get("metadata") or {}).get("continue") or ""
-            if not query["continue"]:
-                return found
+        selector = ",".join(f"{key}={value}" for key, value in labels.items())
+        try:
+            await self.scan(resource, namespace, selector, "", found.append)
+        except Refused as error:
+            if error.status != NOT_FOUND:
+                raise
+        return found
 
     async def scan(
         self,
@@ -134,6 +130,7 @@ class ApiServer:
         """
         query = {"labelSelector": selector, "resourceVersion": version}
         timeout = ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+        # Items of a list have neither apiVersion nor kind.
         kinds = {"apiVersion": resource.api_version, "kind": resource.kind}
         rest: Manifest = {}
         async with aclosing(self._stream("list", resource.path(namespace), query, timeout)) as pieces:
@@ -239,10 +236,10 @@ class ApiServer:
         return stored
 
     async def _or_none(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, verb: str = ""
+        self, method: str, path: str, query: Mapping[str, str] | None = None
     ) -> Manifest | None:
         try:
-            return await self.request(method, path, query or {}, verb=verb)
+            return await self.request(method, path, query or {})
         except Refused as error:
             if error.status == NOT_FOUND:
                 return None
@@ -255,14 +252,10 @@ class ApiServer:
         query: Mapping[str, str],
         body: Manifest | None = None,
         content_type: str = "application/json",
-        verb: str = "",
     ) -> Manifest:
-        """Send one request and parse the answer. Raises `Refused` and `Unavailable`.
-
-        `verb`: the verb for `on_request`; empty: the method.
-        """
+        """Send one request and parse the answer. Raises `Refused` and `Unavailable`."""
         timeout = ClientTimeout(total=TIMEOUT_S)
-        answer = self._stream(verb, path, query, timeout, method, body, content_type)
+        answer = self._stream(method.lower(), path, query, timeout, method, body, content_type)
         async with aclosing(answer) as pieces:
             text = b"".join([piece async for piece in pieces])
         parsed: Manifest = json.loads(text) if text else {}
@@ -279,7 +272,7 @@ class ApiServer:
         content_type: str = "application/json",
     ) -> AsyncGenerator[bytes, None]:
         """Send one request and yield the answer in pieces."""
-        self._on_request(verb or method.lower())
+        self._on_request(verb)
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type

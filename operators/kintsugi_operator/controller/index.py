@@ -1,17 +1,17 @@
-"""What the API server last told about every kind that is read: a shelf per kind and watched namespace.
+"""A cache of the objects that the operator reads: a shelf per kind and watched namespace.
 
-`controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so the rules are tested as
-functions of what was listed, what happened and what was written:
+`controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so tests call the rules as
+functions of lists, events and writes:
 
-- Objects are kept as compressed JSON, without what nobody reads (`managedFields`, the specs of pods). That
-  bounds memory, and no reader can change what another one sees.
-- The `resourceVersion`s of one kind are ordered. A shelf knows the version up to which its watch has told
-  everything, and the version of each object.
-- What a write returned is put on the shelf (`Index.absorb`), so that the next look does not act on what was
-  there before. An answer that the watch has already overtaken is dropped: the object may be gone again, and
-  no event would ever say so.
-- A kind that is not served has no objects. One that was never listed is unknown, and reading it raises
-  `Unavailable`: a list that is empty only because nobody has answered decides nothing.
+- Objects are compressed JSON, without fields that nobody reads (`managedFields`, the specs of pods). This
+  bounds memory, and no reader can change another reader's copy.
+- The `resourceVersion`s of one kind are ordered. A shelf has the version that its watch has reached, and the
+  version of each object.
+- The result of a write goes onto the shelf (`Index.absorb`), so that the next look does not act on the former
+  state. A result that the watch has already passed is dropped: the object may be deleted by now, and no
+  further event would say so.
+- A kind that is not served has no objects. A kind that was never listed is unknown, and reading it raises
+  `Unavailable`: nothing is decided from a list that is empty only because it was not read.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import label_of
 
 INDEXED = (LABEL_SERVICE, LABEL_CORPUS)
-"""Labels by which objects are found."""
+"""Labels that objects are selected by."""
 COMPRESSION = 1
-"""zlib's fastest: templates repeat themselves so much that more effort saves little."""
+"""zlib's fastest level: templates repeat so much text that higher levels save little."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A kind that is read, and how much of it."""
+    """A kind that is read, and which part of it."""
 
     resource: Resource
     label: str = LABEL_SERVICE
-    """Only objects with this label are read; empty: all."""
+    """Read only objects with this label; empty: all."""
     ignored: tuple[str, ...] = ()
     """Top-level fields that nobody reads."""
 
@@ -59,7 +59,7 @@ KINDS = (
     Watched(CORPUS_PRECOMPUTE, label=""),
     *(Watched(one) for one in OWNED),
     Watched(POD, ignored=("spec",)),
-    # Its digest is an annotation. KubeRay gives it the labels and annotations of its RayService.
+    # Only its digest is read, an annotation that KubeRay copies from the RayService.
     Watched(RAY_CLUSTER, ignored=("spec", "status")),
 )
 
@@ -81,7 +81,7 @@ class Entry:
     """Namespace and name."""
     version: int
     content: bytes
-    """Everything that is read of it but its version: what did not change has the same bytes."""
+    """The fields that are read, without the version: an object that did not change has the same bytes."""
     labels: tuple[str, ...]
     """Values of the `INDEXED` labels."""
     keys: frozenset[ObjectKey]
@@ -100,14 +100,14 @@ def version_of(manifest: Manifest) -> int:
 
 
 def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
-    """Our objects that have to be looked at when this one changes."""
+    """Our objects that need a look when this object changes."""
     metadata = manifest["metadata"]
     namespace, kind = metadata["namespace"], manifest["kind"]
     if kind == BLEND_SERVICE.kind:
         return frozenset({ObjectKey(kind, namespace, metadata["name"])})
     if kind == CORPUS_PRECOMPUTE.kind:
         own = ObjectKey(kind, namespace, metadata["name"])
-        # A service that waits for its corpora has to notice their progress.
+        # A service that waits for its corpora needs a look at their progress.
         service = str((manifest.get("spec") or {}).get("service") or "")
         return frozenset({own, ObjectKey(BLEND_SERVICE.kind, namespace, service)} if service else {own})
     if corpus := label_of(manifest, LABEL_CORPUS):
@@ -116,24 +116,24 @@ def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
 
 
 class Shelf:
-    """The objects of one kind, as far as one watch has told. Methods that change it return the keys of what
-    has to be looked at."""
+    """The objects of one kind, as one watch reported them. Methods that change the shelf return the keys of
+    our objects that need a look."""
 
     def __init__(self, kind: Watched, namespace: str) -> None:
-        """`namespace`: the one that is watched; empty: all."""
+        """`namespace`: the watched namespace; empty: all."""
         self.kind = kind
         self.namespace = namespace
         self.knowledge = Knowledge.NOTHING
         self.version = 0
-        """Everything up to this version has been told."""
-        self.problem = "it is being listed"
-        """Why nothing is known yet."""
+        """The version that the watch has reached."""
+        self.problem = "the first list is not complete"
+        """Why the kind is still unknown."""
         self._entries: dict[tuple[str, str], Entry] = {}
         self._groups: dict[tuple[str, int, str], set[tuple[str, str]]] = {}
         """Names by namespace, position in `INDEXED` and value of the label."""
 
     def pack(self, manifest: Manifest) -> Entry:
-        """The entry of an object."""
+        """Make the entry of an object."""
         ignored = self.kind.ignored
         metadata = {
             k: v for k, v in manifest["metadata"].items() if k not in ("managedFields", "resourceVersion")
@@ -149,8 +149,8 @@ class Shelf:
         )
 
     def replace(self, entries: Iterable[Entry], version: int) -> frozenset[ObjectKey]:
-        """Take over a list. Objects that were written after it are kept: the watch from its version on tells
-        about them."""
+        """Take over a list. Objects that were written after it stay: the watch that begins at its version
+        reports them."""
         changed: set[ObjectKey] = set()
         listed = {one.name: one for one in entries}
         for name, one in list(self._entries.items()):
@@ -174,12 +174,12 @@ class Shelf:
         return frozenset()
 
     def absorb(self, stored: Manifest) -> None:
-        """Take over what a write returned, unless the watch has told about it or a later state."""
+        """Take over the result of a write, unless the watch has reached its version."""
         if self.knowledge is Knowledge.LISTED and version_of(stored) > self.version:
             self._put(self.pack(stored))
 
     def miss(self) -> frozenset[ObjectKey]:
-        """The kind is not served: there are no objects of it."""
+        """Drop all objects, because the kind is not served."""
         self.knowledge, self.version = Knowledge.MISSING, 0
         changed = frozenset(key for one in self._entries.values() for key in one.keys)
         self._entries.clear()
@@ -187,7 +187,7 @@ class Shelf:
         return changed
 
     def get(self, namespace: str, name: str) -> Manifest | None:
-        """An object; None where there is none. Raises `Unavailable`."""
+        """An object; None if it does not exist. Raises `Unavailable`."""
         self._check_known()
         found = self._entries.get((namespace, name))
         return found.manifest() if found is not None else None
@@ -206,7 +206,7 @@ class Shelf:
 
     def _check_known(self) -> None:
         if self.knowledge is Knowledge.NOTHING:
-            raise Unavailable(f"nothing is known of {self.kind.resource.plural} yet: {self.problem}")
+            raise Unavailable(f"{self.kind.resource.plural} are not known yet: {self.problem}")
 
     def _put(self, entry: Entry) -> frozenset[ObjectKey]:
         former = self._entries.get(entry.name)
@@ -233,10 +233,10 @@ class Shelf:
 
 
 class Index:
-    """All shelves. It reads as `ApiServer` does, and asks nobody."""
+    """All shelves. Has the reading methods of `ApiServer`, and sends no request."""
 
     def __init__(self, namespaces: Sequence[str] = ()) -> None:
-        """`namespaces`: those that are watched; empty: all."""
+        """`namespaces`: the watched namespaces; empty: all."""
         self.shelves = {
             (kind.resource, where): Shelf(kind, where) for kind in KINDS for where in namespaces or ("",)
         }
@@ -244,7 +244,7 @@ class Index:
         """Whether RayCronJobs are served."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
-        """Read an object; None where there is none."""
+        """Read an object; None if it does not exist."""
         return self._shelf(resource, namespace).get(namespace, name)
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
@@ -252,7 +252,7 @@ class Index:
         return self._shelf(resource, namespace).select(namespace, labels)
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        """Plural names of the kinds that are read or asked about and that the API server serves."""
+        """Plural names of the kinds that the API server serves, among those that the operator reads."""
         served = {
             shelf.kind.resource.plural
             for shelf in self.shelves.values()
@@ -263,13 +263,11 @@ class Index:
         return frozenset(served)
 
     def absorb(self, stored: Manifest) -> None:
-        """Take over what a write returned."""
+        """Take over the result of a write."""
         for (resource, where), shelf in self.shelves.items():
-            is_its = resource.kind == stored.get("kind") and where in (
-                "",
-                stored["metadata"].get("namespace"),
-            )
-            if is_its and (not shelf.kind.label or label_of(stored, shelf.kind.label)):
+            is_watched = where in ("", stored["metadata"].get("namespace"))
+            has_label = not shelf.kind.label or label_of(stored, shelf.kind.label)
+            if resource.kind == stored.get("kind") and is_watched and has_label:
                 shelf.absorb(stored)
 
     def keys(self) -> frozenset[ObjectKey]:

@@ -1,4 +1,4 @@
-"""The work queue: a bounded set of object keys with due times, from which workers take what is due."""
+"""The work queue: a bounded set of object keys with due times. Workers take the keys that are due."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 KEYS_MAX = 10_000
 BACKOFF_S_MIN, BACKOFF_S_MAX = 2.0, 120.0
 SETTLE_S = 0.2
-"""Delay after an event: events come in bunches, and one look serves them all."""
+"""Delay after an event: events come in bursts, and one look handles a whole burst."""
 
 
 class ObjectKey(NamedTuple):
-    """Names one of our objects."""
+    """Kind, namespace and name of one of our objects."""
 
     kind: str
     namespace: str
@@ -27,13 +27,13 @@ class ObjectKey(NamedTuple):
 
 
 class WorkQueue:
-    """Gives each key to one worker at a time, again after the seconds that `look` returns, and with growing
-    delays while it fails."""
+    """Gives each key to one worker at a time: again after the delay that `look` returns, and with growing
+    delays while `look` fails."""
 
     def __init__(
         self, look: Callable[[ObjectKey], Awaitable[float | None]], clock: Callable[[], float]
     ) -> None:
-        """`look` returns the seconds until the next time, or None where there will be none."""
+        """`look` returns the seconds until the next look, or None for no further look."""
         self._look = look
         self._clock = clock
         self._due: dict[ObjectKey, float] = {}
@@ -51,21 +51,21 @@ class WorkQueue:
             self._again.add(key)
             return
         if len(self._due) >= KEYS_MAX and key not in self._due:
-            logger.error("more than %d objects: %s is not looked at", KEYS_MAX, key)
+            logger.error("more than %d objects: %s is ignored", KEYS_MAX, key)
             return
         due = self._clock() + in_s
         self._due[key] = min(due, self._due.get(key, due))
         self._changed.set()
 
     async def run(self) -> None:
-        """Take what is due, until cancelled."""
+        """Take the keys that are due, until cancelled."""
         while True:
             now = self._clock()
             key = min(self._due, key=self._due.__getitem__, default=None)
             if key is None or self._due[key] > now:
                 self._changed.clear()
                 timeout = None if key is None else self._due[key] - now
-                # Not `wait_for`: in Python 3.11 it forgets a cancellation that comes with the event.
+                # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with the event.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout):
                         await self._changed.wait()
@@ -80,10 +80,10 @@ class WorkQueue:
             self._failures.pop(key, None)
         except KintsugiError as error:
             again_s = self._backoff_s(key)
-            logger.warning("%s %s/%s: %s; again in %.0f s", *key, error, again_s)
+            logger.warning("%s %s/%s: %s; next try in %.0f s", *key, error, again_s)
         except Exception:
             again_s = self._backoff_s(key)
-            logger.exception("%s %s/%s: unforeseen; again in %.0f s", *key, again_s)
+            logger.exception("%s %s/%s: unexpected error; next try in %.0f s", *key, again_s)
         finally:
             self._busy.discard(key)
         if key in self._again:

@@ -35,7 +35,7 @@ from kintsugi_operator.controller.finalizer import is_held, set_finalizer
 from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.owners import Owners
 from kintsugi_operator.controller.queue import ObjectKey
-from kintsugi_operator.controller.scrape import Web, fetch_all, figures
+from kintsugi_operator.controller.scrape import Web, figures
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.ownership import Claim, leave_to_owner, take_over
@@ -338,7 +338,7 @@ class Reconciler:
         async def pages(role: str, port: int) -> list[str]:
             chosen = [one.get("status") or {} for one in pods if label_of(one, LABEL_ROLE) == role]
             hosts = [f"[{ip}]" if ":" in ip else ip for one in chosen if (ip := one.get("podIP"))]
-            return await fetch_all(self._web, [f"http://{host}:{port}/metrics" for host in hosts])
+            return await self._web.fetch_all(f"http://{host}:{port}/metrics" for host in hosts)
 
         shards, engines = pages("shard", SHARD_METRICS_PORT), pages("engine", ENGINE_METRICS_PORT)
         return figures(*await asyncio.gather(shards, engines))

@@ -1,4 +1,4 @@
-"""What metrics of pods say: bytes in the shards' tiers and the engines' hit rate."""
+"""Reads the metrics of pods: bytes in the shards' tiers and the engines' hit rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 2.0
 BYTES_MAX = 2 << 20
 AT_ONCE_MAX = 16
 GRAIN_BYTES = 1 << 26
-"""Bytes in a status change in steps of this, so that an idle service is not written to."""
+"""Step of the byte counts in a status: small changes cause no write."""
 TIER_USED = "kintsugi_store_tier_used_bytes"
 TIER_CAPACITY = "kintsugi_store_tier_capacity_bytes"
 HIT = "kintsugi_blend_tokens_hit_total"
@@ -26,14 +26,14 @@ MISSED = "kintsugi_blend_tokens_missed_total"
 
 
 class Web:
-    """Pages of pods, over HTTP."""
+    """A client for the HTTP pages of pods."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
         self._places = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def fetch(self, url: str) -> str:
-        """The page; empty where nobody answers in time, or with more than `BYTES_MAX`."""
+        """The page; empty without an answer in time, and for a page larger than `BYTES_MAX`."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._places, self._session.get(url, timeout=timeout) as answer:
@@ -44,17 +44,19 @@ class Web:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return ""
 
-
-async def fetch_all(web: Web, urls: Iterable[str]) -> list[str]:
-    """All at once, in order."""
-    return list(await asyncio.gather(*(web.fetch(url) for url in urls)))
+    async def fetch_all(self, urls: Iterable[str]) -> list[str]:
+        """Fetch the pages concurrently, at most `AT_ONCE_MAX` at once. Returns them in order."""
+        return list(await asyncio.gather(*map(self.fetch, urls)))
 
 
 def figures(shards: Sequence[str], engines: Sequence[str]) -> Figures:
-    """From the pages of shards and engines."""
+    """Compute the figures from the metrics pages of shards and engines."""
     used, total = _sum_by_tier(shards, TIER_USED), _sum_by_tier(shards, TIER_CAPACITY)
     hit, missed = (sum(sample.value for sample in _samples(engines, name)) for name in (HIT, MISSED))
-    tiers = tuple(TierStatus(name, _coarse(used[name]), int(total[name])) for name in sorted(total))
+    tiers = tuple(
+        TierStatus(name, int(used[name] // GRAIN_BYTES) * GRAIN_BYTES, int(total[name]))
+        for name in sorted(total)
+    )
     return Figures(tiers, round(hit / (hit + missed), 2) if hit + missed else None)
 
 
@@ -65,14 +67,11 @@ def _sum_by_tier(pages: Sequence[str], name: str) -> dict[str, float]:
     return amounts
 
 
-def _coarse(value: float) -> int:
-    return int(value // GRAIN_BYTES) * GRAIN_BYTES
-
-
 def _samples(pages: Sequence[str], name: str) -> Iterator[Sample]:
-    """Samples of one metric in pages of Prometheus' text format; a page with a malformed one has none.
+    """Samples of one metric in pages of Prometheus' text format. A page with a malformed sample counts as
+    empty.
 
-    Only the metric's lines are parsed: an engine's page has thousands of others, and the event loop waits.
+    Parses only the metric's lines: an engine's page has thousands, and parsing blocks the event loop.
     """
     for page in pages:
         lines = [line for line in page.splitlines() if line.startswith(name)]

@@ -1,19 +1,20 @@
-"""Keeps the index up to date: for each kind that is read, one LIST and then one WATCH that goes on for good.
+"""Keeps the index up to date: for each kind that is read, one LIST and then one WATCH that is reopened for
+ever.
 
 kopf is not used. It lists without `resourceVersion`, which the API server answers from its database. It
-discovers kinds once, or else watches CRDs, which an operator of one namespace has no right to. A 404, or any
-error event but 410, ends its watcher and with it the process. Here a watch copes by itself:
+discovers kinds only once, or else watches CRDs, which an operator of one namespace has no right to. A 404, or
+any error event but 410, ends its watcher and with it the process. A watch here recovers:
 
 | the API server | the watch |
 |---|---|
 | ends the stream | reopens it at the version that it has reached |
-| says 410: that version is forgotten | lists again, from the database |
-| says 404: the kind is not served | logs it once, drops its objects, and asks until it is served |
-| refuses otherwise, or is silent for too long | keeps what it has, and tries again with growing delays |
+| answers 410: that version is too old | lists again, from the database |
+| answers 404: the kind is not served | logs it once, drops the objects, and retries until it is served |
+| refuses otherwise, or is silent for too long | keeps the objects, and retries with growing delays |
 
-A first list may come from the API server's cache (`resourceVersion=0`) and be behind. Therefore decisions can
-be repeated without harm, or name the version that they were made from (statuses, finalizers), or are made
-from a fresh read where nothing can be taken back (the end of a teardown).
+The first list may come from the API server's cache (`resourceVersion=0`) and be stale. Decisions tolerate
+that: they can be repeated without harm, or name the version that they were made from (statuses, finalizers),
+or use a fresh read before a step that cannot be undone (the end of a teardown).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ logger = logging.getLogger(__name__)
 REOPEN_S = 0.5
 """Delay before a watch that has ended is opened again."""
 MISSING_S = 10.0
-"""Delay before a kind that is not served is asked for again."""
+"""Delay before the next request for a kind that is not served."""
 RECENT_S = 600.0
-"""Delay before KubeRay's version is asked for again."""
+"""Delay before the next request for KubeRay's version."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 60.0
 REMEDIES = {API_VERSION: "apply the chart's CRDs", RAY_API_VERSION: "install KubeRay 1.6 or newer"}
-"""What to do where a group's kinds are not served. Other groups are Kubernetes' own and never missing."""
+"""What a person has to do if a group is not served. Other groups belong to Kubernetes and always exist."""
 Changed = Callable[[Iterable[ObjectKey]], None]
 
 
@@ -50,7 +51,7 @@ class Watch:
     def __init__(
         self, cluster: ApiServer, shelf: Shelf, on_change: Changed, on_served: Callable[[], None]
     ) -> None:
-        """`on_served` is called when the kind is served again, or is not any more."""
+        """`on_served` is called when the API server begins or ceases to serve the kind."""
         self._cluster = cluster
         self._shelf = shelf
         self._on_change = on_change
@@ -59,7 +60,7 @@ class Watch:
         self._list_from = "0"
         self._failures = 0
         self.has_answer = asyncio.Event()
-        """Set once the API server has answered, whatever it said."""
+        """Set after the first attempt, also after a failure."""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -101,9 +102,9 @@ class Watch:
                 self._on_change(shelf.apply(event))
 
     def _take_refusal(self, error: Refused) -> float:
-        """Decide what follows; returns the seconds until then."""
+        """Decide what to do next. Returns the delay in seconds."""
         was_listing, self._must_list = self._must_list, True
-        # From the database: the cache may be what is behind.
+        # From the database: the cache may be stale.
         self._list_from = ""
         if error.status == NOT_FOUND and not was_listing:
             return 0.0
@@ -129,14 +130,14 @@ class Watch:
         self._shelf.problem = str(error)
         self._failures += 1
         delay_s = min(BACKOFF_S_MAX, BACKOFF_S_MIN * 2 ** (self._failures - 1))
-        # A proxy may cut streams at any time, so that one which is reopened at once is no news.
+        # A proxy may cut streams at any time: a watch that can be reopened at once is not worth a warning.
         if self._failures == (1 if self._must_list else 2) or delay_s == BACKOFF_S_MAX:
-            logger.warning("%s; again in %.0f s", error, delay_s)
+            logger.warning("%s; next try in %.0f s", error, delay_s)
         return float(delay_s)
 
 
 class Watches:
-    """Keeps all shelves up to date, and hands the keys of what changed to `on_change`."""
+    """Keeps all shelves up to date, and passes the keys of changed objects to `on_change`."""
 
     def __init__(self, cluster: ApiServer, index: Index, on_change: Changed) -> None:
         self._cluster = cluster
@@ -151,25 +152,26 @@ class Watches:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ask_for_kuberay())
+            tasks.create_task(self._poll_kuberay())
             for one in self._watches:
                 tasks.create_task(one.run())
 
     async def wait(self) -> None:
-        """Wait until each kind is listed, is known to be missing, or could not be read."""
+        """Wait until each kind is listed, is not served, or could not be read."""
         for has_answer in (*(one.has_answer for one in self._watches), self._knows_kuberay):
             await has_answer.wait()
 
     def _take_served(self) -> None:
-        """A kind came or left: everything of ours may depend on it."""
+        """Look at all objects, because any of them may depend on the kind."""
         self._ray_changed.set()
         self._on_change(self._index.keys())
 
-    async def _ask_for_kuberay(self) -> None:
-        """Know whether KubeRay is recent. RayCronJobs are not read, so that no right over them is needed."""
+    async def _poll_kuberay(self) -> None:
+        """Find out whether KubeRay is recent. RayCronJobs themselves are not read, so no right to them is
+        needed."""
         while True:
             self._ray_changed.clear()
-            with suppress(Refused, Unavailable):  # its watches say so
+            with suppress(Refused, Unavailable):  # the watches log it
                 is_recent = RAY_CRON_JOB.plural in await self._cluster.list_served_kinds(RAY_API_VERSION)
                 if is_recent != self._index.is_kuberay_recent:
                     self._index.is_kuberay_recent = is_recent

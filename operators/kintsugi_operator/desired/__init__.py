@@ -1,1 +1,1 @@
-"""What the operator decides: functions of a spec, a status, an observation and the time. Pure."""
+"""Decisions: pure functions of a spec, a status, an observation and the time."""

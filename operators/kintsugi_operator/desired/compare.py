@@ -1,4 +1,4 @@
-"""Whether a live object equals the wanted one, whatever form Kubernetes has given it."""
+"""Compares live objects with wanted ones, regardless of Kubernetes' defaults and notations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kintsugi_operator.observed.views import digest_of
 
 CLAIM = "PersistentVolumeClaim"
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
-"""Also suffixes that a spec may not use: Kubernetes writes 1024Ti as 1Pi."""
+"""Includes suffixes that a spec may not use: Kubernetes writes 1024Ti as 1Pi."""
 
 
 def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
-    """Whether an object has to be applied: it is missing, was last applied as something else, or has drifted.
+    """Whether an object must be applied: it is missing, its manifest has changed, or it has drifted.
 
-    Fields that others add, such as defaults, are no drift.
+    Fields that others add, such as defaults, are not drift.
     """
     return live is None or digest_of(wanted) != digest_of(live) or drift(wanted, live) is not None
 
 
 def drift(wanted: Any, live: Any, path: str = "") -> str | None:
-    """Path of the first difference; None where everything wanted is there."""
+    """Path of the first wanted value that the live object lacks; None if it has all."""
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):
             return None if not wanted and live is None else path
@@ -41,8 +41,8 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
 
 
 def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
-    """A claim at least as large as the live one: Kubernetes shrinks none, and somebody may have enlarged
-    it by hand. Other objects as they are wanted."""
+    """The wanted object; a claim at least as large as the live one, which somebody may have enlarged by hand,
+    because Kubernetes cannot shrink claims."""
     if live is None or wanted["kind"] != CLAIM:
         return wanted
     ours = wanted["spec"]["resources"]["requests"]["storage"]

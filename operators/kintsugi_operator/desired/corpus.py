@@ -1,4 +1,4 @@
-"""When a corpus is filled: once for every change and every model, and at each tick of its schedule."""
+"""Decides when a corpus is filled: once per change and model, and at each time of its schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.views import JobState, JobView
 
 WITHOUT_RERUN = ("suspend", "ttlS", "schedule", "ledgerGib")
-"""What may change without the corpus being filled again."""
+"""Fields of the spec whose changes need no new run."""
 TICK = "%Y%m%d%H%M"
 COUNTS = ("documents", "documents_failed", "chunks", "chunks_failed")
 
@@ -34,32 +34,32 @@ class Target:
 
     spec: BlendServiceSpec
     revision: EngineRevision
-    """The revision to fill the corpus for: a pending one serves once its corpora are filled."""
+    """The revision to fill the corpus for: a pending revision serves once its corpora are filled."""
     is_store_ready: bool
 
 
 @dataclass(frozen=True)
 class CorpusObserved:
-    """What the operator saw of a corpus."""
+    """What the operator observed of a corpus."""
 
     target: Target | None = None
-    """None: there is no such service, or none that works."""
+    """None: the service does not exist or is invalid."""
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     """By name."""
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the current job, as `kintsugi precompute --json` prints them; empty before it has ended."""
-    trouble: str = ""
-    """Why a pod of a job does not start."""
+    pod_failure: str = ""
+    """Why a pod of the job does not start."""
 
 
 @dataclass(frozen=True)
 class CorpusDesired:
-    """What has to be there for a corpus, and its status."""
+    """The objects of a corpus and its status."""
 
     objects: tuple[Manifest, ...]
     status: CorpusPrecomputeStatus
     superfluous: tuple[str, ...] = ()
-    """Names of RayJobs of former runs, which are to be deleted."""
+    """Names of RayJobs of former runs, to be deleted."""
 
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
@@ -71,15 +71,15 @@ def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
 def next_run(
     spec: CorpusPrecomputeSpec, revision: EngineRevision, run: str, job: JobView, now: datetime
 ) -> str:
-    """The run that should be: `BASIS-REVISION-TICK`. A new tick waits for a job that still runs; a change of
-    what is asked for does not."""
+    """The run that is wanted now, as `BASIS-REVISION-TICK`. A new tick waits for a running job to end; a
+    changed spec or model does not."""
     tick = last_tick(spec.schedule, now) if spec.schedule else None
     stamp = tick.strftime(TICK) if tick is not None else "once"
     wanted = f"{basis_of(spec, revision)}-{revision.name}-{stamp}"
     if not run or run.split("-")[0] != wanted.split("-")[0]:
         return wanted
     is_over = job.state.is_final or job.state is JobState.ABSENT
-    # An older tick comes up where a schedule was changed or taken away: nothing is run for it.
+    # A changed or removed schedule can yield an older tick. It starts no run.
     is_later = stamp != "once" and (run.endswith("-once") or stamp > run.rsplit("-", 1)[1])
     return wanted if is_over and is_later else run
 
@@ -91,13 +91,13 @@ def plan_corpus(
     observed: CorpusObserved,
     now: datetime,
 ) -> CorpusDesired:
-    """What follows for a corpus. Raises `InvalidField` for a schedule that `check_corpus` refuses."""
+    """Decide about a corpus. Raises `InvalidField` for a schedule that `check_corpus` refuses."""
     target = observed.target
     if target is None:
         missing = c.false(
             c.READY,
             "NoService",
-            f"there is no BlendService {spec.service} here that could run: make it, or name another",
+            f"this namespace has no valid BlendService {spec.service}: create it, or name another",
         )
         status = replace(before, phase="Waiting", conditions=(c.true(c.VALID, "Accepted"), missing))
         return CorpusDesired((), status)
@@ -108,7 +108,7 @@ def plan_corpus(
     was_done = run == before.run and before.phase in ("Succeeded", "Failed")
     objects = [sign(ledger_claim(spec, owner))]
     if job.state.is_final or was_done:
-        pass  # the job is a record now: nothing about it changes any more
+        pass  # the job has ended and never changes again
     elif job.state is not JobState.ABSENT or (target.is_store_ready and not spec.suspend):
         objects.append(sign(corpus_job(spec, owner, target.spec, target.revision, digest(run))))
     return CorpusDesired(
@@ -146,7 +146,7 @@ def _status(
     conditions = (
         c.true(c.VALID, "Accepted"),
         c.true(c.READY, "ServiceFound"),
-        _complete(phase, job, observed.trouble),
+        _complete(phase, job, observed.pod_failure),
     )
     return replace(status, conditions=conditions)
 
@@ -161,24 +161,24 @@ def _phase(spec: CorpusPrecomputeSpec, observed: CorpusObserved, job: JobView) -
     return "Waiting"
 
 
-def _complete(phase: str, job: JobView, trouble: str) -> Condition:
+def _complete(phase: str, job: JobView, pod_failure: str) -> Condition:
     messages = {
         "Waiting": "the service's store is not ready",
-        "Starting": f"RayJob {job.name} is made",
-        "Running": f"RayJob {job.name} runs" + (f"; {trouble}" if trouble else ""),
-        "Suspended": "suspend is set: unset it to go on",
-        "Failed": f"{job.message or 'the job failed'}. Look at RayJob {job.name}; what was prefilled stays, "
-        "and a changed spec starts it again",
+        "Starting": f"RayJob {job.name} is being created",
+        "Running": f"RayJob {job.name} is running" + (f"; {pod_failure}" if pod_failure else ""),
+        "Suspended": "suspend is set: unset it to continue",
+        "Failed": f"{job.message or 'the job failed'}. See RayJob {job.name}. Chunks that were stored "
+        "remain, and a changed spec starts a new run",
     }
     if phase == "Succeeded":
         return c.true(
-            c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by a document's id"
+            c.COMPLETE, "Filled", "requests find its chunks by text or token ids, not by document id"
         )
     return c.false(c.COMPLETE, phase, messages.get(phase, phase))
 
 
 def figures_in(log: str) -> Mapping[str, Any]:
-    """The last report in a job's log, among whatever Ray wrote around it; empty where there is none."""
+    """The last report in a job's log, which also has lines of Ray; empty without one."""
     decoder = json.JSONDecoder()
     start = log.rfind("\n{")
     while start >= 0 or log.startswith("{"):

@@ -1,8 +1,9 @@
-"""Which of several operators owns a service. The owner alone writes anything but what this file decides.
+"""Decides which of several operators owns a service. Operators that do not own it write only what this file
+decides.
 
 The service's status names its owner by the Lease that the owner's leader holds. An operator of single
-namespaces outranks one of the whole cluster. Otherwise the first one stays, until its Lease is no longer
-renewed.
+namespaces takes precedence over one of the whole cluster. Otherwise the first owner stays until its Lease
+expires.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CLUSTER, NAMESPACE = "Cluster", "Namespace"
 
 
 class Claim(StrEnum):
-    """What an operator does about a service's ownership."""
+    """What an operator does about the ownership of a service."""
 
     KEEP = "keep"
     TAKE = "take"
@@ -26,7 +27,7 @@ class Claim(StrEnum):
 
 
 def decide_claim(me: OperatorStatus, owner: OperatorStatus) -> Claim:
-    """Decide for an owner that still runs."""
+    """Decide, for an owner that still runs."""
     if owner == me:
         return Claim.KEEP
     if owner.lease in ("", me.lease):
@@ -35,22 +36,22 @@ def decide_claim(me: OperatorStatus, owner: OperatorStatus) -> Claim:
 
 
 def take_over(status: BlendServiceStatus, me: OperatorStatus) -> BlendServiceStatus:
-    """The status of a service that is ours from now on."""
+    """The status of a service that `me` owns from now on."""
     return replace(status, operator=me, conditions=_conditions_without_sole(status))
 
 
 def leave_to_owner(
     status: BlendServiceStatus, me: OperatorStatus, generation: int, now: str
 ) -> BlendServiceStatus:
-    """The status of a service that another operator owns: a condition says so."""
+    """The status of a service that another operator owns, with the condition that says so."""
     owner = status.operator
     said = c.false(
         c.SOLE,
         "OwnedByAnother",
         f"operator {owner.lease} (scope {owner.scope}) owns this service, and {me.lease} (scope {me.scope}) "
-        "leaves it alone: remove one of them",
+        "ignores it: remove one of them",
     )
-    # Whoever said so: of several that leave it alone, each would put its own name there for ever.
+    # Any operator's message will do: several of them would overwrite each other's for ever.
     whose = f"operator {owner.lease} (scope {owner.scope}) owns"
     if any(one.type == said.type and one.message.startswith(whose) for one in status.conditions):
         return status
@@ -58,7 +59,7 @@ def leave_to_owner(
 
 
 def forget_operator(status: BlendServiceStatus, me: OperatorStatus) -> BlendServiceStatus:
-    """The status once this operator is removed: another may own the service, and is alone."""
+    """The status once this operator is removed, so that another may own the service."""
     if status.operator.lease == me.lease:
         return replace(status, operator=OperatorStatus())
     if any(one.type == c.SOLE and f" {me.lease} (scope" in one.message for one in status.conditions):

@@ -3,13 +3,12 @@ last status and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
-from kintsugi_operator.api.status import BlendServiceStatus, Condition, RolloutStatus
-from kintsugi_operator.desired.calibrations import FAILURES_MAX, all_calibrations, record_calibrations
+from kintsugi_operator.api.status import BlendServiceStatus, CalibrationStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, calibrated_revision, step, wanted_revisions
 from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
@@ -36,6 +35,9 @@ from kintsugi_operator.objects.store import (
 )
 from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.views import JobState, JobView, Observed, RayServiceView, label_of
+
+FAILURES_MAX = 3
+"""A failed calibration runs again when its RayJob is deleted, until it has failed this often."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def plan_service(
 ) -> Desired:
     """Decide for a spec that `validation.check_service` has accepted."""
     live_jobs = observed.calibrations
-    observed = replace(observed, calibrations=all_calibrations(before.calibrations, live_jobs))
+    observed = replace(observed, calibrations=_all_calibrations(before.calibrations, live_jobs))
     requested = EngineRevision.of(spec)
     known = {**observed.revisions, requested.name: requested}
     rollout = step(before.rollout, requested.name, spec.engines.calibrate, observed, now)
@@ -107,7 +109,7 @@ def plan_service(
         observed_generation=before.observed_generation,
         shard_groups=groups,
         store_image=image.image,
-        calibrations=record_calibrations(before.calibrations, live_jobs, wanted_revisions(rollout)),
+        calibrations=_record_calibrations(before.calibrations, live_jobs, wanted_revisions(rollout)),
         operator=before.operator,
     )
     return Desired(tuple(map(sign, objects)), status, shard_step, _cluster_patch(store[-1], observed))
@@ -132,6 +134,38 @@ def _drop_unknown(
         pending=rollout.pending if rollout.pending in known else "",
         retiring=tuple(one for one in rollout.retiring if one in known),
     )
+
+
+def _all_calibrations(
+    records: Sequence[CalibrationStatus], live: Mapping[str, JobView]
+) -> Mapping[str, JobView]:
+    """The calibrations by revision: those with a RayJob, and those that have ended and whose RayJob is
+    deleted.
+
+    The latter have no name. Failed ones that may run again are left out.
+    """
+    done = {one.revision: JobView(JobState.SUCCEEDED) for one in records if one.state == JobState.SUCCEEDED}
+    failed = {
+        one.revision: JobView(JobState.FAILED, one.message)
+        for one in records
+        if one.state == JobState.FAILED and one.failures >= FAILURES_MAX
+    }
+    return {**done, **failed, **live}
+
+
+def _record_calibrations(
+    records: Sequence[CalibrationStatus], live: Mapping[str, JobView], revisions: Collection[str]
+) -> tuple[CalibrationStatus, ...]:
+    """The calibrations of these revisions that have ended, for the status."""
+    kept = {one.revision: one for one in records}
+    for revision, job in live.items():
+        former = kept.get(revision)
+        if job.state is JobState.SUCCEEDED:
+            kept[revision] = CalibrationStatus(revision, str(job.state))
+        elif job.state is JobState.FAILED and (former is None or former.job != job.uid):
+            failures = (former.failures if former is not None else 0) + 1
+            kept[revision] = CalibrationStatus(revision, str(job.state), job.message, failures, job.uid)
+    return tuple(one for revision, one in sorted(kept.items()) if revision in revisions)
 
 
 def _calibration_jobs(

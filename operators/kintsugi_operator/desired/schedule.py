@@ -1,4 +1,4 @@
-"""Cron: the last tick before a time. Five fields as in crontab(5), in UTC."""
+"""The last scheduled time (tick) of a cron schedule: five fields as in crontab(5), in UTC."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FIELDS = ("minute", "hour", "day-of-month", "month", "day-of-week")
 
 
 def check_schedule(schedule: str) -> None:
-    """Raise `InvalidField` for what is no schedule, such as an impossible date: a 30th of February."""
+    """Raise `InvalidField` for an invalid schedule, such as one with an impossible date (30 February)."""
     _ticks_before(schedule, datetime(2000, 1, 1, tzinfo=UTC))
 
 
 def last_tick(schedule: str, now: datetime) -> datetime | None:
-    """The latest tick at or before `now`, which is in UTC; None where the last 50 years had none.
+    """The latest tick at or before `now` (UTC); None if the last 50 years had none.
 
     Raises as `check_schedule` does.
     """
@@ -25,7 +25,7 @@ def last_tick(schedule: str, now: datetime) -> datetime | None:
 
 
 def _ticks_before(schedule: str, moment: datetime) -> CronSim:
-    # The library would take a sixth field for seconds.
+    # The library would accept a sixth field as seconds.
     if len(fields := schedule.split()) != len(FIELDS):
         raise InvalidField("spec.schedule", f"{schedule!r} has {len(fields)} fields, not {' '.join(FIELDS)}")
     try:

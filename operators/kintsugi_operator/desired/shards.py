@@ -1,4 +1,4 @@
-"""Which shard to restart next, so that the operator never has more than one down."""
+"""Decides which shard restarts next, so that the operator never takes down more than one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class ShardStep:
 
     action: Action
     pod: str = ""
-    """The pod to evict. It writes back what only RAM holds before it ends, and returns with its volumes."""
+    """The pod to evict. It writes back its RAM before it ends, and returns with its volumes."""
     message: str = ""
     outdated: int = 0
-    """Number of pods that do not run what they should."""
+    """Number of pods with an outdated template."""
 
 
 def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
-    """Decide from the template digests that pods should have, by shard, and the pods that are there.
+    """Decide from the wanted template digests, by shard, and the existing pods.
 
-    Evicts only while every shard has a ready pod, the outdated one included: a shard that is down for another
-    reason is not joined by a second one.
+    Evicts only while every shard has a ready pod, outdated pods included: while a shard is down, no second
+    one is taken down.
     """
     outdated = [
         pod
@@ -44,11 +44,11 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
         return ShardStep(Action.NONE)
     ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
     missing = set(range(len(templates))) - ready
-    # A pod that is not ready is replaced first: nothing is lost by it.
+    # An outdated pod that is not ready is replaced first: nothing is lost.
     down = (pod for pod in outdated if not pod.is_ready and not pod.is_leaving and missing <= {pod.shard})
     chosen = next(down, None if missing else outdated[0])
     if chosen is None:
-        text = f"waiting for shard {', '.join(map(str, sorted(missing)))} before the next is restarted"
+        text = f"waiting for shard {', '.join(map(str, sorted(missing)))} before the next restart"
         return ShardStep(Action.WAIT, message=text, outdated=len(outdated))
     return ShardStep(Action.RESTART, chosen.name, f"restarting shard {chosen.shard}", len(outdated))
 

@@ -1,4 +1,4 @@
-"""The order in which a service is removed: what takes requests, then what holds chunks, then claims."""
+"""The order in which a service is deleted: engines, gateways and jobs, then shards, then everything else."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import is_leaving, is_pod_ready, label_of, ray_service_view
 
 DRAIN_S_MAX = 600.0
-"""A lost node must not keep a service from being removed."""
+"""Limit of a drain, since a lost node would otherwise prevent the deletion for ever."""
 
 
 @dataclass(frozen=True)
 class Teardown:
-    """One step of a removal."""
+    """One step of a deletion."""
 
     delete: tuple[Manifest, ...] = ()
     message: str = ""
 
     @property
     def is_done(self) -> bool:
-        """Whether the finalizer may be removed; Kubernetes then deletes what the service owns."""
+        """Whether the finalizer may be removed. Kubernetes then deletes everything that the service owns."""
         return not self.message
 
 
 def must_drain(is_held: bool, ray: Sequence[Manifest], pods: Sequence[Manifest]) -> bool:
-    """Whether a service needs the finalizer: from the first part of it that is ready, until nothing is left.
+    """Whether a service needs the finalizer: from the first ready part until nothing is left.
 
-    What has never been ready has answered nobody and stored nothing. `is_held`: it has the finalizer.
+    A part that was never ready has answered no request and stored no chunk. `is_held`: whether the service
+    has the finalizer now.
     """
     if is_held:
         return not next_teardown(ray, pods, 0.0).is_done
@@ -41,17 +42,19 @@ def must_drain(is_held: bool, ray: Sequence[Manifest], pods: Sequence[Manifest])
 def next_teardown(ray: Sequence[Manifest], pods: Sequence[Manifest], age_s: float) -> Teardown:
     """Decide from a service's RayServices and RayJobs, its pods, and the seconds since its deletion.
 
-    Engines and jobs finish first, because they may still write chunks; then shards write back what only RAM
-    holds.
+    Engines and jobs finish first, because they may still write chunks; then shards write back their RAM.
     """
     if age_s >= DRAIN_S_MAX:
         return Teardown(delete=tuple(one for one in ray if not is_leaving(one)))
-    for parts, what in ((USERS, "engines, gateways and jobs finish"), (("store",), "shards write back")):
+    for parts, what in (
+        (USERS, "engines, gateways and jobs are finishing"),
+        (("store",), "shards are writing back"),
+    ):
         objects = [one for one in ray if label_of(one, LABEL_PART) in parts]
         left = [one for one in pods if label_of(one, LABEL_PART) in parts]
         if objects or left:
             return Teardown(
                 tuple(one for one in objects if not is_leaving(one)),
-                f"{what}: {len(objects)} Ray objects and {len(left)} pods are left",
+                f"{what}: {len(objects)} Ray objects and {len(left)} pods remain",
             )
     return Teardown()

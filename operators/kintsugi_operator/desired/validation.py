@@ -1,24 +1,39 @@
-"""Checks of specs beyond the bounds and rules that their types state. Errors say what to change."""
+"""Checks of specs beyond the bounds and rules of their types. Errors say what to change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
+from pathlib import PurePosixPath
 
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, Engines, Gateways
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.api.manifest import check_manifest
-from kintsugi_operator.desired.pod_template import check_keys, check_pod_template
+from kintsugi_operator.api.manifest import GROUP, check_manifest
+from kintsugi_operator.api.patterns import LABEL
+from kintsugi_operator.api.pod_template import PodTemplate
 from kintsugi_operator.desired.schedule import check_schedule
 from kintsugi_operator.objects.deployed import (
+    DATA,
     DIRECTORY_PORT,
     ENGINE_METRICS_PORT,
     SHARD_METRICS_PORT,
     SHARD_PORT,
+    TIERS,
 )
-from kintsugi_operator.objects.jobs import BOUND
-from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, GCS_PORT, METRICS_PORT, quantity
+from kintsugi_operator.objects.jobs import BOUND, CORPUS_FILES, STATE
+from kintsugi_operator.objects.names import LABEL_NAME
+from kintsugi_operator.objects.pods import (
+    AGENT_PORT,
+    DASHBOARD_PORT,
+    GCS_PORT,
+    METRICS_PORT,
+    MODELS,
+    SCRATCH,
+    TMP,
+    quantity,
+)
 
 RESERVED_PORTS = {
     GCS_PORT: "Ray's GCS",
@@ -32,7 +47,45 @@ RESERVED_PORTS = {
     AGENT_PORT: "Ray's agent",
 }
 WORKER_PORTS = range(10002, 20000)
-"""Ray's processes take whichever of these is free."""
+"""Ray's worker processes listen on free ports of this range."""
+RESERVED_PREFIXES = (GROUP, "ray.io")
+RESERVED_LABELS = {
+    LABEL_NAME: "KubeRay's Services select pods by it",
+    "app.kubernetes.io/created-by": "KubeRay's Services select pods by it",
+    "app.kubernetes.io/instance": "it names the BlendService",
+    "app.kubernetes.io/managed-by": "it names the operator",
+}
+RESERVED_VOLUMES = re.compile(
+    "tmp|shared-memory|shared-mem|ray-logs|scratch|models|data|tier-.*|store-tls|tls|tokens|revision|state|corpus"
+)
+"""Names of the operator's and KubeRay's volumes."""
+VOLUME_KINDS = (
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+)
+"""The kinds that the restricted pod security standard allows."""
+RESERVED_PATHS = (
+    TMP,
+    "/dev/shm",
+    SCRATCH,
+    DATA,
+    TIERS,
+    STATE,
+    CORPUS_FILES,
+    "/etc/kintsugi",
+    "/opt/kintsugi",
+    "/opt/venv",
+    MODELS,
+    "/var/run/secrets/kubernetes.io/serviceaccount",
+)
+_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
 def check_service(spec: BlendServiceSpec) -> None:
@@ -44,14 +97,14 @@ def check_service(spec: BlendServiceSpec) -> None:
     for part in ("engines", "store", "gateway", "heads"):
         check_pod_template(getattr(spec, part).pod_template, f"spec.{part}.podTemplate")
     if spec.tls.require_client and not spec.tls.secret:
-        raise InvalidField("spec.tls.secret", "is needed for requireClient: it holds ca.crt")
+        raise InvalidField("spec.tls.secret", "is required for requireClient, because it has ca.crt")
 
 
 def check_corpus(spec: CorpusPrecomputeSpec) -> None:
-    """Raise `InvalidField` for a spec that no job could do."""
+    """Raise `InvalidField` for a spec that no job could run."""
     check_manifest(spec)
     for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):
-        raise InvalidField(f"spec.workers.vllm.{name}", "follows from the service: set it there")
+        raise InvalidField(f"spec.workers.vllm.{name}", "is the service's to decide: set engines.vllm there")
     check_pod_template(spec.workers.pod_template, "spec.workers.podTemplate")
     if spec.schedule:
         check_schedule(spec.schedule)
@@ -59,12 +112,14 @@ def check_corpus(spec: CorpusPrecomputeSpec) -> None:
 
 def _check_engines(engines: Engines) -> None:
     if quantity(engines.shared_memory) >= quantity(engines.memory):
-        raise InvalidField("spec.engines.sharedMemory", "counts towards memory: make it smaller than that")
+        raise InvalidField(
+            "spec.engines.sharedMemory", "counts towards engines.memory: make it smaller than that"
+        )
     ranks = engines.vllm.get("tensor_parallel_size", 1)
     if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:
         raise InvalidField(
             "spec.engines.vllm.tensor_parallel_size",
-            f"{ranks} needs as many GPUs, and an engine's pod has {engines.gpus}: set engines.gpus",
+            f"{ranks} ranks need as many GPUs, but an engine's pod has {engines.gpus}: set engines.gpus",
         )
 
 
@@ -73,7 +128,7 @@ def _check_gateway(gateway: Gateways) -> None:
     for field, port in (("grpcPort", gateway.grpc_port), ("httpPort", gateway.http_port)):
         taken = RESERVED_PORTS.get(port, "Ray's workers" if port in WORKER_PORTS else "")
         if taken:
-            raise InvalidField(f"spec.gateway.{field}", f"{port} is taken by {taken}")
+            raise InvalidField(f"spec.gateway.{field}", f"{port} is used by {taken}: choose another port")
 
 
 def _check_egress(egress: Sequence[Egress]) -> None:
@@ -83,3 +138,72 @@ def _check_egress(egress: Sequence[Egress]) -> None:
         except ValueError as error:
             where = f"spec.network.egress.{index}.cidr"
             raise InvalidField(where, f"{error}; write a network, such as 10.0.0.0/8") from None
+
+
+def check_pod_template(template: PodTemplate, where: str) -> None:
+    """Raise `InvalidField` for an addition that overrides something of the operator, KubeRay or Ray."""
+    check_keys(template.labels, f"{where}.labels")
+    check_keys(template.annotations, f"{where}.annotations")
+    for key, value in template.labels.items():
+        if key in RESERVED_LABELS:
+            raise InvalidField(f"{where}.labels", f"{key} cannot be set: {RESERVED_LABELS[key]}")
+        if not _VALUE.fullmatch(value):
+            raise InvalidField(f"{where}.labels", f"{key}: {value!r} is not a valid value of a label")
+    _check_volumes(template, where)
+    _check_mounts(template, where)
+
+
+def check_keys(pairs: Mapping[str, str], where: str) -> None:
+    """Raise `InvalidField` for an invalid key, or a key that belongs to the operator or Ray."""
+    for key in pairs:
+        prefix = key.rpartition("/")[0]
+        if any(prefix == own or prefix.endswith(f".{own}") for own in RESERVED_PREFIXES):
+            raise InvalidField(where, f"{key} cannot be set: {prefix} belongs to the operator or Ray")
+        if not _KEY.fullmatch(key):
+            raise InvalidField(where, f"{key!r} is not a valid key: write name or prefix/name")
+
+
+def _check_volumes(template: PodTemplate, where: str) -> None:
+    names = set()
+    for index, volume in enumerate(template.volumes):
+        place = f"{where}.volumes.{index}"
+        name = volume.get("name")
+        if not isinstance(name, str) or not re.fullmatch(LABEL, name):
+            raise InvalidField(f"{place}.name", f"{name!r} is not a valid name: use a-z, 0-9 and -")
+        if name in names:
+            raise InvalidField(f"{place}.name", f"{name} occurs twice")
+        if RESERVED_VOLUMES.fullmatch(name):
+            raise InvalidField(
+                f"{place}.name", f"{name} belongs to the operator or KubeRay: choose another name"
+            )
+        names.add(name)
+        kinds = sorted(set(volume) - {"name"})
+        if len(kinds) != 1:
+            raise InvalidField(place, f"a volume must have one source, but this has {len(kinds)}")
+        if kinds[0] not in VOLUME_KINDS:
+            allowed = ", ".join(VOLUME_KINDS)
+            raise InvalidField(
+                f"{place}.{kinds[0]}", f"the restricted pod security standard allows only {allowed}"
+            )
+
+
+def _check_mounts(template: PodTemplate, where: str) -> None:
+    names = {volume["name"] for volume in template.volumes}
+    paths: set[PurePosixPath] = set()
+    for index, mount in enumerate(template.volume_mounts):
+        place = f"{where}.volumeMounts.{index}"
+        path = PurePosixPath("/" + mount.mount_path.lstrip("/"))
+        if mount.name not in names:
+            raise InvalidField(f"{place}.name", f"podTemplate.volumes has no volume {mount.name}")
+        if mount.sub_path.startswith("/"):
+            raise InvalidField(f"{place}.subPath", f"{mount.sub_path} must be relative to the volume")
+        if ".." in path.parts or ".." in PurePosixPath(mount.sub_path).parts:
+            raise InvalidField(place, "a path must not contain ..")
+        for reserved in map(PurePosixPath, RESERVED_PATHS):
+            if path.is_relative_to(reserved) or reserved.is_relative_to(path):
+                raise InvalidField(
+                    f"{place}.mountPath", f"{path} would hide the operator's folder {reserved}"
+                )
+        if path in paths:
+            raise InvalidField(f"{place}.mountPath", f"{path} occurs twice")
+        paths.add(path)

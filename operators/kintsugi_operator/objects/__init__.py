@@ -1,1 +1,1 @@
-"""What the objects look like that the operator applies: names, pods, Ray clusters, policies. Pure."""
+"""Builds the manifests that the operator applies: pods, Ray clusters, policies. Pure."""

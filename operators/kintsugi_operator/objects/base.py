@@ -1,4 +1,4 @@
-"""What all objects share: metadata, owners, and how a Ray cluster is put together."""
+"""Metadata and owners of all objects, and the parts of Ray clusters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kintsugi_operator.objects.pods import Manifest, resources, security
 
 RAY_API_VERSION = "ray.io/v1"
 OBJECT_STORE_BYTES = 256 << 20
-"""Ray's own object store: chunk KV never passes through it."""
+"""Size of Ray's object store. Chunk KV never passes through it."""
 GROUP_PODS_MAX = 1024
-"""Maximum number of pods in a worker group. Serve's replicas decide how many there are."""
+"""Maximum number of pods in an autoscaled worker group. Serve's replicas decide the number."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The object that others are made for."""
+    """The object of ours that others belong to."""
 
     kind: str
     name: str
@@ -29,7 +29,7 @@ class Owner:
     uid: str
 
     def reference(self) -> Manifest:
-        """For `ownerReferences`: Kubernetes deletes what is owned with its owner."""
+        """An item of `ownerReferences`: Kubernetes deletes owned objects with their owner."""
         return {
             "apiVersion": API_VERSION,
             "kind": self.kind,
@@ -50,7 +50,7 @@ def make_object(
     owned: bool = True,
     annotations: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """An object with everything but its digest."""
+    """Make an object, without its digest."""
     metadata: Manifest = {"name": name, "namespace": owner.namespace, "labels": dict(labels)}
     if owned:
         metadata["ownerReferences"] = [owner.reference()]
@@ -59,42 +59,36 @@ def make_object(
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
 
 
-@dataclass(frozen=True)
-class Group:
-    """Equal workers of a Ray cluster."""
-
-    name: str
-    template: Manifest
-    replicas: int
-    resources: Mapping[str, float]
-    """Ray's custom ones, of each pod."""
-    cpus: float
-    gpus: int = 0
-    fixed: bool = False
-    """Not for Ray's autoscaler to change."""
-
-    def manifest(self) -> Manifest:
-        """A worker group of KubeRay's."""
-        bounds = (self.replicas, self.replicas) if self.fixed else (0, GROUP_PODS_MAX)
-        return {
-            "groupName": self.name,
-            "replicas": self.replicas,
-            "minReplicas": bounds[0],
-            "maxReplicas": bounds[1],
-            "numOfHosts": 1,
-            "rayStartParams": {
-                "num-cpus": str(math.ceil(self.cpus)),
-                "num-gpus": str(self.gpus),
-                "object-store-memory": str(OBJECT_STORE_BYTES),
-                # KubeRay pastes it into a shell's command line.
-                "resources": f"'{json.dumps(dict(self.resources))}'",
-            },
-            "template": self.template,
-        }
+def worker_group(
+    name: str,
+    template: Manifest,
+    replicas: int,
+    resources: Mapping[str, float],
+    cpus: float,
+    gpus: int = 0,
+    fixed: bool = False,
+) -> Manifest:
+    """A worker group of a Ray cluster. `resources`: Ray's custom resources of each pod. `fixed`: without
+    autoscaling."""
+    return {
+        "groupName": name,
+        "replicas": replicas,
+        "minReplicas": replicas if fixed else 0,
+        "maxReplicas": replicas if fixed else GROUP_PODS_MAX,
+        "numOfHosts": 1,
+        "rayStartParams": {
+            "num-cpus": str(math.ceil(cpus)),
+            "num-gpus": str(gpus),
+            "object-store-memory": str(OBJECT_STORE_BYTES),
+            # KubeRay inserts it into a shell command line.
+            "resources": f"'{json.dumps(dict(resources))}'",
+        },
+        "template": template,
+    }
 
 
 def fault_tolerance(redis: Redis) -> Manifest:
-    """What makes a Ray cluster outlive its head, as a part of its spec; nothing without a Redis."""
+    """The part of a Ray cluster's spec with which it survives the loss of its head; empty without a Redis."""
     if not redis.address:
         return {}
     options: Manifest = {"redisAddress": redis.address}
@@ -107,9 +101,9 @@ def fault_tolerance(redis: Redis) -> Manifest:
 
 
 def ray_cluster(
-    head: Manifest, groups: Sequence[Group], ray_version: str, autoscaled: bool = False, head_cpus: int = 0
+    head: Manifest, groups: Sequence[Manifest], ray_version: str, autoscaled: bool = False, head_cpus: int = 0
 ) -> Manifest:
-    """A cluster whose head runs nothing but what is pinned to it, unless it has CPUs."""
+    """The spec of a Ray cluster. Without `head_cpus`, the head runs only what is pinned to it."""
     cluster: Manifest = {
         "rayVersion": ray_version,
         "headGroupSpec": {
@@ -120,7 +114,7 @@ def ray_cluster(
             },
             "template": head,
         },
-        "workerGroupSpecs": [group.manifest() for group in groups],
+        "workerGroupSpecs": list(groups),
     }
     if autoscaled:
         cluster["enableInTreeAutoscaling"] = True
@@ -134,12 +128,13 @@ def ray_cluster(
 
 
 def serve_yaml(config: Mapping[str, Any]) -> str:
-    """`serveConfigV2` is text. JSON is YAML, and the same config is the same text."""
+    """The text of `serveConfigV2`: sorted JSON, which is YAML, so that equal configurations have equal
+    texts."""
     return json.dumps(config, sort_keys=True, indent=1)
 
 
 def ray_service_body(config: Mapping[str, Any], upgrade: str, cluster: Manifest) -> Manifest:
-    """The body of a RayService. `upgrade`: KubeRay's way to bring about a changed cluster."""
+    """The body of a RayService. `upgrade`: KubeRay's upgrade strategy for a changed cluster."""
     return {
         "spec": {
             "serveConfigV2": serve_yaml(config),

@@ -1,4 +1,4 @@
-"""From a `BlendService` to the `ServiceSpec` that runs within it, and its Serve configuration."""
+"""Converts a `BlendService` to the `ServiceSpec` of its processes and to Serve's configuration."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from kintsugi_operator.objects.pods import (
     TOKENS,
     Manifest,
     Volume,
-    apart,
-    preferences,
+    affinity,
+    avoid,
     secret,
     secret_key,
 )
@@ -61,7 +61,8 @@ CORPUS_KEY = "corpus-token"
 
 @dataclass(frozen=True)
 class EngineRevision(ManifestSettings):
-    """Everything that changes engines' answers. A new revision is calibrated and warmed beside the old."""
+    """Everything that changes the answers of engines. A new revision is calibrated and warmed beside the old
+    one."""
 
     model: Model
     image: Image
@@ -73,18 +74,18 @@ class EngineRevision(ManifestSettings):
     @staticmethod
     def of(spec: BlendServiceSpec) -> EngineRevision:
         """The revision that a spec asks for."""
-        told = spec.engines
+        engines = spec.engines
         return EngineRevision(
-            spec.model, spec.image, spec.ray_version, told.connector, told.vllm, told.openai
+            spec.model, spec.image, spec.ray_version, engines.connector, engines.vllm, engines.openai
         )
 
     @property
     def name(self) -> str:
-        """Digest: the same inputs are the same revision."""
+        """Digest of the fields: equal fields are the same revision."""
         return digest(non_default_manifest(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
-        """The spec as it would be if it had asked for this revision; everything else stays as it is."""
+        """The spec with the fields of this revision in place of its own."""
         engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
         return replace(
             spec, model=self.model, image=self.image, ray_version=self.ray_version, engines=engines
@@ -92,7 +93,7 @@ class EngineRevision(ManifestSettings):
 
 
 def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
-    """The settings of the service's parts. Raises `InvalidField`."""
+    """The settings of all processes. Raises `InvalidField`."""
     engines, gateway, tls = spec.engines, spec.gateway, spec.tls
     vllm = dict(engines.vllm)
     if engines.gpus > 1:
@@ -104,7 +105,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             engines,
             replicas=convert_settings(Scale, engines.scale),
             gpus=float(engines.gpus),
-            # A job of its own calibrates, so that engines do nothing but serve.
+            # A separate job calibrates.
             calibrate=False,
             metrics_port=ENGINE_METRICS_PORT,
             vllm=vllm,
@@ -118,7 +119,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             tls_cert=f"{TLS}/tls.crt" if tls.secret else "",
             tls_key=f"{TLS}/tls.key" if tls.secret else "",
             tls_client_ca=f"{TLS}/ca.crt" if tls.secret and tls.require_client else "",
-            # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
+            # The CRD requires tokens or `gateway.insecure`; TLS may also be terminated before the gateway.
             insecure=not tls.secret or gateway.insecure,
             data_dir=DATA,
             audit_dir=AUDIT if gateway.audit else "",
@@ -133,7 +134,7 @@ def _limits(spec: BlendServiceSpec) -> dict[str, NamespaceLimits]:
 
 
 def store_spec(spec: BlendServiceSpec) -> StoreSpec:
-    """The settings of shards, which depend on `spec.store` alone."""
+    """The settings of shards. They depend on `spec.store` alone."""
     store = spec.store
     files = {"tls_ca": "ca.crt", "tls_cert": "tls.crt", "tls_key": "tls.key"} if store.tls_secret else {}
     return convert_settings(
@@ -145,9 +146,9 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         directory_port=DIRECTORY_PORT,
         port=SHARD_PORT,
         metrics_port=SHARD_METRICS_PORT,
-        # Without TLS, network policies keep others away; where there are none, the spec has to say so.
+        # Without TLS, network policies protect the port; without these, the spec must permit it.
         insecure=not store.tls_secret,
-        # Engines are in other pods, which share no memory.
+        # Engines run in other pods, without shared memory.
         share_arena=False,
         tls_name=store.tls_name if store.tls_secret else "",
         keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
@@ -159,20 +160,20 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
 
 
 def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
-    """The store's certificates for a shard, or for a client that moves no chunks, where there are some."""
+    """The store's certificates, for shards and clients; none without TLS."""
     return [secret("store-tls", STORE_TLS, spec.store.tls_secret)] if spec.store.tls_secret else []
 
 
 def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
-    """What a shard needs to know its clients, and to be known by other shards."""
+    """Secrets of a shard: certificates, its clients' tokens, and its own token for other shards."""
     name = spec.store.tokens_secret
     tokens = [secret_key("store-tokens", STORE_TOKENS, name, TOKENS_KEY, TOKENS_KEY)] if name else []
     return [*store_tls_volumes(spec), *tokens, *_own_token(spec, CLIENT_KEY)]
 
 
 def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume]:
-    """What a client of the store shows to shards: of the Secret with tokens its own alone, in ``key``. And
-    the keys of encrypted namespaces."""
+    """Secrets of a client of the store: certificates, its own token, which is ``key`` of the Secret with
+    tokens, and the keys of encrypted namespaces."""
     keys = spec.store.keys_secret
     mounted = [secret("store-keys", STORE_KEYS, keys)] if keys else []
     return [*store_tls_volumes(spec), *_own_token(spec, key), *mounted]
@@ -183,15 +184,16 @@ def _own_token(spec: BlendServiceSpec, key: str) -> list[Volume]:
     return [secret_key("store-token", STORE_TOKEN, name, key, CLIENT_KEY)] if name else []
 
 
-def heads_apart(service: str) -> Manifest:
-    """Preferences to keep a service's heads on different nodes: a lost node takes one Ray cluster then."""
-    return preferences(away=apart(selector(service, role="head")))
+def spread_heads(service: str) -> Manifest:
+    """Affinity that prefers different nodes for a service's heads: a lost node then stops one Ray cluster
+    only."""
+    return affinity(away=avoid(selector(service, role="head")))
 
 
 def pod_basics(
     spec: BlendServiceSpec, service: str, labels: Mapping[str, str], account: str = "service"
 ) -> dict[str, Any]:
-    """What pods that run the service's image have in common, as arguments of `Pod`."""
+    """Arguments of `Pod` that all pods with the service's image share."""
     return {
         "labels": {key: value for key, value in labels.items() if key != LABEL_NAME},
         "image": spec.image.reference,
@@ -202,14 +204,15 @@ def pod_basics(
 
 
 def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:
-    """Where engines and jobs find the shards."""
+    """The store's URL for engines and jobs."""
     return directory_url(store_spec(spec), host=f"{join_name(name, 'directory')}.{namespace}.svc")
 
 
 def store_config(spec: BlendServiceSpec) -> Manifest:
-    """Serve's configuration of the shards, whatever model, engines and gateway are. Raises `InvalidField`."""
-    apart = ServiceSpec(ModelSpec("none"), store=store_spec(spec), limits=_limits(spec))
-    return serve_config(apart, Placement(shard={SHARD_RESOURCE: 1}), [STORE_APP])
+    """Serve's configuration of the shards, independent of model, engines and gateway. Raises
+    `InvalidField`."""
+    alone = ServiceSpec(ModelSpec("none"), store=store_spec(spec), limits=_limits(spec))
+    return serve_config(alone, Placement(shard={SHARD_RESOURCE: 1}), [STORE_APP])
 
 
 def service_config(spec: BlendServiceSpec, name: str, namespace: str) -> Manifest:

@@ -1,4 +1,4 @@
-"""RayJobs: a revision's calibration, a corpus's precompute. Each brings a Ray cluster of its own."""
+"""RayJobs for calibration and precompute. Each has a Ray cluster of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kintsugi.core.deploy import ModelSpec, calibrates_segments
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.objects.base import RAY_API_VERSION, Group, Owner, make_object, ray_cluster
+from kintsugi_operator.objects.base import RAY_API_VERSION, Owner, make_object, ray_cluster, worker_group
 from kintsugi_operator.objects.deployed import (
     CORPUS_KEY,
     EngineRevision,
@@ -36,17 +36,17 @@ STATE = "/state"
 CORPUS_FILES = "/corpus"
 CALIBRATION_TTL_S = 600
 BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
-"""Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
+"""vLLM arguments that are part of a chunk's identity: corpora inherit them from the service."""
 LOADING = ("load_format", "trust_remote_code")
-"""Arguments without which some models cannot be loaded: corpora may override them."""
+"""vLLM arguments without which some models cannot be loaded: corpora inherit them and may override them."""
 SHARED = ("portable", "query_layers")
-"""Keys of the connector's configuration that decide how well a model blends."""
+"""Connector settings that a calibration shares with the engines, because they change its result."""
 RETRIES = 2
-"""Retries of a corpus's job: each continues where the last one stopped."""
+"""Retries of a corpus's job. Each continues where the last attempt stopped."""
 
 
 def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
-    """Measures how well a revision's model blends and writes the report that lets it."""
+    """The RayJob that calibrates a revision's model and writes the report."""
     spec = revision.within(spec)
     model = spec.model
     command = ["kintsugi", "calibrate", "--model", model.path, "--codec", model.codec]
@@ -76,7 +76,7 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
 
 
 def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM arguments with which a job loads the model as the service does."""
+    """vLLM arguments with which a job loads the model like the service."""
     arguments = {"max_model_len": spec.model.max_model_len} if spec.model.max_model_len is not None else {}
     if gpus > 1:
         arguments["tensor_parallel_size"] = gpus
@@ -84,7 +84,7 @@ def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any])
 
 
 def _prompt_options(revision: EngineRevision) -> list[str]:
-    """The options that say what the revision's chunks are prefilled behind."""
+    """Options for the text that the revision's chunks are prefilled behind."""
     model = revision.model
     options = [] if model.form == ModelSpec.form else ["--form", model.form]
     if model.system_prompt is not None:
@@ -93,7 +93,7 @@ def _prompt_options(revision: EngineRevision) -> list[str]:
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
-    """A file with what the revision's chunks are prefilled behind."""
+    """A volume with the system prompt that the revision's chunks are prefilled behind."""
     if revision.model.system_prompt is None:
         return []
     source = {"configMap": {"name": revision_map_name(service, revision.name), "defaultMode": 0o444}}
@@ -101,12 +101,12 @@ def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
 
 
 def corpus_labels(service: str, corpus: str) -> dict[str, str]:
-    """Labels of everything that belongs to a corpus."""
+    """Labels of all objects of a corpus."""
     return {**labels(service, part=CORPUS), LABEL_CORPUS: corpus}
 
 
 def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
-    """The claim of the ledger, which knows the chunks of every document and outlives jobs."""
+    """The claim for the ledger, which lists every document's chunks and outlives jobs."""
     body = {"spec": {**claim_spec(corpus.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
     return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
@@ -119,8 +119,8 @@ def corpus_job(
     revision: EngineRevision,
     run: str,
 ) -> Manifest:
-    """Fills the store with a corpus, for one revision of a service. The driver runs on the head, with the
-    ledger; engines on workers."""
+    """The RayJob that fills the store with a corpus for one revision of a service. The driver runs on the
+    head, with the ledger; engines run on workers."""
     service = revision.within(service)
     tags = corpus_labels(corpus.service, owner.name)
     workers = corpus.workers
@@ -156,12 +156,12 @@ def corpus_job(
             volumes=volumes,
         )
     )
-    group = Group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    # The head has no room for an engine.
+    group = worker_group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
+    # The head has no CPUs for Ray, so no engine runs there.
     cluster = ray_cluster(head, [group], service.ray_version)
     body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.ttl_s, RETRIES)
     if corpus.suspend:
-        # Never written as false: KubeRay drops it then, and a job queue may want to decide.
+        # Never false: KubeRay drops that value, and a job queue may set the field.
         body["spec"]["suspend"] = True
     return make_object(owner, "RayJob", ray_named(owner.name, run), tags, body, RAY_API_VERSION)
 
@@ -169,7 +169,7 @@ def corpus_job(
 def corpus_command(
     corpus: CorpusPrecomputeSpec, owner: Owner, service: BlendServiceSpec, revision: EngineRevision
 ) -> list[str]:
-    """The job's command: it makes chunks in the space in which the service looks for them."""
+    """The job's command. It stores chunks in the chunk space that the service reads."""
     model, workers = service.model, corpus.workers
     vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
     vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
@@ -193,7 +193,7 @@ def corpus_command(
         **({"--dtype": model.dtype} if model.dtype != "auto" else {}),
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
-    # A source may look like an option or a command of its own: `run` and `--` say that it is neither.
+    # `run` and `--`: a source may look like a subcommand or an option.
     flat = [part for pair in options.items() for part in pair] + _prompt_options(revision)
     if service.engines.connector.get("portable") is False:
         flat.append("--no-portable")
@@ -208,7 +208,7 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
     return {
         "spec": {
             "entrypoint": shlex.join(command),
-            # KubeRay submits the job over HTTP and needs no pod for it.
+            # KubeRay submits the job over HTTP, without a pod for it.
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": ttl_s,

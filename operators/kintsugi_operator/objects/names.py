@@ -1,4 +1,4 @@
-"""Names and labels of objects. Everything fits its limit, and the same input has the same name."""
+"""Names and labels of objects. All fit Kubernetes' limits; equal inputs have equal names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from kintsugi_operator.api.manifest import GROUP
 
 NAME_LENGTH_MAX = 63
-"""Limit of Services, label values and whatever becomes part of a host name."""
+"""Limit of Services, label values and parts of host names."""
 RAY_NAME_LENGTH_MAX = 47
-"""Limit of RayServices and RayJobs: KubeRay appends to their names and refuses longer ones."""
+"""Limit of RayServices and RayJobs: KubeRay appends a suffix and refuses longer names."""
 DIGEST_LENGTH = 10
 
 LABEL_NAME = "app.kubernetes.io/name"
-"""KubeRay's own on pods of Ray: its Services select by it, so pods must not carry ours."""
+"""On Ray's pods this label belongs to KubeRay, whose Services select by it, so these pods do not have
+ours."""
 LABEL_SERVICE = f"{GROUP}/service"
 LABEL_CORPUS = f"{GROUP}/corpus"
 LABEL_PART = f"{GROUP}/part"
@@ -27,29 +28,29 @@ LABEL_SHARD = f"{GROUP}/shard"
 LABEL_TEMPLATE = f"{GROUP}/template"
 """Digest of the pod template that a shard's pod was made from."""
 ANNOTATION_DIGEST = f"{GROUP}/desired"
-"""Digest of what was applied: an object that still has it needs no write."""
+"""Digest of the manifest that was applied: an object with the wanted digest needs no write."""
 ANNOTATION_CLUSTER = f"{GROUP}/cluster"
-"""Digest of a Ray cluster: KubeRay copies the annotations of a RayService to the RayCluster that it makes."""
+"""Digest of a Ray cluster's spec. KubeRay copies it from the RayService to the RayCluster."""
 FINALIZER = f"{GROUP}/finalizer"
 """Holds a BlendService until it has drained. The reconciler alone sets and removes it."""
 FIELD_MANAGER = "kintsugi-operator"
 
 
 def digest(value: Any) -> str:
-    """Digest of plain values, whatever the order of their keys: lower-case letters and digits."""
+    """Digest of plain values, independent of the order of keys: lower-case letters and digits."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 def fit_name(name: str, length_max: int = NAME_LENGTH_MAX) -> str:
-    """The name, or as much of it as leaves room for a digest of the whole."""
+    """The name, or its beginning and a digest of the whole name."""
     if len(name) <= length_max:
         return name
     return f"{name[: length_max - DIGEST_LENGTH - 1].rstrip('-.')}-{digest(name)}"
 
 
 def join_name(*parts: str, length_max: int = NAME_LENGTH_MAX) -> str:
-    """`acme-store` of `acme` and `store`. A cut name never equals one that was not cut."""
+    """Join parts with hyphens: `acme-store`. A shortened name never equals a complete one."""
     return fit_name("-".join(parts), length_max)
 
 
@@ -59,13 +60,13 @@ def ray_named(*parts: str) -> str:
 
 
 def selector(service: str, **labels: str) -> dict[str, str]:
-    """Labels that select a service's pods; `part`, `role`, `revision` and `shard` narrow the choice."""
+    """Labels that select a service's pods, narrowed by `part`, `role`, `revision` and `shard`."""
     keys = {"part": LABEL_PART, "role": LABEL_ROLE, "revision": LABEL_REVISION, "shard": LABEL_SHARD}
     return {LABEL_SERVICE: service, **{keys[name]: value for name, value in labels.items()}}
 
 
 def labels(service: str, **narrower: str) -> dict[str, str]:
-    """Labels of an object or pod: Kubernetes' recommended ones and ours."""
+    """Labels of an object or pod: the recommended labels of Kubernetes, and ours."""
     return {
         LABEL_NAME: "kintsugi",
         "app.kubernetes.io/instance": service,

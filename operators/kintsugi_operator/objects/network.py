@@ -1,4 +1,4 @@
-"""Disruption budgets and network policies, which deny everything that is not named here."""
+"""Disruption budgets and network policies. The policies deny everything that they do not allow here."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 KUBERAY = {"app.kubernetes.io/name": "kuberay-operator"}
 OPERATOR = {"app.kubernetes.io/name": "kintsugi-operator"}
 USERS = ("service", "calibration", "corpus")
-"""Parts whose pods call the store."""
+"""Parts of a service whose pods call the store."""
 POLICY = "networking.k8s.io/v1"
 
 
 def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> list[Manifest]:
-    """At most one shard at a time, and one engine or gateway, is taken away for a node's maintenance.
-    `engines`: pods that the autoscaler has made of them.
+    """Budgets that let a node's maintenance evict one shard, engine or gateway at a time. `engines`: the
+    present number of engine pods.
 
-    As `minAvailable`: Kubernetes counts what may be missing by the scale of the pods' controller, RayClusters
-    have none, and a budget that cannot be counted lets nothing go. What is not ready may go at any time, or a
-    pod that cannot start could never be replaced.
+    They set `minAvailable`: `maxUnavailable` needs the scale of the pods' controller, which RayClusters lack,
+    and would forbid every eviction. A pod that is not ready may always be evicted, since it could otherwise
+    never be replaced.
     """
     engine_pods = max(spec.engines.scale.min, engines)
     store, service = {"part": "store"}, {"part": "service", "revision": active}
@@ -53,16 +53,16 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
 
 
 def _heads_kept(spec: BlendServiceSpec, workers: int) -> int:
-    """How many of a Ray cluster's one head must stay.
+    """`minAvailable` of a Ray cluster's head: 0 or 1.
 
-    Without a Redis a head takes all its workers with it, so it may go when they may: where there is one. With
-    a Redis the workers outlive it.
+    Without a Redis, the loss of a head stops all its workers, so it may be evicted only if there is one
+    worker. With a Redis, the workers survive it.
     """
     return int(workers > 1 and not spec.redis.address)
 
 
 def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
-    """None where the spec wants none. `home`: the operator's namespace; empty: any."""
+    """All policies; none without `network.policies`. `home`: the operator's namespace; empty: any."""
     if not spec.network.policies:
         return []
     return [
@@ -77,7 +77,7 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
 
 
 def _within_clusters(owner: Owner) -> list[Manifest]:
-    """Ray's processes choose their ports: free within a cluster, closed around it."""
+    """Allow all traffic within a Ray cluster, whose processes choose their own ports."""
     peers = {part: _pods(selector(owner.name, part=part)) for part in ("store", *USERS)}
     return [
         _policy(owner, f"within-{part}", {"part": part}, [{"from": pods}], [{"to": pods}])
@@ -86,18 +86,18 @@ def _within_clusters(owner: Owner) -> list[Manifest]:
 
 
 def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
-    """Engines, gateways and jobs may read and write chunks; shards may call their bucket."""
+    """Let engines, gateways and jobs call the store, and shards their bucket."""
     expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
     users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
     ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
-    # Policies know no names, so it may be anywhere.
+    # Policies cannot name hosts, so any destination is allowed.
     egress = [{"ports": _ports(spec.store.bucket_port)}] if spec.store.bucket_url else None
     return _policy(owner, "store", {"part": "store"}, ingress=ingress, egress=egress)
 
 
 def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
-    """Policies that let engines, gateways and jobs call the store, download models and corpora, and call
-    whatever else the spec names."""
+    """Let engines, gateways and jobs call the store, download models and corpora, and call the destinations
+    in `network.egress`."""
     shards = _pods(selector(owner.name, part="store"))
     calls: dict[str, list[Manifest]] = {
         "to-store": [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}],
@@ -122,23 +122,23 @@ def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
 
 
 def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
-    """KubeRay deploys through the dashboards of heads; whoever reaches those may run code there. The operator
-    reads what jobs have written."""
+    """Let only KubeRay, which deploys through the dashboards, and the operator, which reads job logs there,
+    call heads: the dashboard runs any code that it is sent."""
     kuberay = {
         "namespaceSelector": _namespace(spec.network.kuberay_namespace or owner.namespace),
         "podSelector": {"matchLabels": KUBERAY},
     }
     ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
-    # Ray's autoscaler, beside the head, asks Kubernetes.
+    # Ray's autoscaler runs beside the head and calls the API server.
     egress = [{"ports": _ports(443, 6443)}]
     if spec.redis.address:
-        # Policies know no names, so it may be anywhere.
+        # Policies cannot name hosts, so any destination is allowed.
         egress.append({"ports": _ports(int(spec.redis.address.rpartition(":")[2]))})
     return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
 
 
 def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
-    """The operator reads bytes and hit rates, Prometheus everything."""
+    """Let the operator and Prometheus read metrics."""
     peers = [_operator(home)]
     if spec.network.monitoring_namespace:
         peers.append({"namespaceSelector": _namespace(spec.network.monitoring_namespace)})
@@ -147,7 +147,7 @@ def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest
 
 
 def _operator(home: str) -> Manifest:
-    """The operator's pods. A label alone would let in anybody who may make a pod somewhere."""
+    """The operator's pods, in its namespace alone: others may create pods with the same label."""
     return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 
@@ -167,12 +167,13 @@ def _policy(
     ingress: Sequence[Manifest] | None = None,
     egress: Sequence[Manifest] | None = None,
 ) -> Manifest:
-    """`ingress` and `egress`: what is let through; an empty list lets nothing through, None says nothing."""
+    """`ingress` and `egress`: the allowed traffic. An empty list allows none; None leaves it to other
+    policies."""
     rules = {"ingress": ingress, "egress": egress}
     spec = {
         "podSelector": {"matchLabels": selector(owner.name, **chosen)},
         "policyTypes": [direction.capitalize() for direction, some in rules.items() if some is not None],
-        # The API server stores no empty list, and counts each one that is applied as a change of the spec.
+        # The API server does not store empty lists, so applying one would count as a change of the spec.
         **{direction: list(some) for direction, some in rules.items() if some},
     }
     return make_object(

@@ -1,4 +1,4 @@
-"""Pod templates. Each passes the `restricted` pod security standard and names its requests and limits."""
+"""Pod templates. Each meets the `restricted` pod security standard and sets requests and limits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Environment = Mapping[str, str | Mapping[str, Any]]
 """Values, or `valueFrom` mappings, by name."""
 
 USER_ID = 10001
-"""Any user but root: images work with every one."""
+"""Any user but root: images work with every user id."""
 DASHBOARD_PORT = 8265
 AGENT_PORT = 52365
 METRICS_PORT = 8080
-"""Ray's own, as KubeRay sets it."""
+"""Port of Ray's metrics, as KubeRay sets it."""
 GCS_PORT = 6379
 READY_PATH = "/readyz"
 HOSTNAME = "kubernetes.io/hostname"
@@ -49,12 +49,12 @@ def quantity(text: str) -> float:
 
 
 def mebibytes(gib: float) -> str:
-    """A size as a quantity, rounded up."""
+    """A size as a Kubernetes quantity, rounded up."""
     return f"{math.ceil(gib * 1024)}Mi"
 
 
 def cores(cpus: float) -> str:
-    """Cores as a quantity in thousandths, as Kubernetes writes them."""
+    """Cores as a Kubernetes quantity in thousandths, rounded up."""
     return f"{math.ceil(cpus * 1000)}m"
 
 
@@ -69,57 +69,57 @@ class Volume:
 
 
 def scratch(name: str, path: str, size: str, in_memory: bool = False) -> Volume:
-    """A folder that is deleted with the pod."""
+    """An empty folder that is deleted with the pod."""
     medium = {"medium": "Memory"} if in_memory else {}
     return Volume(name, path, {"emptyDir": {**medium, "sizeLimit": size}})
 
 
 def secret(name: str, path: str, secret_name: str) -> Volume:
-    """A Secret's keys as files, readable by the pod's group alone."""
+    """A Secret's keys as files that only the pod's group may read."""
     return Volume(name, path, {"secret": {"secretName": secret_name, "defaultMode": 0o440}}, read_only=True)
 
 
 def secret_key(name: str, path: str, secret_name: str, key: str, file: str) -> Volume:
-    """One key of a Secret as a file, readable by the pod's group alone."""
+    """One key of a Secret as a file that only the pod's group may read."""
     items = [{"key": key, "path": file}]
     source = {"secret": {"secretName": secret_name, "items": items, "defaultMode": 0o440}}
     return Volume(name, path, source, read_only=True)
 
 
 def claim_volume(name: str, path: str, claim: str, read_only: bool = False) -> Volume:
-    """A PersistentVolumeClaim that exists."""
+    """An existing PersistentVolumeClaim."""
     source = {"persistentVolumeClaim": {"claimName": claim, **({"readOnly": True} if read_only else {})}}
     return Volume(name, path, source, read_only)
 
 
 def ephemeral(name: str, path: str, claim_spec: Manifest) -> Volume:
-    """A generic ephemeral volume: made for the pod, deleted with it."""
+    """A generic ephemeral volume: created and deleted with the pod."""
     return Volume(name, path, {"ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}})
 
 
 def claim_spec(gib: float, storage_class: str) -> Manifest:
-    """The spec of a PersistentVolumeClaim or of a template of one."""
+    """The spec of a PersistentVolumeClaim or of its template."""
     named = {"storageClassName": storage_class} if storage_class else {}
     requests = {"storage": mebibytes(gib)}
     return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": requests}, **named}
 
 
-def same_place(weight: int, match: Mapping[str, Any], topology: str = HOSTNAME) -> Manifest:
-    """A preference about the place of pods, for or against that of others: their node, or its zone."""
-    return {"weight": weight, "podAffinityTerm": {"topologyKey": topology, "labelSelector": dict(match)}}
-
-
-def apart(labels: Mapping[str, str]) -> list[Manifest]:
-    """Preferences for other nodes, and other zones, than those of pods with these labels.
-
-    As anti-affinity: where nodes have no zone, spread constraints that name zones spread nothing at all.
-    """
+def affinity_term(weight: int, labels: Mapping[str, str], topology: str = HOSTNAME) -> Manifest:
+    """A preference for or against the nodes, or zones, of pods with these labels."""
     match = {"matchLabels": dict(labels)}
-    return [same_place(100, match), same_place(50, match, ZONE)]
+    return {"weight": weight, "podAffinityTerm": {"topologyKey": topology, "labelSelector": match}}
 
 
-def preferences(near: Sequence[Manifest] = (), away: Sequence[Manifest] = ()) -> Manifest:
-    """An affinity that only prefers: a pod on the wrong node is better than one that cannot be scheduled."""
+def avoid(labels: Mapping[str, str]) -> list[Manifest]:
+    """Terms of an anti-affinity to the nodes and zones of pods with these labels.
+
+    Not topology spread constraints: those for zones have no effect on nodes without a zone.
+    """
+    return [affinity_term(100, labels), affinity_term(50, labels, ZONE)]
+
+
+def affinity(near: Sequence[Manifest] = (), away: Sequence[Manifest] = ()) -> Manifest:
+    """An affinity of preferences alone: a pod on the wrong node is better than an unschedulable pod."""
     return {
         kind: {"preferredDuringSchedulingIgnoredDuringExecution": list(terms)}
         for kind, terms in (("podAffinity", near), ("podAntiAffinity", away))
@@ -146,20 +146,20 @@ class Pod:
     env_secret: str = ""
     volumes: Sequence[Volume] = ()
     readiness: Mapping[str, Any] = field(default_factory=dict)
-    """Beside the default: Ray's own health."""
+    """Readiness probe; empty: the probe of Ray's health."""
     nodes: Nodes = field(default_factory=Nodes)
     affinity: Mapping[str, Any] = field(default_factory=dict)
     more: PodTemplate = field(default_factory=PodTemplate)
-    """What the spec adds."""
+    """Additions of the spec."""
     grace_s: int = 90
-    """Seconds for shards to write back, and for engines and gateways to finish requests."""
+    """Time for shards to write back, and for engines and gateways to finish requests."""
     is_head: bool = False
     has_autoscaler: bool = False
-    """Ray's, which KubeRay adds to a head: it asks Kubernetes for pods."""
+    """Whether the head has Ray's autoscaler, which calls the API server."""
 
 
 def environment(variables: Sequence[Variable]) -> Environment:
-    """The variables of a spec in their order: Kubernetes resolves `$(NAME)` from earlier ones."""
+    """The variables of a spec in their order, since `$(NAME)` refers to earlier variables."""
     return {one.name: to_manifest(one.value_from) if one.value_from else one.value for one in variables}
 
 
@@ -175,7 +175,7 @@ def security() -> Manifest:
 
 
 def resources(cpus: float, memory: str, gpus: int = 0, gpu_resource: str = "") -> Manifest:
-    """Requests equal limits, so that a pod is never evicted for what a neighbour takes."""
+    """Requests equal to limits, so that a pod is not evicted because of its neighbours."""
     both = {"cpu": cores(cpus), "memory": memory}
     if gpus:
         both[gpu_resource] = str(gpus)
@@ -183,7 +183,7 @@ def resources(cpus: float, memory: str, gpus: int = 0, gpu_resource: str = "") -
 
 
 def template(pod: Pod) -> Manifest:
-    """A pod template for KubeRay, which adds Ray's command line to it."""
+    """The pod template for KubeRay, which adds Ray's command line."""
     more = pod.more
     volumes = [
         scratch("tmp", TMP, "10Gi"),
@@ -236,7 +236,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
     }
     ports = {"metrics": METRICS_PORT, **pod.ports}
     if pod.is_head:
-        # KubeRay makes its head and serve Services from these names.
+        # KubeRay derives its head and serve Services from these names.
         ports |= {"gcs": GCS_PORT, "dashboard": DASHBOARD_PORT, "client": 10001, "serve": 8000}
     health = _health(pod.is_head)
     readiness = pod.readiness or health
@@ -247,7 +247,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         "securityContext": security(),
         "resources": resources(pod.cpus, pod.memory, pod.gpus, pod.gpu_resource),
         "env": [_variable(name, value) for name, value in env.items()],
-        # KubeRay's CRD keys ports by number and protocol.
+        # KubeRay's CRD requires the protocol: it identifies ports by number and protocol.
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "volumeMounts": [
             *(
@@ -259,7 +259,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
                 for one in pod.more.volume_mounts
             ),
         ],
-        # Without probes of its own a pod gets KubeRay's, which call programs that an image may not have.
+        # KubeRay's default probes call programs that an image may not have.
         "startupProbe": {**health, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 120},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
         "readinessProbe": {**readiness, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3},
@@ -270,23 +270,22 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
 
 
 def _health(is_head: bool) -> Manifest:
-    """A probe of Ray's health endpoint, which needs no program in the image."""
+    """A probe of Ray's health endpoint. It needs no program in the image."""
     if is_head:
         return {"httpGet": {"path": "/api/gcs_healthz", "port": DASHBOARD_PORT}}
     return {"httpGet": {"path": "/api/local_raylet_healthz", "port": AGENT_PORT}}
 
 
 def process_health(port: str) -> Manifest:
-    """A readiness probe of the process that Ray Serve places on a worker, on its named metrics port.
+    """A readiness probe of the process that Ray Serve places on a worker, at its named metrics port.
 
-    Ray's own health says nothing of it. The start-up probe still asks Ray, so a worker on which nothing is
-    placed yet runs, without being ready.
+    The start-up probe still asks Ray, so a worker without such a process starts, but is not ready.
     """
     return {"httpGet": {"path": READY_PATH, "port": port}}
 
 
 def _variable(name: str, value: str | Mapping[str, Any]) -> Manifest:
     if isinstance(value, str):
-        # KubeRay drops an empty value when it writes.
+        # KubeRay drops empty values, which would look like drift.
         return {"name": name, "value": value} if value else {"name": name}
     return {"name": name, "valueFrom": value}

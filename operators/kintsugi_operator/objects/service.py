@@ -1,4 +1,4 @@
-"""Objects of engines and gateway: a RayService for each revision, and Services that choose among them."""
+"""Objects of engines and gateways: a RayService per revision, and Services that select the active one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Endpoints
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
-    Group,
     Owner,
     fault_tolerance,
     make_object,
     ray_cluster,
     ray_service_body,
     serve_yaml,
+    worker_group,
 )
 from kintsugi_operator.objects.deployed import (
     DATA,
@@ -27,9 +27,9 @@ from kintsugi_operator.objects.deployed import (
     GATEWAY_RESOURCE,
     EngineRevision,
     client_secrets,
-    heads_apart,
     pod_basics,
     service_config,
+    spread_heads,
     store_tls_volumes,
     store_url,
 )
@@ -44,10 +44,10 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
-    apart,
+    affinity,
+    avoid,
     claim_volume,
     environment,
-    preferences,
     process_health,
     scratch,
     secret,
@@ -59,9 +59,9 @@ REVISION_KEY = "revision.json"
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
-    """The RayService of a revision, and the ConfigMap that remembers what it is. Raises `InvalidField`.
+    """The RayService of a revision, and the ConfigMap with its fields. Raises `InvalidField`.
 
-    A revision has to survive a change of the spec, because its engines continue as they were.
+    The ConfigMap outlives a change of the spec, because the revision's engines continue unchanged.
     """
     spec = revision.within(spec)
     tags = labels(owner.name, part=PART, revision=revision.name)
@@ -75,7 +75,7 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
     config = service_config(spec, owner.name, owner.namespace)
     service = ray_service_body(config, "NewCluster", cluster)
     name = ray_named(owner.name, revision.name)
-    remembered = {
+    config_map = {
         "immutable": True,
         "data": {
             REVISION_KEY: serve_yaml(non_default_manifest(revision)),
@@ -83,18 +83,18 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
         },
     }
     return [
-        make_object(owner, "ConfigMap", revision_map_name(owner.name, revision.name), tags, remembered),
+        make_object(owner, "ConfigMap", revision_map_name(owner.name, revision.name), tags, config_map),
         make_object(owner, "RayService", name, tags, service, RAY_API_VERSION),
     ]
 
 
 def revision_map_name(name: str, revision: str) -> str:
-    """Name of the ConfigMap that remembers a revision."""
+    """Name of a revision's ConfigMap."""
     return join_name(name, "revision", revision)
 
 
 def account_objects(owner: Owner) -> list[Manifest]:
-    """ServiceAccounts: one whose token is mounted nowhere but in heads, and one without any."""
+    """ServiceAccounts: for heads, whose pods mount a token, and for all other pods, without one."""
     tokenless = {"automountServiceAccountToken": False}
     bodies: dict[str, Manifest] = {"head": {}, "store": tokenless, PART: tokenless}
     return [
@@ -104,7 +104,7 @@ def account_objects(owner: Owner) -> list[Manifest]:
 
 
 def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]:
-    """gRPC and HTTP to the gateways of the active revision, and the store's directory."""
+    """Services: gRPC and HTTP of the active revision's gateways, and the store's directory."""
     gateways = selector(owner.name, part=PART, role="gateway", revision=active)
     public = str(spec.gateway.service_type)
     grpc = {"name": "grpc", "port": spec.gateway.grpc_port, "targetPort": "grpc", "appProtocol": "grpc"}
@@ -119,7 +119,7 @@ def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[M
 
 
 def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
-    """Addresses for clients within the cluster."""
+    """Addresses for clients in the cluster."""
     scheme = "https" if spec.tls.secret else "http"
     return Endpoints(
         grpc=f"{join_name(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
@@ -150,7 +150,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
             memory="4Gi",
             volumes=store_tls_volumes(spec),
             nodes=spec.gateway.nodes,
-            affinity=heads_apart(owner.name),
+            affinity=spread_heads(owner.name),
             more=spec.heads.pod_template,
             is_head=True,
             has_autoscaler=True,
@@ -158,7 +158,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
     )
 
 
-def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
+def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     engines = spec.engines
     pod = Pod(
         **_basics(spec, owner, revision, "engine"),
@@ -166,18 +166,18 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
         ports={"engine-metrics": ENGINE_METRICS_PORT},
         volumes=[*model_volumes(spec, engines.scratch), *client_secrets(spec)],
         readiness=process_health("engine-metrics"),
-        affinity=_apart(owner, revision, "engine"),
+        affinity=_spread(owner, revision, "engine"),
     )
     resources = {ENGINE_RESOURCE: 1}
-    return Group("engine", template(pod), engines.scale.min, resources, engines.cpus, engines.gpus)
+    return worker_group("engine", template(pod), engines.scale.min, resources, engines.cpus, engines.gpus)
 
 
-def _apart(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
-    """Preferences to keep a revision's engines, or its gateways, on different nodes."""
-    return preferences(away=apart(selector(owner.name, part=PART, role=role, revision=revision.name)))
+def _spread(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
+    """Affinity that prefers different nodes for a revision's engines, or its gateways."""
+    return affinity(away=avoid(selector(owner.name, part=PART, role=role, revision=revision.name)))
 
 
-def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Group:
+def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
     gateway, tls = spec.gateway, spec.tls
     data = scratch("data", DATA, "4Gi" if gateway.audit else "2Gi")
     volumes = [data, *model_volumes(spec, "5Gi"), *client_secrets(spec)]
@@ -194,15 +194,16 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) ->
         volumes=volumes,
         readiness=_readiness(spec),
         nodes=gateway.nodes,
-        affinity=_apart(owner, revision, "gateway"),
+        affinity=_spread(owner, revision, "gateway"),
         more=gateway.pod_template,
     )
-    return Group("gateway", template(pod), gateway.replicas, {GATEWAY_RESOURCE: 1}, gateway.cpus)
+    resources = {GATEWAY_RESOURCE: 1}
+    return worker_group("gateway", template(pod), gateway.replicas, resources, gateway.cpus)
 
 
 def _readiness(spec: BlendServiceSpec) -> Manifest:
-    """A probe that asks whether the gateway has engines. It cannot show a client certificate: where one is
-    mandatory, it checks for an open port."""
+    """A probe that asks whether the gateway has engines. A probe has no client certificate: if the gateway
+    requires one, the probe only checks the port."""
     if spec.tls.require_client:
         return {"tcpSocket": {"port": "http"}}
     scheme = "HTTPS" if spec.tls.secret else "HTTP"
@@ -217,7 +218,7 @@ def _basics(
 
 
 def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
-    """What the pod of an engine needs, in the service or in a job, as arguments of `Pod`."""
+    """Arguments of `Pod` for an engine, in the service or in a job."""
     engines = spec.engines
     return {
         "cpus": engines.cpus,
@@ -232,12 +233,12 @@ def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
 
 
 def engine_env(spec: BlendServiceSpec) -> Environment:
-    """Environment of engines and of jobs that run some."""
+    """Environment of engines and of jobs with engines."""
     return {**model_env(spec), **environment(spec.engines.env)}
 
 
 def model_env(spec: BlendServiceSpec) -> Environment:
-    """Environment of whatever reads the model: writable caches, and the token for downloads."""
+    """Environment of processes that read the model: writable caches, and the token for downloads."""
     env: dict[str, str | Mapping[str, Any]] = {
         "HF_HOME": f"{SCRATCH}/huggingface",
         "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",
@@ -252,7 +253,7 @@ def model_env(spec: BlendServiceSpec) -> Environment:
 
 
 def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
-    """Scratch space for downloads and caches, and the claim with checkpoints where there is one."""
+    """Scratch space for downloads and caches, and the claim with checkpoints if there is one."""
     volumes = [scratch("scratch", SCRATCH, size)]
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))

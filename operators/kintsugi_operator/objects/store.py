@@ -1,8 +1,8 @@
-"""Objects of the store: one RayService, whose worker groups are the shards, and their volumes.
+"""Objects of the store: one RayService with a worker group per shard, and the shards' volumes.
 
-Nothing here depends on the model, the engines or their image, so changing those restarts no shard. KubeRay is
-told not to upgrade (`upgradeStrategy: None`), because a second cluster would need the same volumes. The
-operator upgrades instead, one pod at a time (`desired.shards`).
+Nothing here depends on the model, the engines or their image, so that a change of those restarts no shard.
+KubeRay does not upgrade the store (`upgradeStrategy: None`), because a second cluster would need the same
+volumes. The operator upgrades it, one pod at a time (`desired.shards`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
-    Group,
     Owner,
     fault_tolerance,
     make_object,
     ray_cluster,
     ray_service_body,
+    worker_group,
 )
 from kintsugi_operator.objects.deployed import (
     DATA,
@@ -27,9 +27,9 @@ from kintsugi_operator.objects.deployed import (
     SHARD_PORT,
     SHARD_RESOURCE,
     TIERS,
-    heads_apart,
     pod_basics,
     shard_secrets,
+    spread_heads,
     store_config,
     store_tls_volumes,
 )
@@ -45,26 +45,26 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
-    apart,
+    affinity,
+    affinity_term,
+    avoid,
     claim_spec,
     claim_volume,
     environment,
     ephemeral,
     mebibytes,
-    preferences,
     process_health,
-    same_place,
     template,
 )
 
 PART = "store"
 OVERHEAD_GIB = 2.0
-"""Memory of a shard's pod beyond the RAM tier, for Ray, gRPC's buffers and /dev/shm."""
+"""Memory of a shard's pod in addition to the RAM tier: for Ray, gRPC's buffers and /dev/shm."""
 
 
 @dataclass(frozen=True)
 class StoreImage:
-    """The image that shards run. It changes only with `store.image`, never with the service's image."""
+    """The image of the shards. It changes only with `store.image`, not with the service's image."""
 
     image: str
     pull_policy: str
@@ -72,10 +72,10 @@ class StoreImage:
 
 
 def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
-    """The image to run: the store's own, else the running one, else the service's.
+    """The shards' image: `store.image`, else the running image, else the service's.
 
-    Ray accepts no worker with another version of Ray, so a new version cannot be rolled out shard by shard:
-    the running image then stays until the RayService is deleted (see `needs_restart`).
+    A Ray cluster accepts no worker with another version of Ray, so a new version cannot be rolled out shard
+    by shard: the running image then stays until the RayService is deleted (see `needs_restart`).
     """
     own = spec.store.image
     version = spec.store.ray_version or (running.ray_version if running else spec.ray_version)
@@ -86,7 +86,7 @@ def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> St
 
 
 def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
-    """Whether `store.rayVersion` asks for a version of Ray that the running shards do not have."""
+    """Whether `store.rayVersion` differs from the running shards' version of Ray."""
     wanted = spec.store.ray_version
     return running is not None and bool(wanted) and wanted != running.ray_version
 
@@ -97,7 +97,7 @@ def ray_service_name(name: str) -> str:
 
 
 def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tuple[str, float, str]]:
-    """Claim name, GiB and storage class of each of a shard's volumes, by volume name."""
+    """Claim name, GiB and storage class of a shard's volumes, by volume name."""
     volumes = spec.store.volumes
     claims = {"data": (join_name(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
     for tier in spec.store.tiers:
@@ -106,8 +106,8 @@ def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tupl
 
 
 def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, groups: int) -> list[Manifest]:
-    """The claims, then the RayService. `groups`: number of worker groups that the store ever had. Groups
-    without a shard stay, with 0 replicas: KubeRay forgets the pods of a group that is removed. Raises
+    """The claims, then the RayService. `groups`: the largest number of worker groups so far. Groups without a
+    shard stay, with 0 replicas, because KubeRay forgets the pods of a removed group. Raises
     `InvalidField`."""
     objects = []
     if spec.store.volumes.kind is VolumeKind.PERSISTENT:
@@ -136,8 +136,8 @@ def shard_templates(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> 
     return [_shard(spec, owner, image, index) for index in range(spec.store.shards)]
 
 
-def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Group:
-    return Group(
+def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:
+    return worker_group(
         name=f"shard-{index}",
         template=_shard(spec, owner, image, index),
         replicas=int(index < spec.store.shards),
@@ -148,7 +148,7 @@ def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
 
 
 def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
-    """Head of the store's Ray cluster. The directory runs here."""
+    """The head of the store's Ray cluster, which runs the directory."""
     return template(
         Pod(
             **_basics(spec, owner, image, role="head"),
@@ -156,7 +156,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
             memory="3Gi",
             ports={"directory": DIRECTORY_PORT},
             volumes=store_tls_volumes(spec),
-            affinity=heads_apart(owner.name),
+            affinity=spread_heads(owner.name),
             more=spec.heads.pod_template,
             is_head=True,
         )
@@ -196,9 +196,9 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
 
 
 def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
-    """Keep shards apart from each other, and near engines or away from them."""
-    shards = apart(selector(name, role="shard"))
-    engines = same_place(50, {"matchLabels": selector(name, role="engine")})
+    """Affinity that prefers nodes without other shards, and with or without engines."""
+    shards = avoid(selector(name, role="shard"))
+    engines = affinity_term(50, selector(name, role="engine"))
     if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
-        return preferences(near=[engines], away=shards)
-    return preferences(away=[*shards, engines])
+        return affinity(near=[engines], away=shards)
+    return affinity(away=[*shards, engines])

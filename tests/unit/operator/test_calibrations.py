@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi_operator.desired.calibrations import FAILURES_MAX
+from kintsugi_operator.desired.plan import FAILURES_MAX
 from tests.unit.operator.test_reconcile import World
 
 

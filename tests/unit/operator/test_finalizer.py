@@ -107,11 +107,11 @@ async def drained(it: Operated) -> None:
     assert cluster.named("RayService") == ["acme-store"]
     await it.looks()
     assert cluster.named("RayService") == ["acme-store"]
-    assert "engines, gateways and jobs finish" in it.world.condition("Ready")["message"]
+    assert "engines, gateways and jobs are finishing" in it.world.condition("Ready")["message"]
     it.world.lose_pods(OLD)
     await until(lambda: cluster.named("RayService") == [])
     await it.looks()
-    assert "shards write back" in it.world.condition("Ready")["message"]
+    assert "shards are writing back" in it.world.condition("Ready")["message"]
     assert FINALIZER in it.service["metadata"]["finalizers"]
     it.world.lose_pods("store")
 

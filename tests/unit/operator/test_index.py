@@ -123,7 +123,7 @@ def test_what_is_not_known_is_not_empty() -> None:
     shelf = Shelf(Watched(RAY_SERVICE), "")
     shelf.problem = "rayservices is forbidden (403)"
     for read in (lambda: shelf.get("team", "a"), lambda: shelf.select("team", {})):
-        with pytest.raises(Unavailable, match=r"rayservices yet: .*forbidden"):
+        with pytest.raises(Unavailable, match=r"rayservices are not known yet: .*forbidden"):
             read()
     shelf.absorb(thing("a", 3))
     assert shelf.knowledge is Knowledge.NOTHING

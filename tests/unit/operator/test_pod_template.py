@@ -100,26 +100,32 @@ def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> N
 @pytest.mark.parametrize(
     ("added", "says"),
     [
-        ({"labels": {"kintsugi.dev/role": "x"}}, "labels: kintsugi.dev/role cannot be set: kintsugi.dev is"),
-        ({"labels": {"ray.io/cluster": "x"}}, "labels: ray.io/cluster cannot be set: ray.io is"),
+        (
+            {"labels": {"kintsugi.dev/role": "x"}},
+            "labels: kintsugi.dev/role cannot be set: kintsugi.dev belongs",
+        ),
+        ({"labels": {"ray.io/cluster": "x"}}, "labels: ray.io/cluster cannot be set: ray.io belongs"),
         (
             {"labels": {"app.kubernetes.io/name": "x"}},
             "labels: app.kubernetes.io/name cannot be set: KubeRay's Services select pods by it",
         ),
-        ({"labels": {"a": "not a value"}}, "labels: a: 'not a value' is not a label's value"),
-        ({"labels": {"-a": "x"}}, "labels: '-a' is not a key"),
+        ({"labels": {"a": "not a value"}}, "labels: a: 'not a value' is not a valid value of a label"),
+        ({"labels": {"-a": "x"}}, "labels: '-a' is not a valid key"),
         ({"annotations": {"ray.io/ft-enabled": "false"}}, "annotations: ray.io/ft-enabled cannot be set"),
-        ({"volumes": [{"name": "Cache", "emptyDir": {}}]}, "volumes.0.name: 'Cache' is not a volume's name"),
-        ({"volumes": [{"name": "tmp", "emptyDir": {}}]}, "volumes.0.name: tmp is the operator's"),
-        ({"volumes": [{"name": "tier-nvme", "emptyDir": {}}]}, "volumes.0.name: tier-nvme is the operator's"),
-        ({"volumes": [{"name": "a"}]}, "volumes.0: a volume has one source; this has 0"),
+        ({"volumes": [{"name": "Cache", "emptyDir": {}}]}, "volumes.0.name: 'Cache' is not a valid name"),
+        ({"volumes": [{"name": "tmp", "emptyDir": {}}]}, "volumes.0.name: tmp belongs to the operator"),
+        (
+            {"volumes": [{"name": "tier-nvme", "emptyDir": {}}]},
+            "volumes.0.name: tier-nvme belongs to the operator",
+        ),
+        ({"volumes": [{"name": "a"}]}, "volumes.0: a volume must have one source, but this has 0"),
         (
             {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]},
             "volumes.0.hostPath: the restricted pod security standard allows only configMap, ",
         ),
         (
             {"volumes": [{"name": "a", "emptyDir": {}}, {"name": "a", "emptyDir": {}}]},
-            "volumes.1.name: a is there twice",
+            "volumes.1.name: a occurs twice",
         ),
         (
             {"volumeMounts": [{"name": "a", "mountPath": "/a"}]},
@@ -134,9 +140,9 @@ def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> N
                 f"volumeMounts.0{says}",
             )
             for path, says in (
-                ("/tmp/x", ".mountPath: /tmp/x would hide /tmp, which is the operator's"),
-                ("/etc", ".mountPath: /etc would hide /etc/kintsugi"),
-                ("/", ".mountPath: / would hide /tmp"),
+                ("/tmp/x", ".mountPath: /tmp/x would hide the operator's folder /tmp"),
+                ("/etc", ".mountPath: /etc would hide the operator's folder /etc/kintsugi"),
+                ("/", ".mountPath: / would hide the operator's folder /tmp"),
                 ("/a/../tmp", ": a path must not contain .."),
             )
         ),

@@ -365,11 +365,11 @@ def test_deletion_drains_users_before_shards(world: World) -> None:
     assert world.cluster.named("RayService") == ["acme-store"]
     world.look()
     assert world.cluster.named("RayService") == ["acme-store"]
-    assert "2 pods are left" in world.condition("Ready")["message"]
+    assert "2 pods remain" in world.condition("Ready")["message"]
     world.lose_pods(OLD)
     world.look()
     assert world.cluster.named("RayService") == []
-    assert "shards write back" in world.condition("Ready")["message"]
+    assert "shards are writing back" in world.condition("Ready")["message"]
     assert world.look() is not None
     world.lose_pods("store")
     assert world.look() is None

@@ -10,7 +10,7 @@ from kintsugi_operator.api.manifest import from_live_spec, from_manifest, to_man
 from kintsugi_operator.api.pod_template import PodTemplate, VolumeMount
 from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
 from kintsugi_operator.desired.ownership import forget_operator, leave_to_owner
-from kintsugi_operator.desired.pod_template import check_pod_template
+from kintsugi_operator.desired.validation import check_pod_template
 from tests.unit.operator.specs import spec_of
 
 OWNER = OperatorStatus("team/operator", "Namespace")
