@@ -22,8 +22,8 @@ from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
+from kintsugi.serving.deployment import Service, start_ray
 from kintsugi.serving.ray_backend import RayBackend
-from kintsugi.serving.service import Service, start_ray
 
 ROUTERS = ("ours", "two_choices")
 START_TIMEOUT_S = 400.0

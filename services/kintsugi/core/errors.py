@@ -19,7 +19,7 @@
     ├── NotBlendable           the model, engine or request cannot be blended; serving falls back
     └── SelfTestFailed         the engine's start-up self-test found that blending would be wrong
 
-Every message says what to do. `kintsugi.store.protocol.status` holds the one table to and from gRPC status.
+Every message says what to do. `kintsugi.store.protocol.grpc_status` holds the table to and from gRPC status.
 Assertions, in contrast, are for our own mistakes.
 """
 

@@ -33,11 +33,11 @@ from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.orphan import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
+from kintsugi.engine.scheduler.blend_stats import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
-from kintsugi.engine.scheduler.metrics import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.parking import Parking
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.selftest import check_names

@@ -21,7 +21,7 @@ from kintsugi.core.layout import ChunkLost, ChunkManifest, LayerFrame
 from kintsugi.core.plan import BlendPlan
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.staging import ChunkPlacement, LayerStaging, Staging
+from kintsugi.fusor.staging import ChunkRows, LayerStaging, Staging
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,12 @@ class LoadedLayer:
 
 def placements_of(
     plan: BlendPlan, manifests: Mapping[ChunkKey, ChunkManifest], start: int, end: int
-) -> list[ChunkPlacement]:
+) -> list[ChunkRows]:
     """The placement of each hit's tokens that lie inside the region `[start, end)` of the prompt."""
     placements = []
     for hit in plan.hits:
         first, last = max(hit.start, start), min(hit.end, end)
-        placements.append(ChunkPlacement(manifests[hit.key], first - hit.start, torch.arange(first, last)))
+        placements.append(ChunkRows(manifests[hit.key], first - hit.start, torch.arange(first, last)))
     return placements
 
 
@@ -104,7 +104,7 @@ class LayerLoader:
     def __init__(
         self,
         open_frames: OpenFrames,
-        placements: Sequence[ChunkPlacement],
+        placements: Sequence[ChunkRows],
         rotary_of_layer: Sequence[Rotary | None],
         device: torch.device,
         num_heads: int,

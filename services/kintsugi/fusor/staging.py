@@ -70,7 +70,7 @@ def keep_for_loading(num_bytes: int, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class ChunkPlacement:
+class ChunkRows:
     """One chunk's stored tokens and where they go in the prompt."""
 
     manifest: ChunkManifest
@@ -108,7 +108,7 @@ class LayerStaging(ABC):
 class Staging:
     """What the layers of one pass have in common, and the stream that they use."""
 
-    def __init__(self, placements: Sequence[ChunkPlacement], num_heads: int, device: torch.device) -> None:
+    def __init__(self, placements: Sequence[ChunkRows], num_heads: int, device: torch.device) -> None:
         """`num_heads`: heads that this rank loads of the layer that has most."""
         self.layout = placements[0].manifest.layout
         self.placements = placements

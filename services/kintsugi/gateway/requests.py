@@ -18,7 +18,7 @@ from kintsugi.gateway.tracing import TRACE_HEADERS
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
 from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX
+from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX
 
 log = logging.getLogger("kintsugi.gateway")
 

@@ -19,7 +19,7 @@ import grpc
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.namespaces.parts import SESSION, TENANT, check_value
-from kintsugi.store.protocol.status import errors_of
+from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"
@@ -90,7 +90,7 @@ class ClientOptions:
 
 
 class Transport:
-    """Calls to one gateway. Raises failures as `store.protocol.status` reads them."""
+    """Calls to one gateway. Raises failures as `store.protocol.grpc_status` reads them."""
 
     def __init__(self, address: str, options: ClientOptions, is_blocking: bool) -> None:
         """``is_blocking``: calls wait in the caller's thread; else in its event loop."""

@@ -11,7 +11,7 @@ import grpc
 from kintsugi.core.errors import KintsugiError
 from kintsugi.rpc.v1 import directory_pb2 as pb
 from kintsugi.store.client.directory import DIRECTORY_SERVICE, ShardDirectory, map_to_wire
-from kintsugi.store.protocol.status import status_of
+from kintsugi.store.protocol.grpc_status import status_of
 
 POLL_S = 0.2
 

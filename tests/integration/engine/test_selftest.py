@@ -60,10 +60,9 @@ def keys_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     placements_of = loader.placements_of
 
-    def moved(*arguments: Any) -> list[loader.ChunkPlacement]:
+    def moved(*arguments: Any) -> list[loader.ChunkRows]:
         return [
-            loader.ChunkPlacement(p.manifest, p.first_row, p.positions.roll(1))
-            for p in placements_of(*arguments)
+            loader.ChunkRows(p.manifest, p.first_row, p.positions.roll(1)) for p in placements_of(*arguments)
         ]
 
     monkeypatch.setattr(selftest, "placements_of", moved)

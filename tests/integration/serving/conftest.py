@@ -26,7 +26,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
-from kintsugi.serving.service import Service
+from kintsugi.serving.deployment import Service
 from tests.integration.engine.conftest import PATIENT
 
 MODEL = "tiny-llama"

@@ -28,7 +28,7 @@ from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.status import ERROR_METADATA
+from kintsugi.store.protocol.grpc_status import ERROR_METADATA
 from tests.fakes.stub_backend import StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 

@@ -14,7 +14,7 @@ import pytest
 from kintsugi.core.deploy import ENGINE_DEPLOYMENT, METRICS_PORTS, EngineSpec
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
-from kintsugi.serving.service import Service
+from kintsugi.serving.deployment import Service
 from tests.integration.serving.conftest import START_TIMEOUT_S, Deployed, eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]

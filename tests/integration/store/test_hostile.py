@@ -16,7 +16,7 @@ from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.status import ERROR_METADATA
+from kintsugi.store.protocol.grpc_status import ERROR_METADATA
 from kintsugi.store.shard import service as service_module
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from kintsugi.store.shard.metrics import ShardMetrics
+from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.opening import open_shard
 from tests.integration.store.test_disk_tiers import spec
 

@@ -44,9 +44,9 @@ from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
-from kintsugi.serving import service as service_module
+from kintsugi.serving import deployment as service_module
 from kintsugi.serving.calibration import Calibrated
-from kintsugi.serving.service import DeploymentProgress, Service
+from kintsugi.serving.deployment import DeploymentProgress, Service
 from kintsugi.store.protocol.access import TokenFile
 from kintsugi.store.protocol.callers import Caller, Verb
 

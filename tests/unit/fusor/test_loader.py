@@ -27,7 +27,7 @@ from kintsugi.core.layout import (
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor import staging
 from kintsugi.fusor.codecs import encode_frame
-from kintsugi.fusor.loader import ChunkPlacement, Frames, LayerLoader, LoadedLayer, LoadFailed
+from kintsugi.fusor.loader import ChunkRows, Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.staging import Staging
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
@@ -64,11 +64,9 @@ class Chunks:
             for index, n in enumerate(lengths)
         ]
 
-    def placement(
-        self, chunk: int, start: int, first_row: int = 0, rows: int | None = None
-    ) -> ChunkPlacement:
+    def placement(self, chunk: int, start: int, first_row: int = 0, rows: int | None = None) -> ChunkRows:
         rows = self.manifests[chunk].num_tokens - first_row if rows is None else rows
-        return ChunkPlacement(self.manifests[chunk], first_row, torch.arange(start, start + rows))
+        return ChunkRows(self.manifests[chunk], first_row, torch.arange(start, start + rows))
 
     def stream(
         self, order: Sequence[int], wrap: Callable[[memoryview], memoryview] = lambda data: data
@@ -77,7 +75,7 @@ class Chunks:
             for position, chunk in enumerate(order):
                 yield LayerFrame(position, layer, wrap(self.frames[chunk][layer]))
 
-    def expected(self, layer: int, placements: Sequence[tuple[int, ChunkPlacement]]) -> tuple[Tensor, Tensor]:
+    def expected(self, layer: int, placements: Sequence[tuple[int, ChunkRows]]) -> tuple[Tensor, Tensor]:
         keys, values = [], []
         for chunk, placement in placements:
             rows = slice(placement.first_row, placement.first_row + len(placement.positions))
@@ -88,7 +86,7 @@ class Chunks:
 
 
 def loader_of(
-    open_frames: Callable[[], Frames], placements: Sequence[ChunkPlacement], depth: int = 2
+    open_frames: Callable[[], Frames], placements: Sequence[ChunkRows], depth: int = 2
 ) -> LayerLoader:
     rotary = [rotary_of(layer) for layer in range(LAYERS)]
     heads = placements[0].manifest.layout.num_kv_heads
@@ -103,7 +101,7 @@ def taken(loader: LayerLoader, layer: int) -> LoadedLayer:
     return loaded
 
 
-def assert_loads(chunks: Chunks, placements: Sequence[tuple[int, ChunkPlacement]], frames: Frames) -> None:
+def assert_loads(chunks: Chunks, placements: Sequence[tuple[int, ChunkRows]], frames: Frames) -> None:
     loader = loader_of(lambda: frames, [placement for _, placement in placements])
     try:
         for layer in range(LAYERS):
@@ -218,7 +216,7 @@ def test_layers_of_different_shapes_of_which_one_does_not_rotate(codec: Codec, r
             yield LayerFrame(0, layer, frames[layer][heads.start * size : heads.stop * size])
 
     rotary = [rotary_of(0), None, rotary_of(2)]
-    placement = ChunkPlacement(manifest, 1, torch.arange(20, 24))
+    placement = ChunkRows(manifest, 1, torch.arange(20, 24))
     device = torch.device("cpu")
     loader = LayerLoader(lambda _: stream(), [placement], rotary, device, len(rank), 2, patience_s=1.0)
     try:

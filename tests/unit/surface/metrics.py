@@ -18,7 +18,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.shadow import ShadowCounts
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.eviction.reuse import Counters
-from kintsugi.store.shard.metrics import ShardMetrics
+from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi_operator.controller.metrics import OperatorMetrics
 
 REPOSITORY = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ for depth in range(len(parts)):
 metrics = sys.modules[".".join(parts)]
 metrics.KVConnectorPromMetrics = metrics.KVConnectorStats = Base
 
-from kintsugi.engine.scheduler.metrics import BlendPromMetrics
+from kintsugi.engine.scheduler.blend_stats import BlendPromMetrics
 
 found = {}
 

@@ -26,7 +26,7 @@ from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
 from kintsugi.gateway.fronts.openai_request import DOCUMENT_TEXT_KEYS
 from kintsugi.sdk.transport import SERVICE as GATEWAY_SERVICE
 from kintsugi.store.client.directory import DIRECTORY_SERVICE
-from kintsugi.store.protocol.status import ERROR_METADATA
+from kintsugi.store.protocol.grpc_status import ERROR_METADATA
 from kintsugi.store.protocol.wire import PROTOCOL_METADATA, PROTOCOL_VERSION
 from kintsugi.store.protocol.wire import SERVICE as STORE_SERVICE
 from kintsugi_operator.controller.metrics import OperatorMetrics

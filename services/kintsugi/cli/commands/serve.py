@@ -39,7 +39,7 @@ from kintsugi.gateway.console.assets import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
-from kintsugi.serving.service import DeploymentProgress, Service, start_ray
+from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.callers import EVERY_NAMESPACE, Verb

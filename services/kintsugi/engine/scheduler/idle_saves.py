@@ -24,8 +24,8 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.discovery.backlog import Recurring
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import JobTokens, SaveJob, StepMetadata
+from kintsugi.engine.scheduler.blend_stats import BlendStats
 from kintsugi.engine.scheduler.discovery import Discovery
-from kintsugi.engine.scheduler.metrics import BlendStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

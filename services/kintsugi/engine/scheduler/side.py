@@ -31,6 +31,7 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.blend_stats import BlendStats
 from kintsugi.engine.scheduler.blendable import check_calibrated, check_request, take_beside_named
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
@@ -45,7 +46,6 @@ from kintsugi.engine.scheduler.matching import (
     match_spans,
     without_prefix,
 )
-from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.spans import add_span_keys, check_save, save_job, saved_copy

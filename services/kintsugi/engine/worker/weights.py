@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterLocation:
     """Where one parameter lies."""
 
     name: str
@@ -62,7 +62,7 @@ class Place:
 class Snapshot:
     """What can be seen of all parameters without reading every value."""
 
-    places: tuple[Place, ...]
+    places: tuple[ParameterLocation, ...]
     samples: tuple[Tensor, ...]
     """Integer tensors `[samples]` on the host, one per size of value. From a GPU, they may be read once they
     have `arrived`."""
@@ -184,9 +184,9 @@ def _plain(tensor: Any) -> list[Tensor]:
     return [plain for name in inner for plain in _plain(getattr(tensor, name))]
 
 
-def _place_of(name: str, tensor: Tensor) -> Place:
+def _place_of(name: str, tensor: Tensor) -> ParameterLocation:
     num_writes = None if tensor.is_inference() else tensor._version
-    return Place(name, tensor.data_ptr(), tuple(tensor.shape), num_writes)
+    return ParameterLocation(name, tensor.data_ptr(), tuple(tensor.shape), num_writes)
 
 
 def sample(tensor: Tensor) -> Tensor:

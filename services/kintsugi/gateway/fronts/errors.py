@@ -1,6 +1,6 @@
 """How errors are reported over gRPC and HTTP.
 
-`store.protocol.status` has the gRPC half of the table, which every service uses; the HTTP half is here.
+`store.protocol.grpc_status` has the gRPC half of the table, which every service uses; the HTTP half is here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kintsugi.core import errors
 from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
-from kintsugi.store.protocol.status import status_of
+from kintsugi.store.protocol.grpc_status import status_of
 
 LEFT_STATUS = 499
 """The caller left before the answer."""

@@ -26,7 +26,7 @@ from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
-from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, Places
+from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, RequestSlots
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
@@ -35,8 +35,8 @@ from kintsugi.gateway.texts.segments import Segment
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import identities_of_call
 from kintsugi.store.protocol.callers import Caller, parse_bearer
+from kintsugi.store.protocol.grpc_status import abort_call
 from kintsugi.store.protocol.server_options import SERVER_OPTIONS
-from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
@@ -68,7 +68,7 @@ class KintsugiService:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self._budget = ByteBudget(gateway.limits.messages_bytes_max, shared=gateway.access.has_tokens)
-        self._places = Places(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
+        self._places = RequestSlots(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -303,7 +303,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, gateway: Gateway, health: Any) -> None:
         self._access = gateway.access
         self._health = health
-        self._places = Places(gateway.limits.watches_max, shared=gateway.access.has_tokens)
+        self._places = RequestSlots(gateway.limits.watches_max, shared=gateway.access.has_tokens)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
@@ -411,7 +411,7 @@ class GatewayServer:
         service, self._watched = KintsugiService(self.gateway), _Health()
         self._server = grpc.aio.server(
             interceptors=(_Guard(self.gateway, self._watched),),
-            # No bound on all calls together: it would count strangers' calls. `Places` counts the others.
+            # A bound on all calls would count those of strangers, too; `RequestSlots` bounds the others.
             options=(
                 *SERVER_OPTIONS,
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),

@@ -26,7 +26,7 @@ from kintsugi.core.namespaces.parts import find_fields, narrow_by_request
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
 from kintsugi.gateway.fronts.identity import check_no_page, identify
-from kintsugi.gateway.fronts.limits import Places, RequestLimits, parse_body, run_beside
+from kintsugi.gateway.fronts.limits import RequestLimits, RequestSlots, parse_body, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.service_routes import (
@@ -103,7 +103,7 @@ class _Answers:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._places = Places(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
+        self._places = RequestSlots(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

@@ -49,7 +49,7 @@ class BodyTooSlow(DeadlineExceeded):
 class ByteBudget:
     """Memory that requests share. For one event loop: bytes that are taken are given back, however the
     request ends. Where callers can be told apart, one takes no more once it holds `SHARE_MAX` times as much
-    as is free, as with `Places`."""
+    as is free, as with `RequestSlots`."""
 
     def __init__(self, bytes_max: int, *, shared: bool = False) -> None:
         """``shared``: callers can be told apart; otherwise whoever comes first has the memory."""
@@ -84,8 +84,8 @@ class ByteBudget:
             self.give_back(num_bytes, caller)
 
 
-class Places:
-    """Places for concurrent requests of authenticated callers. For one event loop.
+class RequestSlots:
+    """Slots for concurrent requests of authenticated callers. For one event loop.
 
     A caller may hold `SHARE_MAX` times as many places as are free: one alone gets three quarters of them, the
     next three quarters of the rest, and whoever holds many gets no more while few are left.

@@ -14,7 +14,7 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.watchdog import Watchdog
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.status import errors_of
+from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles
 
 METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
@@ -56,7 +56,7 @@ class BearerToken:
 
 
 class ShardCalls:
-    """The shard at `address`. Thread-safe. Every method raises what `store.protocol.status` makes of a
+    """The shard at `address`. Thread-safe. Every method raises what `store.protocol.grpc_status` makes of a
     failure."""
 
     def __init__(self, address: str, tls: TlsFiles | None, token_file: Path | None = None) -> None:

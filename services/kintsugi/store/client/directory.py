@@ -24,7 +24,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import directory_pb2 as pb
-from kintsugi.store.protocol.status import CHECK_ADDRESS, error_of_call
+from kintsugi.store.protocol.grpc_status import CHECK_ADDRESS, error_of_call
 from kintsugi.store.protocol.tls import TlsFiles, open_channel
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import Access, identities_of_call
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
 from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
-from kintsugi.store.protocol.status import DETAIL_CHARS_MAX, status_of
+from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX, status_of
 
 PUT = "put_chunk_kv"
 

@@ -30,16 +30,16 @@ from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.chunk_events import EVENTS_MAX
+from kintsugi.store.protocol.grpc_status import abort_call
 from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
-from kintsugi.store.protocol.status import abort_call
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.erasure.records import ErasureRange
 from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
+from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
-from kintsugi.store.shard.metrics import ShardMetrics
 from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.streaming import LayerStream

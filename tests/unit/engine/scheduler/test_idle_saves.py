@@ -14,9 +14,9 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import SaveJob, StepMetadata
+from kintsugi.engine.scheduler.blend_stats import BlendStats
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.idle_saves import AWAKE_S, BATCH_TOKENS_MAX, HOLD_S, IdleSaves
-from kintsugi.engine.scheduler.metrics import BlendStats
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.store.client.ram import RamStore
 from tests.unit.engine.scheduler import test_discovery

@@ -49,7 +49,6 @@ class Bench:
     """A worker's side over a small model, and the engine that steps it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device, slice_tokens: int) -> None:
-        monkeypatch.setattr(side_module, "find_chunk_reach", lambda *_configs: LENGTH)
         monkeypatch.setattr(side_module, "pass_bytes", lambda *_job: 0)
         monkeypatch.setattr(side_module, "reserve_memory", lambda _device: math.inf)
         self.scene: Scene = scene_of(LAYERS, Codec.RAW)

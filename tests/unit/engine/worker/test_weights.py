@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kintsugi.engine.worker.weights import SAMPLES_MIN, LoadedWeights, Place, Snapshot, difference, sample
+from kintsugi.engine.worker.weights import (
+    SAMPLES_MIN,
+    LoadedWeights,
+    ParameterLocation,
+    Snapshot,
+    difference,
+    sample,
+)
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
 
 ROWS, COLUMNS = 512, 384
@@ -188,10 +195,10 @@ def test_a_sample_lies_inside_its_tensor_in_many_rows_and_columns(tensor: Tensor
 
 
 def test_snapshots_are_compared_bit_for_bit() -> None:
-    place = Place("w", 1, (2,), 0)
+    place = ParameterLocation("w", 1, (2,), 0)
     nans = sample(torch.full((2,), float("nan"), dtype=torch.bfloat16))
     before = Snapshot((place,), (nans,))
     assert difference(before, Snapshot((place,), (nans.clone(),))) is None
     assert difference(before, Snapshot((place,), (nans ^ 1,))) == "values of parameters differ"
-    moved = Place("w", 2, (2,), 0)
+    moved = ParameterLocation("w", 2, (2,), 0)
     assert difference(before, Snapshot((moved,), (nans,))) == "w was written or replaced"

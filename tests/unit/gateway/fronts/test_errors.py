@@ -11,7 +11,7 @@ import pytest
 from kintsugi.core import errors
 from kintsugi.gateway.fronts.errors import _HTTP, Problem, grpc_status_of, http_status_of
 from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
-from kintsugi.store.protocol.status import _TABLE, status_of
+from kintsugi.store.protocol.grpc_status import _TABLE, status_of
 
 FAMILY = {
     400: "INVALID_ARGUMENT",

@@ -297,7 +297,7 @@ def test_what_a_request_may_cost_is_estimated(
 
 
 def test_retry_after_crosses_grpc() -> None:
-    from kintsugi.store.protocol.status import RETRY_AFTER, abort_call, error_of_call
+    from kintsugi.store.protocol.grpc_status import RETRY_AFTER, abort_call, error_of_call
 
     class Context:
         metadata: tuple[tuple[str, str], ...] = ()

@@ -17,7 +17,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.store.protocol.tls import TlsFiles, first_expiry_s
 from kintsugi.store.shard.eviction.reuse import Counters
-from kintsugi.store.shard.metrics import ShardMetrics
+from kintsugi.store.shard.exporter import ShardMetrics
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kintsugi.core import errors
-from kintsugi.store.protocol.status import error_name, error_of, status_of
+from kintsugi.store.protocol.grpc_status import error_name, error_of, status_of
 
 EXAMPLES = [
     errors.InvalidField("ratio", "2 is outside [0, 1]"),

@@ -16,8 +16,8 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from kintsugi.core.deploy import SERVICE_APP, STORE_APP, EngineSpec, ModelSpec, ServiceSpec, StoreSpec
 from kintsugi.core.errors import DeadlineExceeded, Unavailable
-from kintsugi.serving import service as module
-from kintsugi.serving.service import MESSAGE_CHARS_MAX, Service, cause_in, start_ray
+from kintsugi.serving import deployment as module
+from kintsugi.serving.deployment import MESSAGE_CHARS_MAX, Service, cause_in, start_ray
 
 TRACEBACK = """The deployment failed to start 3 times in a row. Error:
 ray::ServeReplica:kintsugi:Engine.initialize_and_get_metadata()
@@ -52,7 +52,7 @@ STATUS = "ray.serve.status"
 @pytest.mark.parametrize(
     ("task", "name", "does"),
     [
-        (lambda: start_ray(SPEC), "kintsugi.serving.service.start_local_ray", "start"),
+        (lambda: start_ray(SPEC), "kintsugi.serving.deployment.start_local_ray", "start"),
         (Service(SPEC).deploy, "ray.serve._private.api.serve_start", "start Serve"),
         (Service(SPEC).progress, STATUS, "say what runs"),
         (partial(Service(SPEC).wait, 1.0, print), STATUS, "say what runs"),
