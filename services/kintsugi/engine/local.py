@@ -297,15 +297,17 @@ class LocalEngine:
         side: SchedulerSide = connector._scheduler
         return side
 
-    def save_discovered(self, timeout_s: float = GENERATE_TIMEOUT_S) -> None:
+    def save_discovered(self) -> None:
         """Step the idle engine until the discovered segments are saved that may be saved now. A server's
         engine does so by itself. Raises `DeadlineExceeded`."""
-        deadline_s = time.perf_counter() + timeout_s
+        deadline_s = time.perf_counter() + GENERATE_TIMEOUT_S
         saves = self._scheduler.idle_saves
         saves.wake()
         while saves.is_pending:
             if time.perf_counter() > deadline_s:
-                raise DeadlineExceeded(f"discovered segments were not saved within {timeout_s:.0f} s")
+                raise DeadlineExceeded(
+                    f"discovered segments were not saved within {GENERATE_TIMEOUT_S:.0f} s"
+                )
             self.llm.llm_engine.step()
             saves.wake()
 

@@ -264,14 +264,6 @@ def ensure_directory(store: dict[str, Any]) -> Any:
     return handle
 
 
-def directory_address(store: dict[str, Any]) -> str:
-    """The directory's `host:port`. Raises `Unavailable` where it does not start."""
-    import ray
-
-    address: str = ray.get(ensure_directory(store).address.remote(), timeout=CALL_TIMEOUT_S)
-    return address
-
-
 def remove_directory() -> None:
     """End the actor for good, once no shard is left; where there is none, nothing."""
     import ray

@@ -193,10 +193,6 @@ class ChunkEntry:
         return any(residence.tier.is_in_reach for residence in self.copies)
 
     @property
-    def is_read(self) -> bool:
-        return any(residence.readers for residence in self.copies)
-
-    @property
     def tier_name(self) -> str:
         """The fastest tier that holds it."""
         return next((residence.tier.name for residence in self.copies), "")
