@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +42,9 @@ def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> 
         path = tmp_path / f"{index}.txt"
         path.write_text(passage.text[:800], encoding="utf-8")
         chunks += ["--chunk", str(path)]
-    page = tmp_path / "page.html"
     result = kintsugi_command(
         *("generate", "--model", str(model), "--question", "Why?", "--max-tokens", "4"),
-        *("--ratio", "1", "--compare", "--json", "--html", str(page), "--allow-uncalibrated", *chunks),
+        *("--ratio", "1", "--compare", "--json", "--allow-uncalibrated", *chunks),
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
@@ -56,11 +54,6 @@ def test_generate_blends_and_keeps_stdout_clean(model: Path, tmp_path: Path) -> 
     assert blend["token_ids"] == full["token_ids"], "ratio 1 is full prefill"
     assert prefix["cost"] < 1 == full["cost"]
     assert "INFO" not in result.stderr, "the engine's log is not for the terminal"
-    text = page.read_text(encoding="utf-8")
-    view = json.loads(re.findall(r"<script[^>]*application/json[^>]*>(.*?)</script>", text, re.DOTALL)[0])
-    assert len(view["layers"]) > 3
-    assert all(view["layers"]), "at ratio 1 every layer computes"
-    assert any("0.txt" in part["title"] for part in view["parts"])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -66,22 +66,8 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Also start an engine with this checkpoint and run its self-test.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Check a running service instead: URL of its gateway's HTTP port.")
-    ] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="With --url: bearer token.")] = "",
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="With --url: PEM file of the authority of its certificate.")
-    ] = None,
 ) -> ExitCode:
-    """Check whether this installation can blend, with --model whether a model can, or with --url what a
-    running service lacks."""
-    if url is not None:
-        if model is not None:
-            raise InvalidField("url", "checks a running service, --model this installation: leave out one")
-        from kintsugi.cli.commands.status import diagnose
-
-        return diagnose(screen, ServiceLink(url=url, api_key=api_key, tls_ca=tls_ca))
+    """Check whether this installation can blend, and with --model whether a model can."""
     if model is not None:
         ENGINE.check("doctor --model")
     from kintsugi.cli.commands.doctor import run
@@ -185,11 +171,8 @@ else:
     command(app)(restore)
 
 if PRECOMPUTE.missing:
-    for each in ("precompute", "coverage"):
-        add_missing_command(app, each, PRECOMPUTE)
+    add_missing_command(app, "precompute", PRECOMPUTE)
 else:
     from kintsugi.cli.commands.precompute import app as precompute_app
-    from kintsugi.cli.commands.precompute import coverage
 
     app.add_typer(precompute_app, name="precompute")
-    command(app)(coverage)

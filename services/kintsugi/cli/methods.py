@@ -42,7 +42,6 @@ class BlendChoice:
     namespace: str
     ratio: float | None = None
     selector: str | None = None
-    explain: bool = False
 
     def params(self, prompt: RagPrompt, ratio: float | None) -> KintsugiParams:
         return KintsugiParams(
@@ -50,7 +49,6 @@ class BlendChoice:
             spans=prompt.spans,
             ratio=ratio,
             selector=self.selector,
-            explain=self.explain,
         )
 
 
@@ -67,12 +65,6 @@ class Measurement:
     """Leading answer tokens that equal full prefill's."""
     generation: Generation
     """The answer of the last repetition."""
-
-    @property
-    def chunks_hit(self) -> int | None:
-        """Chunks that were loaded; None for a method without chunks."""
-        accounting = self.generation.accounting
-        return None if accounting is None else int(accounting.get("chunks_hit", 0))
 
     @property
     def fell_back_because(self) -> str | None:

@@ -11,20 +11,19 @@ from kintsugi.models.reference import REFERENCE, fetch_model, is_reference
 
 
 def check_model_name(model: str) -> None:
-    """Raises `NotFound`. Whether the hub has a model of that name is not asked."""
+    """Raise `NotFound` for a name that no folder has and the hub cannot have. The hub is not asked."""
     if is_reference(model) or is_hub_name(model) or Path(model).is_dir():
         return
     raise NotFound(
-        f"{model} is no folder; name the folder of a checkpoint, {REFERENCE.name}, or a model of the hub as "
-        "org/model"
+        f"{model} is not a folder; name the folder of a checkpoint, {REFERENCE.name}, or a model of the hub "
+        "as org/model"
     )
 
 
 def prepare_model(screen: Screen, model: str) -> None:
     """Fetch the reference model if `model` names it and it is not cached yet, and show the progress.
 
-    Raises as `fetch_model` does, and `NotFound` for what can be no model: libraries would try for half a
-    minute to download it.
+    Raises what `fetch_model` and `check_model_name` raise: libraries would spend half a minute on a download.
     """
     check_model_name(model)
     if is_reference(model) and not REFERENCE.is_cached:

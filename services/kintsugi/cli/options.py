@@ -102,9 +102,6 @@ class GenerateTask:
         bool, typer.Option("--compare", help="Also run full prefill, prefix caching and full KV reuse.")
     ] = False
     repeat: Repeat = 1
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with each token's recomputed layers and a timeline.")
-    ] = None
     report: Annotated[
         Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
     ] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,13 @@ from kintsugi.cli.methods import Measurement, Method
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.prompt import FormName
 
-HEADINGS = ("", "TTFT", "speed-up", "cost", "chunks hit", "agrees", "answer")
+ABOUT: Mapping[Method, str] = {
+    Method.FULL: "computes the whole prompt",
+    Method.PREFIX: "reuses what all prompts begin with",
+    Method.REUSE: "reuses every chunk as it is",
+    Method.BLEND: "reuses every chunk, recomputes a few tokens",
+}
+"""What each way does, for readers who have not read the paper."""
 ANSWER_CHARS_MAX = 120
 VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text()}
 
@@ -31,52 +37,35 @@ def make_plain_table(style: str = "") -> Table:
     return Table(show_header=False, box=None, padding=(0, 2, 0, 0), style=style)
 
 
-def comparison_rows(measurements: Sequence[Measurement], num_chunks: int) -> list[list[str]]:
-    """The comparison's cells: one row per method, in the order of `HEADINGS`."""
-    full = measurements[0]
-    assert full.method is Method.FULL
-    return [
-        [
-            measurement.method.value,
-            format_milliseconds(measurement.ttft_s),
-            f"{full.ttft_s / measurement.ttft_s:.1f}×",
-            f"{measurement.cost:.0%}",
-            "–" if measurement.chunks_hit is None else f"{measurement.chunks_hit} of {num_chunks}",
-            f"{measurement.agreement} of {len(full.generation.token_ids)}",
-            one_line(measurement.generation.text),
-        ]
-        for measurement in measurements
-    ]
-
-
-def print_comparison(
+def print_ways(
     console: Console,
     measurements: Sequence[Measurement],
-    num_chunks: int,
     right: Sequence[bool | None] | None = None,
+    shows_times: bool = True,
+    shows_answers: bool = True,
 ) -> None:
-    """Print the figures as a table, and the answers below it.
+    """Print what each way does, how soon it answers, and its answer.
 
-    ``right`` tells for each answer whether it is right; None where that is unknown for all or for one.
+    ``right`` tells for each answer whether it is right; None if unknown for all or for one. Times and answers
+    that mean nothing are left out.
     """
-    table = make_figures_table(HEADINGS[:-1])
-    answers = make_plain_table()
-    rows = comparison_rows(measurements, num_chunks)
-    for measurement, row, verdict in zip(measurements, rows, right or [None] * len(rows), strict=True):
+    headings = ("way", "what it does", *(("first word after", "sooner") if shows_times else ()), "computed")
+    table, answers = make_figures_table(headings), make_plain_table()
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    full_ttft_s = measurements[0].ttft_s
+    for index, measurement in enumerate(measurements):
         style = "bold yellow" if measurement.method is Method.BLEND else ""
-        *figures, answer = (Text(cell) for cell in row)
-        table.add_row(*figures, style=style)
-        cells = [Text(measurement.method.value, style="dim"), answer]
-        if right is not None:
-            cells.insert(1, VERDICTS[verdict])
-        answers.add_row(*cells)
+        sooner = f"{full_ttft_s / measurement.ttft_s:.1f}×" if index else ""
+        times = (format_milliseconds(measurement.ttft_s), sooner) if shows_times else ()
+        name = measurement.method.value
+        table.add_row(name, ABOUT[measurement.method], *times, f"{measurement.cost:.0%}", style=style)
+        verdict = VERDICTS[None if right is None else right[index]]
+        answers.add_row(Text(name, style="dim"), verdict, Text(one_line(measurement.generation.text)))
     console.print(table)
-    console.print(answers)
-    console.print(
-        "cost: share of a full prefill's token-layers that was computed. "
-        "agrees: leading answer tokens that equal those of full prefill.",
-        style="dim",
-    )
+    if shows_answers:
+        console.print("\n[bold]The answers[/]")
+        console.print(answers)
+    console.print("computed: share of a full prefill's token-layers", style="dim")
 
 
 def print_form(console: Console, form: FormName) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kintsugi.cli.models import prepare_model
+from kintsugi.cli.models import check_model_name, prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField, NotFound
@@ -82,8 +82,7 @@ class Session:
 
 def resolve_model_argument(model: str) -> ModelSource:
     """The user's model. Raises `NotFound`."""
-    if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
-        raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+    check_model_name(model)
     return ModelSource(model, display_name(model))
 
 

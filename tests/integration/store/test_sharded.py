@@ -28,7 +28,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
 
-SEE_SHARDS = "see which shards answer: kintsugi doctor --url URL"
+SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
 
 
 def serve(stack: ExitStack, shard_id: str, listen: str = "127.0.0.1:0") -> ShardServer:

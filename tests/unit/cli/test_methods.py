@@ -17,7 +17,6 @@ def test_every_method_is_measured_against_full_prefill() -> None:
     assert [m.method for m in measurements] == list(Method)
     assert [m.agreement for m in measurements] == [4, 4, 0, 2]
     assert [m.cost for m in measurements] == [1.0, 1.0, 0.01, 0.4]
-    assert [m.chunks_hit for m in measurements] == [None, None, 2, 2]
     assert [m.fell_back_because for m in measurements] == [None] * 4
     assert engine.resets == (1 + 3) * len(Method), "each run starts from a cold prefix cache"
 

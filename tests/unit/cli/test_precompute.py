@@ -11,7 +11,6 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.cli.commands import precompute as command
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import InvalidField
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.sources.readers import Failure
 
@@ -71,20 +70,10 @@ def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None
     assert "tokens/s" in command._format_progress(Progress())
 
 
-def test_a_coverage_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
-    failures = [Failure("file:///a", 0, "no column 'text'")]
-    progress = Progress(
-        corpus="tea", documents=1, chunks=2, chunks_resident=2, documents_failed=1, failures=failures
-    )
-    command._report_coverage(Screen(as_json=False), progress)
-    said = capsys.readouterr().out
-    assert "100.0% resident" in said
-    assert "not counting 1 document that" in said
-    assert said.rstrip().endswith("/a: no column 'text'")
-
-
-def test_the_coverage_of_a_corpus_that_cannot_be_read_is_an_error() -> None:
-    progress = Progress(documents_failed=3, failures=[Failure("file:///a", 0, "no column 'text'")])
-    for as_json in (False, True):
-        with pytest.raises(InvalidField, match=r"none of 3 documents can be read \(/a: no column"):
-            command._report_coverage(Screen(as_json), progress)
+def test_a_dry_run_says_which_share_is_resident_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(corpus="tea", dry=True, chunks=4, chunks_resident=3, tiers={"ram": 1, "ssd0": 2})
+    command._report(Screen(as_json=False), progress, None, 1)
+    rows = [line.split() for line in capsys.readouterr().out.replace("│", " ").splitlines()]
+    assert ["in", "ram", "1"] in rows
+    assert ["in", "ssd0", "2"] in rows
+    assert ["resident", "now", "75.0%"] in rows

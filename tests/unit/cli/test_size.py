@@ -86,7 +86,7 @@ def test_reads_a_real_checkpoint() -> None:
         (["--tflops", "0"], "tflops: 0.0 is not positive"),
         (["--prefill-tokens-per-s", "-1"], "prefill_tokens_per_s: -1.0 is not positive"),
         (["--dtype", "float8"], "layout.dtype: 'float8' is not one of"),
-        (["--model", "/nowhere"], "/nowhere is no folder"),
+        (["--model", "/nowhere"], "/nowhere is not a folder"),
     ],
 )
 def test_bad_input_is_one_line(model: Path, change: list[str], message: str) -> None:

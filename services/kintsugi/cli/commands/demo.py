@@ -6,25 +6,17 @@ import os
 import random
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from kintsugi.cli.methods import BlendChoice, Measurement, Method, compare
+from kintsugi.cli.methods import BlendChoice, Measurement, compare
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import DemoTask
-from kintsugi.cli.render import (
-    VERDICTS,
-    format_milliseconds,
-    make_figures_table,
-    make_plain_table,
-    one_line,
-    print_accounting,
-    print_form,
-)
+from kintsugi.cli.render import make_plain_table, print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     REGARDLESS,
@@ -122,15 +114,6 @@ class Show:
     def shows_answers(self) -> bool:
         """Whether the model was trained, so that its answers say something."""
         return not self.random_weights
-
-
-ABOUT: Mapping[Method, str] = {
-    Method.FULL: "computes the whole prompt",
-    Method.PREFIX: "reuses what all prompts begin with",
-    Method.REUSE: "reuses every chunk as it is",
-    Method.BLEND: "reuses every chunk, recomputes a few tokens",
-}
-"""What each way does, for readers who have not read the paper."""
 
 
 def run(screen: Screen, task: DemoTask) -> None:
@@ -289,7 +272,7 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     console.print(prompt_table)
     print_form(console, session.form.name)
     right = [_judge(measurement, show) for measurement in measurements] if show.answers else None
-    _print_ways(console, show, measurements, right)
+    print_ways(console, measurements, right, show.shows_times, show.shows_answers)
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
     if show.chosen is not None:
@@ -300,35 +283,6 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     console.print(f"\n{show.note}", style="yellow", highlight=False)
     if not show.random_weights:
         _print_next_steps(console, show)
-
-
-def _print_ways(
-    console: Console, show: Show, measurements: Sequence[Measurement], right: Sequence[bool | None] | None
-) -> None:
-    """Prints what each way does, how soon it answers and what, as far as that says something."""
-    headings = (
-        "way",
-        "what it does",
-        *(("first word after", "sooner") if show.shows_times else ()),
-        "computed",
-    )
-    table = make_figures_table(headings)
-    table.columns[1].justify, table.columns[1].no_wrap = "left", False
-    answers = make_plain_table()
-    full_ttft_s = measurements[0].ttft_s
-    for index, measurement in enumerate(measurements):
-        style = "bold yellow" if measurement.method is Method.BLEND else ""
-        sooner = "" if not index else f"{full_ttft_s / measurement.ttft_s:.1f}×"
-        times = (format_milliseconds(measurement.ttft_s), sooner) if show.shows_times else ()
-        name = measurement.method.value
-        table.add_row(name, ABOUT[measurement.method], *times, f"{measurement.cost:.0%}", style=style)
-        verdict = VERDICTS[None if right is None else right[index]]
-        answers.add_row(Text(name, style="dim"), verdict, Text(one_line(measurement.generation.text)))
-    console.print(table)
-    if show.shows_answers:
-        console.print("\n[bold]The answers[/]")
-        console.print(answers)
-    console.print("computed: share of the prompt's work that was done again.", style="dim")
 
 
 def _print_next_steps(console: Console, show: Show) -> None:

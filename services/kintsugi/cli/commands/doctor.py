@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,11 +60,11 @@ def run(screen: Screen, model: str | None) -> ExitCode:
         checks = installation_checks()
     missing = [check.name for check in checks if check.verdict is CheckResult.FAILED]
     if model is None:
-        checks += _skip_model_checks("name a model with --model to run it")
+        checks.append(_skip_self_test("name a model with --model to run it"))
     elif missing:
-        checks += _skip_model_checks(f"needs {', '.join(missing)}")
+        checks.append(_skip_self_test(f"needs {', '.join(missing)}"))
     else:
-        checks += _model_checks(screen, model)
+        checks.append(_run_self_test(screen, model))
     failed = any(check.verdict is CheckResult.FAILED for check in checks)
     screen.show(doctor_document(checks), lambda console: print_checks(console, checks))
     return ExitCode.NOT_BLENDABLE if failed else ExitCode.OK
@@ -191,54 +190,31 @@ def _reference_model_check() -> Check:
 
 
 SELF_TEST = "self-test"
-ENGINE, STORING, BLENDING = "engine", "stored chunks", "blended chunks"
-_PARTS = tuple(f"{SELF_TEST}: {name}" for name in SELF_TEST_CHECKS)
-_FAILED_CHECK = re.compile(r"self_test_failed: check '([^']+)'")
 
 
-def _skip_model_checks(why: str) -> list[Check]:
-    names = [ENGINE, *_PARTS, STORING, BLENDING, SELF_TEST]
-    return [Check(name, CheckResult.SKIPPED, why) for name in names]
+def _skip_self_test(why: str) -> Check:
+    return Check(SELF_TEST, CheckResult.SKIPPED, why)
 
 
-def _model_checks(screen: Screen, model: str) -> list[Check]:
+def _run_self_test(screen: Screen, model: str) -> Check:
     """Start an engine, which runs its self-test, store two short chunks, and blend them."""
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
-    stored = False
     try:
         chosen = resolve_model_argument(model)
         asked = Asked(texts, BUNDLED_QUESTIONS[0])
         with open_session(screen, chosen, asked, "doctor", 1, REGARDLESS) as session:
             reason = session.not_saved_because
             if reason is None:
-                stored = True
                 with screen.step("Blending two chunks"):
                     blend = blend_once(session.engine, session.prompt, BlendChoice("doctor"), 1)
                 reason = blend.fell_back_because
     except KintsugiError as error:
-        return list_model_checks(model, ENGINE, " ".join(str(error).split()))
-    return list_model_checks(chosen.name, None if reason is None else BLENDING if stored else STORING, reason)
-
-
-def list_model_checks(model: str, broken: str | None, reason: str | None) -> list[Check]:
-    """Every check of a model, the verdict on it last. ``broken`` is the step that failed for ``reason``; None
-    where all passed.
-
-    What ran before a failure is not known in general: an engine that is declined runs no self-test, and a
-    self-test stops at its first failure. Chunks are only stored behind a self-test that passed.
-    """
-    names = [ENGINE, *_PARTS, STORING, BLENDING]
-    if broken is None or reason is None:
-        passed = [Check(name, CheckResult.OK, f"passed on {model}") for name in names]
-        detail = f"passed on {model}; two chunks were stored and blended"
-        return [*passed, Check(SELF_TEST, CheckResult.OK, detail)]
-    part = _FAILED_CHECK.match(reason)
-    failed = f"{SELF_TEST}: {part[1]}" if part else broken
-    known = names[: names.index(BLENDING)] if failed == BLENDING else [ENGINE]
-    checks = {name: Check(name, CheckResult.SKIPPED, f"not known: {failed} failed") for name in names}
-    checks |= {name: Check(name, CheckResult.OK, f"passed on {model}") for name in known}
-    checks[failed] = Check(failed, CheckResult.FAILED, reason)
-    return [*checks.values(), Check(SELF_TEST, CheckResult.FAILED, reason)]
+        reason = " ".join(str(error).split())
+    if reason is not None:
+        return Check(SELF_TEST, CheckResult.FAILED, reason)
+    parts = ", ".join(SELF_TEST_CHECKS)
+    detail = f"passed on {chosen.name} ({parts}); two chunks were stored and blended"
+    return Check(SELF_TEST, CheckResult.OK, detail)
 
 
 def doctor_document(checks: Sequence[Check]) -> dict[str, Any]:
@@ -258,11 +234,9 @@ _MARKS = {
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print one line per check; of those that did not run only the verdict's, which says why."""
+    """Print one line per check."""
     table = make_plain_table()
     for check in checks:
-        if check.verdict is CheckResult.SKIPPED and check.name != SELF_TEST:
-            continue
         mark, style = _MARKS[check.verdict]
         table.add_row(Text(mark, style=style), Text(check.name, style="bold"), Text(check.detail))
     console.print(table)

@@ -8,19 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kintsugi.cli import html
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
-from kintsugi.cli.options import GenerateTask, check_writable
-from kintsugi.cli.render import (
-    HEADINGS,
-    comparison_rows,
-    facts_of,
-    format_count,
-    print_accounting,
-    print_comparison,
-    print_form,
-)
+from kintsugi.cli.options import GenerateTask
+from kintsugi.cli.render import print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
     UNCALIBRATED_NOTE,
@@ -33,31 +24,24 @@ from kintsugi.cli.session import (
     resolve_model_argument,
 )
 from kintsugi.core.request import KintsugiParams, parse_selector
-from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.quality import reports
 
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """`NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
     selector = None if task.selector is None else parse_selector(task.selector)
-    choice = BlendChoice(task.namespace, task.ratio, selector, explain=task.html is not None)
+    choice = BlendChoice(task.namespace, task.ratio, selector)
     KintsugiParams(namespace=task.namespace, ratio=task.ratio)  # refuses bad values before an engine starts
     trust = Trust(task.report, task.allow_uncalibrated)
-    if task.html is not None:
-        check_writable("html", task.html)
     if task.report is not None:
         reports.read(task.report)  # refuses a bad one before an engine starts
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
     given = (asked, task.namespace, task.max_tokens, trust, task.context)
-    with open_session(screen, model, *given) as session:
-        with screen.step("Answering four ways" if task.compare else "Answering") as say:
-            request = session.engine, session.prompt, choice, task.max_tokens
-            measurements = compare(*request, task.repeat, say) if task.compare else [blend_once(*request)]
-        page = _page(model, session, task, measurements) if task.html is not None else None
-    if task.html is not None and page is not None:
-        task.html.write_text(html.render_page(page), encoding="utf-8")
-        screen.note(f"wrote {task.html}")
+    step = "Answering four ways" if task.compare else "Answering"
+    with open_session(screen, model, *given) as session, screen.step(step) as say:
+        request = session.engine, session.prompt, choice, task.max_tokens
+        measurements = compare(*request, task.repeat, say) if task.compare else [blend_once(*request)]
     blend = measurements[-1]
     document = generate_document(model, session, task, measurements)
     screen.show(document, lambda console: _render(console, session, measurements))
@@ -92,34 +76,11 @@ def generate_document(
     return document
 
 
-def _page(
-    model: ModelSource, session: Session, task: GenerateTask, measurements: Sequence[Measurement]
-) -> html.Page:
-    blend, prompt, tokenizer = measurements[-1], session.prompt, session.form.tokenizer
-    accounting = blend.generation.accounting
-    titles = [chunk.title for chunk in prompt.chunks]
-
-    def decode(token: int) -> str:
-        return str(tokenizer.decode([token]))
-
-    size = f"{format_count(len(prompt.token_ids), 'token')}, {format_count(len(prompt.chunks), 'chunk')}"
-    return html.Page(
-        title="How this answer was blended",
-        subtitle=f"{size}, on {model.name}",
-        question=task.question,
-        answer=blend.generation.text,
-        facts=[("TTFT", f"{blend.ttft_s * 1e3:,.0f} ms"), *facts_of(accounting)],
-        view=view_of(parts_of(prompt.token_ids, prompt.spans, titles, decode), accounting),
-        comparison_headings=HEADINGS if task.compare else (),
-        comparison=comparison_rows(measurements, len(prompt.chunks)) if task.compare else (),
-    )
-
-
 def _render(console: Console, session: Session, measurements: Sequence[Measurement]) -> None:
     blend = measurements[-1]
     console.print(Text(blend.generation.text.strip()))
     console.print()
     print_form(console, session.form.name)
     if len(measurements) > 1:
-        print_comparison(console, measurements, len(session.prompt.chunks))
+        print_ways(console, measurements)
     print_accounting(console, blend.generation.accounting)

@@ -1,4 +1,4 @@
-"""`kintsugi precompute` and `kintsugi coverage`: fill a store with a corpus, and see how full it is."""
+"""`kintsugi precompute`: fills a store with a corpus, or says what is missing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from kintsugi.cli.options import (
     SystemPrompt,
     parse_engine_arguments,
 )
-from kintsugi.cli.render import format_bytes, format_count
+from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE
@@ -185,14 +184,6 @@ def run(
     return ExitCode.INTERRUPTED if progress.state is State.CANCELLED else ExitCode.OK
 
 
-def coverage(screen: Screen, documents: CorpusOptions) -> None:
-    """Print the share of a corpus that is in the store, by tier. Changes nothing."""
-    prepare_model(screen, documents.model)
-    with screen.step("Comparing with the store") as say:
-        progress = survey(documents.job_spec(errors_share_max=1.0), _say_progress(say))
-    _report_coverage(screen, progress)
-
-
 @command(app)
 def pin(
     screen: Screen,
@@ -283,6 +274,7 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
         ("failed · vanished", f"{progress.documents_failed} · {progress.documents_vanished}"),
         ("distinct chunks", f"{progress.chunks} ({format_bytes(progress.bytes_total)})"),
         ("resident before", str(progress.chunks_resident)),
+        *((f"in {tier}", str(count)) for tier, count in sorted(progress.tiers.items())),
         ("missing", f"{progress.chunks_missing} ({format_bytes(progress.bytes_missing)})"),
     ]
     if progress.dry:
@@ -293,34 +285,11 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
             ("prefilled", f"{progress.chunks_filled} ({progress.tokens_per_s:.0f} tokens/s)"),
             ("chunks failed · invalidated", f"{progress.chunks_failed} · {progress.chunks_invalidated}"),
             ("evicted again", str(progress.chunks_evicted)),
-            ("resident now", f"{progress.coverage:.1%}"),
         ]
-    for row in [*rows, ("time", f"{progress.elapsed_s:.1f} s")]:
+    rows += [("resident now", f"{progress.coverage:.1%}"), ("time", f"{progress.elapsed_s:.1f} s")]
+    for row in rows:
         table.add_row(*row)
     console.print(table)
-    _print_failures(console, progress)
-
-
-def _report_coverage(screen: Screen, progress: Progress) -> None:
-    """Print the coverage. Raises `InvalidField` if no document can be read."""
-    if progress.documents_failed and not progress.documents:
-        first = progress.failures[0]
-        raise InvalidField(
-            "source",
-            f"none of {progress.documents_failed} documents can be read ({_locate(first)}: {first.reason})",
-        )
-    screen.show(progress.to_mapping(), lambda console: _print_coverage(console, progress))
-
-
-def _print_coverage(console: Console, progress: Progress) -> None:
-    console.print(f"{progress.corpus}: {progress.coverage:.1%} resident", highlight=False)
-    table = Table("tier", "chunks", "share")
-    for tier, count in [*sorted(progress.tiers.items()), ("missing", progress.chunks_missing)]:
-        table.add_row(tier, str(count), f"{count / max(1, progress.chunks):.1%}")
-    console.print(table)
-    if progress.documents_failed:
-        failed = format_count(progress.documents_failed, "document")
-        console.print(f"not counting {failed} that cannot be read:", highlight=False)
     _print_failures(console, progress)
 
 

@@ -1,4 +1,4 @@
-"""`kintsugi status` and `kintsugi doctor --url`: a running service, and what would help it."""
+"""`kintsugi status`: a running service, and what would help it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kintsugi import __version__
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.service.facts import Contact, ServiceFacts, ServiceLink, ask_service
@@ -23,18 +22,6 @@ def run(screen: Screen, link: ServiceLink) -> ExitCode:
     if facts.contact is Contact.UNAUTHENTICATED:
         return ExitCode.BAD_INPUT
     return ExitCode.OK if status.running else ExitCode.UNAVAILABLE
-
-
-def diagnose(screen: Screen, link: ServiceLink) -> ExitCode:
-    """`UNAVAILABLE` if any check failed."""
-    from kintsugi.cli.commands.doctor import CheckResult, doctor_document, print_checks
-    from kintsugi.cli.service.checks import check_service
-
-    with screen.step("Checking the service"):
-        checks = check_service(ask_service(link), __version__)
-    screen.show(doctor_document(checks), lambda console: print_checks(console, checks))
-    failed = any(check.verdict is CheckResult.FAILED for check in checks)
-    return ExitCode.UNAVAILABLE if failed else ExitCode.OK
 
 
 def status_document(facts: ServiceFacts, status: ServiceStatus) -> dict[str, Any]:

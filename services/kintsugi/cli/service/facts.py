@@ -1,4 +1,4 @@
-"""Asks a gateway what runs behind it. Decides nothing: `status` and `checks` do, from `ServiceFacts`."""
+"""Asks a gateway what runs behind it. Decides nothing: `status` does, from `ServiceFacts`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def ask_service(link: ServiceLink, clock_s: Callable[[], float] = time.time) -> ServiceFacts:
-    """What runs there. Raises `InvalidField` for options that are none; a service that fails is a fact."""
+    """What runs there. Raises `InvalidField` for invalid options; a service that fails is a fact."""
     url = parse_url(link.url)
     headers = {"authorization": f"Bearer {link.api_key}"} if link.api_key else {}
     began_s = clock_s()

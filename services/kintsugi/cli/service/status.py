@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kintsugi import __version__
 from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.service.facts import AnswerCount, Contact, ServiceFacts, StoreFacts
 from kintsugi.core.accounting import Outcome, label_of_reason
@@ -12,6 +13,8 @@ from kintsugi.models.reference import REFERENCE
 
 DISCOVERING_SHOWN_MAX = 3
 """Namespaces with discovery that are named."""
+CLOCK_APART_MAX_S = 2.0
+"""Tokens and certificates expire by the clock, and erasures are ordered by it."""
 MENTIONED_SHARE = 0.1
 """A reason is worth advice from this share of the answers on."""
 
@@ -63,8 +66,8 @@ _NOT_BLENDED = {
     "with --segments where chunks are discovered",
     "loading_is_slower": "nothing to do, or a faster store: loading these chunks takes longer than prefill",
     "blending_is_slower": "nothing to do: prompts are so short that a prefill is faster",
-    "store_unavailable": "see which shards answer: kintsugi doctor --url URL",
-    "store_timeout": "see which shards answer: kintsugi doctor --url URL",
+    "store_unavailable": "see which shards answer: kintsugi status --url URL",
+    "store_timeout": "see which shards answer: kintsugi status --url URL",
     "foreign_prefix": "begin prompts with the system prompt that chunks are prefilled behind",
     "prompt_logprobs": "do not ask for logprobs of prompt tokens: they need a full prefill",
     "busy": "add engines (--engines): lookups wait for the store",
@@ -114,6 +117,7 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
     version = f"vLLM {engines.vllm}" if engines.vllm else ""
     known = (engines.model, f"{engines.max_model_len:,} tokens", engines.form, version)
     runs.append(("engines", ", ".join(filter(None, known))))
+    runs.append(("token", _describe_caller(facts)))
     runs += _describe_store(facts.store)
     if facts.answers is not None:
         runs.append(("answers", describe_answers(facts.answers)))
@@ -126,6 +130,7 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
     helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
     if _NOT_BLENDED[_NO_CHUNK] in helps:
         helps += _advise_on_discovery(facts)
+    helps += [*_advise_on_versions(facts), *_advise_on_clock(facts)]
     return ServiceStatus(
         True,
         facts.url,
@@ -190,6 +195,32 @@ def _advise_on_store(store: StoreFacts) -> list[str]:
     if not store.chunks:
         return [_NOT_BLENDED[_NO_CHUNK]]
     return []
+
+
+def _describe_caller(facts: ServiceFacts) -> str:
+    caller = facts.caller
+    if not facts.has_tokens or caller is None:
+        return "none needed: everybody who reaches the gateway may call it"
+    hidden = "" if facts.store is not None else "; shards and answers need the verb admin in *"
+    return f"{caller.name}: {', '.join(caller.verbs)} in {', '.join(caller.namespaces)}{hidden}"
+
+
+def _advise_on_versions(facts: ServiceFacts) -> list[str]:
+    found = {"kintsugi here": __version__, "gateway": facts.version}
+    if facts.engines is not None and facts.engines.version:
+        found["engines"] = facts.engines.version
+    if len(set(found.values())) == 1:
+        return []
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    return [f"install one version everywhere: {shown}"]
+
+
+def _advise_on_clock(facts: ServiceFacts) -> list[str]:
+    apart_s = abs(facts.clock_ahead_s) - facts.round_trip_s / 2
+    if apart_s < CLOCK_APART_MAX_S:
+        return []
+    side = "ahead of" if facts.clock_ahead_s > 0 else "behind"
+    return [f"synchronise the clocks with NTP: the gateway's is {apart_s:.0f} s {side} this machine's"]
 
 
 def _advise_on_discovery(facts: ServiceFacts) -> list[str]:

@@ -2,6 +2,5 @@
 
 `assets` holds the page's files, `routes` serves them and the endpoints under `/console/api`, `comparison`
 answers one question both ways, `live` describes the service, `view` describes one blend layer by layer. The
-page's code is vanilla ES modules in `static`; `static/blend.js` and `static/blend.css` also draw the report
-that `kintsugi generate --html` writes.
+page's code is vanilla ES modules in `static`.
 """

@@ -55,8 +55,3 @@ def read_assets() -> Mapping[str, Asset]:
         name: Asset(name, text, f'"{hashlib.sha256(text).hexdigest()[:32]}"')
         for name, text in contents.items()
     }
-
-
-def read_text(name: str) -> str:
-    """One file as text, for a page that holds it inline."""
-    return read_assets()[name].content.decode("utf-8")

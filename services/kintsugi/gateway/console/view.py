@@ -1,6 +1,6 @@
 """One blend as `static/blend.js` draws it: the prompt's tokens, which of them each layer computed, and when.
 
-Pure. The console sends a view as JSON, and the report of `kintsugi generate --html` embeds one.
+Pure. The console sends a view as JSON.
 """
 
 from __future__ import annotations

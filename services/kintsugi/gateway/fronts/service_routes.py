@@ -1,6 +1,6 @@
 """Routes of HTTP that tell about the service and need no engine: the models and their names, where the chunks
-of a prompt lie and what happens to chunks (for routers), and what runs (for `kintsugi status` and `kintsugi
-doctor --url`; what concerns all tenants needs the permission for metrics).
+of a prompt lie and what happens to chunks (for routers), and what runs (for `kintsugi status`; what concerns
+all tenants needs the permission for metrics).
 """
 
 from __future__ import annotations

@@ -502,7 +502,7 @@ class ShardedStore(ChunkStore):
 
 
 _CLOSED = "this client is closed"
-_SEE_SHARDS = "see which shards answer: kintsugi doctor --url URL"
+_SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
 _NO_SHARDS = "the shard map is empty; start a shard (kintsugi store serve --help says how)"
 _SHARDS, _LEASE = ",", "="
 """Separators in the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""

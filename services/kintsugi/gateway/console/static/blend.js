@@ -1,5 +1,5 @@
 // Draws one blend: which tokens each layer computed, and when each layer was loaded and computed.
-// The console and the report of `kintsugi generate --html` share it. All text is set as text, never as markup.
+// All text is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const CHART = { width: 860, left: 140, right: 20, row: 15, axis: 24, ticks: 8 };
