@@ -25,7 +25,7 @@ from benchmarks.support.architectures.catalogue import ALL, Architecture
 from benchmarks.support.architectures.rows import Outcome, Row, without_paths
 from benchmarks.support.engines import say
 from benchmarks.support.figures import PACKAGES
-from kintsugi.engine.orphan import end_with_parent
+from kintsugi.engine.plugin import end_with_parent
 
 ROW_TIMEOUT_S = 600.0
 UNFINISHED_EXIT = 75

@@ -68,7 +68,7 @@ from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store
 from kintsugi.store.protocol.interface import ChunkStore
-from kintsugi.store.protocol.readiness import with_readiness
+from kintsugi.store.protocol.metrics_port import with_readiness
 
 if TYPE_CHECKING:
     from kintsugi.engine.scheduler.gate import Gate

@@ -31,7 +31,7 @@ from kintsugi.core.accounting import TOLD
 from kintsugi.core.errors import InvalidField, SelfTestFailed
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
-from kintsugi.engine.orphan import end_with_parent
+from kintsugi.engine.plugin import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
 from kintsugi.engine.scheduler.blend_stats import BlendPromMetrics, BlendStats
 from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes

@@ -1,16 +1,20 @@
-"""Registers the connector in every vLLM process (entry point `vllm.general_plugins`)."""
+"""What every vLLM process needs of us: the connector (entry point `vllm.general_plugins`), and an end when
+its parent was killed."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import multiprocessing
+import os
+import threading
 
 from kintsugi.engine.versions import WORKING
 
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "KintsugiConnector"
+_watching = threading.Event()
 
 
 def register() -> None:
@@ -27,3 +31,18 @@ def register() -> None:
             KVConnectorFactory.register_connector(CONNECTOR, "kintsugi.engine.connector", CONNECTOR)
     except (ImportError, AttributeError) as error:
         logger.warning("This vLLM has no KV connectors, so Kintsugi is not in it (%s). %s", error, WORKING)
+
+
+def end_with_parent() -> None:
+    """Ends this process with the one that started it, if multiprocessing did. vLLM's own cores would keep
+    their memory, and their GPU's. Idempotent."""
+    parent = multiprocessing.parent_process()
+    if parent is None or _watching.is_set():
+        return
+    _watching.set()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="kintsugi-parent", daemon=True).start()

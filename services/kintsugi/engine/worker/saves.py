@@ -49,7 +49,7 @@ def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
     return len(waiting)
 
 
-def first_items(jobs: Sequence[SaveJob]) -> list[SaveItem]:
+def save_items(jobs: Sequence[SaveJob]) -> list[SaveItem]:
     """The chunks behind the prefix, or behind prefix and context."""
     return [
         SaveItem(

@@ -38,9 +38,9 @@ from kintsugi.engine.worker.model import LoadedModel, find_layers
 from kintsugi.engine.worker.saves import (
     IdleSavePasses,
     SaveBatch,
-    first_items,
     num_saves_together,
     put_unless_erased,
+    save_items,
 )
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
@@ -511,7 +511,7 @@ class WorkerSide:
         # What is stored is compared with exact KV, whatever codec it is in.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
         unit = min(unit_tokens_max, self._unit_tokens_max)
-        return SavePass(first_items(jobs), stack, unit, codec)
+        return SavePass(save_items(jobs), stack, unit, codec)
 
     def _finish_save(self, batch: SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
         request_id = job.tokens.request_id

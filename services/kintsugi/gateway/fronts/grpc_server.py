@@ -68,7 +68,7 @@ class KintsugiService:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self._budget = ByteBudget(gateway.limits.messages_bytes_max, shared=gateway.access.has_tokens)
-        self._places = RequestSlots(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
+        self._slots = RequestSlots(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -118,7 +118,7 @@ class KintsugiService:
     ) -> AsyncIterator[tuple[Caller, Any]]:
         """Who calls, and what they ask; they have a place and the message's memory while the block runs."""
         caller = self._authenticate(served, context)
-        with self._places.hold(caller):
+        with self._slots.hold(caller):
             data = await _read_message(context)
             with self._budget.reserve(len(data), caller.name):
                 request = _parse_message(message, data)
@@ -303,7 +303,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, gateway: Gateway, health: Any) -> None:
         self._access = gateway.access
         self._health = health
-        self._places = RequestSlots(gateway.limits.watches_max, shared=gateway.access.has_tokens)
+        self._slots = RequestSlots(gateway.limits.watches_max, shared=gateway.access.has_tokens)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
@@ -325,7 +325,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _bound(self, handler: Any, caller: Caller) -> Any:
         async def answer(requests: Any, context: Any) -> None:
             try:
-                with self._places.hold(caller):
+                with self._slots.hold(caller):
                     await _run_handler(handler, requests, context)
             except KintsugiError as error:
                 await abort_call(context, error)

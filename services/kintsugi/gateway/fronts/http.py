@@ -103,7 +103,7 @@ class _Answers:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._places = RequestSlots(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
+        self._slots = RequestSlots(gateway.limits.http_concurrent_max, shared=gateway.access.has_tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -123,10 +123,7 @@ class _Answers:
 
     async def _answer(self, request: Request, served: ServedRequest, reply: _Reply) -> None:
         """Raises what the caller is refused with. A caller that leaves ends the work."""
-        # First: a stranger's body is not even read.
-        caller = identify(self._gateway.access, request)
-        served.caller = caller.name
-        with self._places.hold(caller):
+        async with self._admit(request, served) as caller:
             try:
                 raw = await request.body()
             except ClientDisconnect:
@@ -135,12 +132,19 @@ class _Answers:
             await self._answer_body(caller, request, served, reply, raw)
 
     @asynccontextmanager
-    async def receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
-        """Authenticates a request that is not for an engine, and parses its body; the request has a place
-        while the block runs. Raises what it is refused with."""
+    async def _admit(self, request: Request, served: ServedRequest) -> AsyncIterator[Caller]:
+        """Authenticates a request before its body is read. It has a slot while the block runs. Raises what
+        the caller is refused with."""
         caller = identify(self._gateway.access, request)
         served.caller = caller.name
-        with self._places.hold(caller):
+        with self._slots.hold(caller):
+            yield caller
+
+    @asynccontextmanager
+    async def receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
+        """Authenticates a request that is not for an engine, and parses its body; the request has a slot
+        while the block runs. Raises what it is refused with."""
+        async with self._admit(request, served) as caller:
             try:
                 raw = await request.body() if request.method == "POST" else b""
             except ClientDisconnect:
@@ -148,9 +152,7 @@ class _Answers:
             body: Mapping[str, Any] = find_fields(request.query_params.multi_items())
             if request.method == "POST":
                 body = await run_beside(len(raw), lambda: parse_body(raw))
-            wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
-            base = choose_namespace(caller, wanted)
-            served.namespace = narrow_by_request(base, served.headers, body)
+            served.namespace = _find_namespace(caller, served.headers, body)
             yield AskedOf(caller, served.namespace, body, len(raw))
 
     async def _answer_body(
@@ -176,9 +178,7 @@ class _Answers:
 
         def parse() -> OpenAICall:
             body = parse_body(raw)
-            wanted = find_requested_namespace(body, served.headers.get(NAMESPACE_HEADER))
-            base = choose_namespace(caller, wanted)
-            namespace = served.namespace = narrow_by_request(base, served.headers, body)
+            namespace = served.namespace = _find_namespace(caller, served.headers, body)
             caller.require(Verb.GENERATE)
             call = parse_openai_call(
                 served.request_id,
@@ -237,6 +237,13 @@ class _Reply:
 
     async def _send_body(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _find_namespace(caller: Caller, headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
+    """The namespace of a request, or the part that it narrows itself to. Raises `InvalidField` and
+    `PermissionDenied`."""
+    wanted = find_requested_namespace(body, headers.get(NAMESPACE_HEADER))
+    return narrow_by_request(choose_namespace(caller, wanted), headers, body)
 
 
 def choose_namespace(caller: Caller, wanted: str | None) -> str:

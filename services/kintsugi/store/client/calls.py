@@ -1,10 +1,15 @@
-"""Calls to one shard. They wait in the caller's thread, while gRPC's own threads do the work."""
+"""Calls to one shard. They wait in the caller's thread, while gRPC's own threads do the work.
+
+gRPC bounds a whole call; a stream of many layers needs a bound on the wait for each. One thread watches every
+stream of a store and cancels those whose wait is over.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,6 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.watchdog import Watchdog
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles
@@ -20,6 +24,7 @@ from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles
 METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
 TOKEN_CHECK_S = 5.0
 TOKEN_BYTES_MAX = 4096
+RESOLUTION_S = 0.02
 
 
 class BearerToken:
@@ -146,3 +151,65 @@ def put_messages(
         request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
         yield wire.with_payload(request.SerializeToString(), views[first:stop])
         first = stop
+
+
+class Guard:
+    """One guarded stream. `arm` before each wait and `disarm` after it; each costs an attribute write."""
+
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self.expires_s = math.inf
+        self.expired = False
+        self._cancel = cancel
+
+    def arm(self, wait_s: float) -> None:
+        self.expires_s = time.monotonic() + wait_s
+
+    def disarm(self) -> None:
+        self.expires_s = math.inf
+
+    def expire(self) -> None:
+        self.expired = True
+        self._cancel()
+
+
+class Watchdog:
+    """Cancels guarded streams that wait too long, within `RESOLUTION_S`. Sleeps while there are none."""
+
+    def __init__(self) -> None:
+        self._guards: set[Guard] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def guard(self, cancel: Callable[[], object]) -> Guard:
+        """Watch a stream until `release`."""
+        guard = Guard(cancel)
+        with self._changed:
+            self._guards.add(guard)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="kintsugi-watchdog", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return guard
+
+    def release(self, guard: Guard) -> None:
+        with self._changed:
+            self._guards.discard(guard)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._guards or self._closed)
+                if self._closed:
+                    return
+                now = time.monotonic()
+                overdue = [guard for guard in self._guards if guard.expires_s < now]
+                self._guards.difference_update(overdue)
+            for guard in overdue:
+                guard.expire()
+            time.sleep(RESOLUTION_S)

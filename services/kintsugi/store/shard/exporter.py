@@ -12,9 +12,8 @@ from prometheus_client.registry import Collector
 
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.audit import AuditLog
-from kintsugi.store.protocol.readiness import with_readiness
+from kintsugi.store.protocol.metrics_port import require_admin, with_readiness
 from kintsugi.store.protocol.tls import TlsFiles, parse_address
-from kintsugi.store.protocol.wsgi_access import require_admin
 from kintsugi.store.shard.shard import Shard
 
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)

@@ -8,7 +8,7 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from kintsugi.store.protocol.readiness import with_readiness
+from kintsugi.store.protocol.metrics_port import with_readiness
 
 
 def other(_: Any, start: Any) -> Iterable[bytes]:
