@@ -1,4 +1,4 @@
-"""The builders that a generated Serve configuration names: `args` in, deployments out."""
+"""The application builders that the generated Serve configuration names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kintsugi.serving.store_shard import StoreShard
 
 
 def store_app(args: dict[str, Any]) -> Any:
-    """`core.deploy.store_application`."""
+    """Build the application that `core.deploy.store_application` configures."""
     from ray import serve
 
     return serve.deployment(StoreShard, name=SHARD_DEPLOYMENT).bind(args["store"])
 
 
 def service_app(args: dict[str, Any]) -> Any:
-    """`core.deploy.service_application`. The gateway is the ingress: it holds the engines' handle."""
+    """Build the application that `core.deploy.service_application` configures. The gateway is its ingress."""
     from ray import serve
 
     engine = serve.deployment(EngineReplica, name=ENGINE_DEPLOYMENT).bind(

@@ -1,5 +1,5 @@
-"""Decides how many engines and shards there should be. Pure: Serve calls the two policies and applies the
-configuration's delays and bounds to their answers.
+"""Decides how many engines and shards are wanted. Pure: Serve calls the two policies and applies the
+configured delays and bounds to their results.
 
 Serve sends this module to its controller by value, so it imports nothing from kintsugi.
 """
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 BUSY_SHARE_MAX = 0.7
-"""Maximum share of its time that an engine may spend on prefills. Above it, queues grow with every burst."""
+"""Maximum share of its time that an engine may spend on prefills. Above this share, every burst causes
+queues."""
 FILL_SHARE_MIN = 0.8
-"""Share of the capacity in use from which shards count as full. Below it, chunks left because they expired,
-not for lack of space."""
+"""Used share of the capacity from which shards count as full. Below it, chunks were evicted because they
+expired, not for lack of space."""
 SHRINK_SHARE_MAX = 0.5
-"""A shard is removed only if all chunks then use at most this share of the remaining capacity. Otherwise it
-would soon be added again."""
+"""A shard is removed only if all chunks then use at most this share of the remaining capacity, since it would
+otherwise soon be added again."""
 RETURNS_PER_S = 0.05
-"""Rate of lookups for recently evicted chunks, per shard, from which one more shard is added."""
+"""Lookups of recently evicted chunks, per second and shard, from which a shard is added."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
     wanted = load.busy_engines / BUSY_SHARE_MAX
     if load.tokens_per_s > 0:
         wanted = max(wanted, 1e3 * load.waiting_tokens / load.tokens_per_s / queueing_ms_max)
-    # A burst must not multiply the engines before those that were added last have had time to help.
+    # A burst must not multiply the engines before the last ones added have started.
     engines_max = 2 * max(1, load.engines)
     return max(1, math.ceil(min(wanted, engines_max) - 1e-9))
 
@@ -59,8 +60,8 @@ class ShardLoad:
 
 
 def shards_wanted(load: ShardLoad) -> int:
-    """One shard more if full shards evict chunks that are soon looked up again; one fewer if the others would
-    hold everything; else the present number."""
+    """One shard more if full shards evict chunks that are soon looked up again; one fewer if the others have
+    room for all chunks; else the present number."""
     if load.shards < 1 or load.capacity_bytes <= 0:
         return max(1, load.shards)
     is_full = load.used_bytes >= FILL_SHARE_MIN * load.capacity_bytes

@@ -1,6 +1,6 @@
-"""Calibrate a model that is being served: an engine of its own beside it, on a Ray actor.
+"""Calibrates a model while it is served, with a separate engine on a Ray actor.
 
-The engines that serve read the report from the store once it is there; until then they prefill in full.
+The serving engines do full prefills until they find the report in the store.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kintsugi.models.prompt_form import PromptForm
 log = logging.getLogger(__name__)
 
 NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
-"""Reasons of a closed gate that a calibration ends."""
+"""Reasons of a closed gate that a calibration removes."""
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 PUBLISH_RETRY_S = 0.5
 BOUND = ("portable", "query_layers")
-"""Fields of the connector's configuration that calibration must share with the engines that serve."""
+"""Connector settings that calibration must share with the serving engines."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Calibrated:
     """The result of a calibration."""
 
     choice: str | None
-    """The selection that may be blended; None: nothing may."""
+    """The selection that blends may use; None: no blending."""
     why: str
-    """Why this choice, or why none."""
+    """The reason."""
 
 
 class Calibrator:
-    """A Ray actor that answers `progress` while it is in `run`."""
+    """A Ray actor that answers `progress` during `run`."""
 
     def __init__(
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, segments: bool
     ) -> None:
-        """``segments``: prompts made of the bundled passages are cut as discovery cuts them."""
+        """``segments``: cut prompts of bundled passages into segments, as discovery does."""
         self._model = load(ModelSpec, model, "model")
         self._engines = load(EngineSpec, engines, "engines")
         self._store_url = store_url
@@ -55,17 +55,17 @@ class Calibrator:
         self._says = "starting vLLM"
 
     def progress(self) -> str:
-        """The part that is running."""
+        """The step that is running."""
         return self._says
 
     def _say(self, part: str) -> None:
         self._says = part
 
     def run(self) -> Calibrated:
-        """Measure, and publish the report in the store. Minutes.
+        """Measure, and publish the report in the store. Takes minutes.
 
-        Raises `Unavailable` where the engine does not start, and `InvalidField` for questions that cannot be
-        read.
+        Raises `Unavailable` if the engine does not start, and `InvalidField` for an invalid file of
+        questions.
         """
         from kintsugi.quality import reports
         from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
@@ -114,12 +114,11 @@ class Calibrator:
 
 
 def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience_s: float = 0.0) -> bool:
-    """Publish the report beside the checkpoint if it is of this `binding` and the store has none.
+    """Publish the report beside the checkpoint if it has this `binding` and the store has none.
 
-    A store that does not answer is asked again for `patience_s`: it may be starting as well.
-
-    Returns whether it was published. Raises `Corrupted` and `VersionMismatch` for a file that is no report of
-    ours, and the store's errors.
+    Retries for `patience_s` while the store does not answer: it may still be starting. Returns whether the
+    report was published. Raises `Corrupted` and `VersionMismatch` for an invalid report, and the store's
+    errors.
     """
     from kintsugi.quality import reports
     from kintsugi.store.client.registry import open_store
@@ -138,12 +137,13 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience
             except Unavailable as error:
                 if time.monotonic() >= until_s:
                     raise
-                log.info("the store does not take the calibration report yet (%s)", error)
+                log.info("the store does not accept the calibration report yet (%s)", error)
                 time.sleep(PUBLISH_RETRY_S)
 
 
 def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
-    """The file to calibrate on: the configured one, else the one beside the checkpoint, else None."""
+    """The file of calibration questions: the configured one, else the one beside the checkpoint, else
+    None."""
     if engines.questions:
         return Path(engines.questions)
     beside = Path(model.path) / QUESTIONS_FILE
@@ -151,8 +151,7 @@ def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
 
 
 def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str, segments: bool) -> Any:
-    """Start the actor, which waits until the cluster has room for one more engine. ``segments``: see
-    `Calibrator`."""
+    """Start a `Calibrator`. Ray starts it once the cluster has room for one more engine."""
     import ray
 
     from kintsugi.core.settings import non_default_fields

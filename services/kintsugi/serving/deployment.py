@@ -1,4 +1,5 @@
-"""A whole service on Ray: start Ray here, deploy a generated configuration, watch it, stop it."""
+"""A whole service on Ray: starts Ray on this machine, deploys the generated configuration, watches and stops
+it."""
 
 from __future__ import annotations
 
@@ -31,26 +32,26 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 200 << 20
 """Requests and answers are small; chunk KV never passes through Ray."""
 SERVE_ENVIRONMENT = {
-    # A raylet's default niceness of 15 would starve its workers beside other processes.
+    # With Ray's default niceness of 15, other processes starve the workers.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Each look at the cluster takes about 3 ms of CPU, and Serve looks ten times a second.
+    # Each iteration takes about 3 ms of CPU, and the default is ten per second.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
 }
-"""Settings of Serve and its workers on one machine. What the environment has of them wins."""
+"""Defaults of environment variables for Serve and its workers on one machine."""
 SYSTEM_CPUS = 1
-"""CPUs for Serve's controller and the tasks that build applications."""
+"""CPUs for Serve's controller and for building applications."""
 POLL_S = 0.25
 ASK_TIMEOUT_S = 30.0
 STOP_SLACK_S = 15.0
-"""Time in which Serve kills replicas that outlasted theirs, and reports it."""
+"""Time for Serve to kill replicas whose drain time is over, and to report it."""
 MESSAGE_CHARS_MAX = 2000
 
 
 @dataclass(frozen=True)
 class DeploymentProgress:
-    """How many replicas of one deployment run."""
+    """Running and wanted replicas of one deployment."""
 
     deployment: str
     running: int
@@ -64,9 +65,9 @@ class DeploymentProgress:
 
 
 def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
-    """Start Ray in this process, on loopback alone, with room for every replica that `spec` may want.
+    """Start Ray on this machine, on loopback alone, with room for every replica that `spec` may want.
 
-    CPUs are only what Ray counts: on a machine with fewer cores, replicas share them. Raises `Unavailable`.
+    CPUs are Ray's bookkeeping: on a machine with fewer cores, replicas share them. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.replicas.max + engines.spares + calibrators) * engines.cpus
@@ -82,7 +83,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
 
 
 def _ray_errors() -> tuple[type[Exception], ...]:
-    """What Ray and Serve raise where they do not do what they are asked, or not in time."""
+    """Errors of Ray and Serve for a failed request or a timeout."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
@@ -91,8 +92,8 @@ def _ray_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
-    """Raises `Unavailable` where Ray or Serve fails at the task in the body, or takes too long. ``more``:
-    what else the body may raise of theirs."""
+    """Raise `Unavailable` when Ray or Serve fails in the body, or takes too long. ``more``: further error
+    types of theirs."""
     try:
         yield
     except KintsugiError:
@@ -100,26 +101,26 @@ def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
     except (*_ray_errors(), *more) as error:
         said = str(error).strip().splitlines() or [""]
         raise Unavailable(
-            f"Ray does not {task} ({type(error).__name__}: {said[-1][-MESSAGE_CHARS_MAX:]}); mostly the "
-            "machine is short of memory or too busy: end what else runs on it, and start again"
+            f"Ray does not {task} ({type(error).__name__}: {said[-1][-MESSAGE_CHARS_MAX:]}); usually the "
+            "machine lacks memory or is overloaded: stop other processes and try again"
         ) from error
 
 
 def cause_in(message: str) -> str:
-    """Extract our own error from Serve's message about a failed replica, which is mostly a traceback."""
+    """Our own error in Serve's message about a failed replica, which usually is a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
 
 class Service:
-    """The two applications of one specification, on the Ray that this process is connected to."""
+    """The two applications of one specification, on the Ray cluster that this process is connected to."""
 
     def __init__(self, spec: ServiceSpec) -> None:
         self.spec = spec
         self.config = serve_config(spec)
 
     def deploy(self) -> None:
-        """Hand the configuration to Serve, as `serve deploy` does; returns before anything runs. Raises
+        """Send the configuration to Serve, like `serve deploy`. Returns before replicas run. Raises
         `Unavailable`."""
         from ray.serve._private.api import serve_start
         from ray.serve.schema import ServeDeploySchema
@@ -132,11 +133,11 @@ class Service:
             client.deploy_apps(schema)
 
     def progress(self) -> list[DeploymentProgress]:
-        """All deployments that Serve knows by now, shards first. Raises `Unavailable`."""
+        """All deployments that Serve has created so far, shards first. Raises `Unavailable`."""
         from ray import serve
 
         found: list[DeploymentProgress] = []
-        with _expect_ray("say what runs"):
+        with _expect_ray("report its deployments"):
             applications = serve.status().applications
         for name in (STORE_APP, SERVICE_APP):
             application = applications.get(name)
@@ -180,11 +181,11 @@ class Service:
                 return
             if time.monotonic() > deadline_s:
                 waiting = ", ".join(one.deployment for one in progress if not one.is_ready)
-                raise DeadlineExceeded(f"after {timeout_s:.0f} s these do not run yet: {waiting or 'all'}")
+                raise DeadlineExceeded(f"not running after {timeout_s:.0f} s: {waiting or 'all deployments'}")
             time.sleep(POLL_S)
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` of gRPC and HTTP of any one gateway. Raises `Unavailable`."""
+        """`host:port` of one gateway's gRPC and HTTP ports. Raises `Unavailable`."""
         from ray import serve
 
         with _expect_ray("reach the gateway"):
@@ -193,21 +194,20 @@ class Service:
         return addresses
 
     def info(self) -> EngineInfo:
-        """Describe any one engine. Raises `Unavailable` while none answers."""
+        """Describe one engine. Raises `Unavailable` if none answers."""
         from ray import serve
 
         try:
             handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, SERVICE_APP)
             info: EngineInfo = handle.info.remote().result(timeout_s=ASK_TIMEOUT_S)
         except _ray_errors() as error:
-            raise Unavailable(f"no engine answers ({type(error).__name__}); Serve starts it again") from error
+            raise Unavailable(f"no engine answers ({type(error).__name__}); Serve restarts it") from error
         return info
 
     def stop(self) -> None:
-        """Drain and end every replica, engines before shards, then the directory. Idempotent.
+        """Drain and end all replicas, engines before shards, then the directory. Idempotent.
 
-        Raises `DeadlineExceeded` for an application that outlasts the time that the specification gives it,
-        and `Unavailable`.
+        Raises `DeadlineExceeded` for an application that does not end in time, and `Unavailable`.
         """
         from ray import serve
         from ray.serve.exceptions import RayServeException
@@ -218,11 +218,11 @@ class Service:
                 self._end(STORE_APP, self.spec.store.drain_s)
                 serve.shutdown()
             except RayServeException as error:
-                log.info("Serve does not run, so there is nothing to end: %s", error)
+                log.info("Serve is not running, so there is nothing to end: %s", error)
             remove_directory()
 
     def _end(self, application: str, drain_s: float) -> None:
-        """Delete an application and wait: Serve itself waits 60 s, whatever `drain_s` is."""
+        """Delete an application and wait for it. Serve's own wait is 60 s, regardless of `drain_s`."""
         from ray import serve
 
         timeout_s = drain_s + END_MARGIN_S + STOP_SLACK_S
@@ -230,5 +230,5 @@ class Service:
         serve.delete(application, _blocking=False)
         while application in serve.status().applications:
             if time.monotonic() > deadline_s:
-                raise DeadlineExceeded(f"{application} has not ended after {timeout_s:.0f} s; Ray kills it")
+                raise DeadlineExceeded(f"{application} did not end within {timeout_s:.0f} s; Ray kills it")
             time.sleep(POLL_S)

@@ -1,7 +1,9 @@
-"""Which shards of a Ray cluster are alive. Shards report to one named actor, and clients ask it over gRPC.
+"""The directory of a Ray cluster's live shards: one named actor. Shards report to it, and clients ask it over
+gRPC.
 
-Ray restarts a dead actor on the head node and at its old port. A restarted directory gives no map until every
-shard has had time to report: clients keep the map they have, instead of one that lacks half of the shards.
+Ray restarts a dead actor on the head node, where it listens on its old port. A restarted directory has no map
+until every shard has had time to report: until then clients keep their map, since a new one would lack
+shards.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +25,17 @@ from kintsugi.core.deploy import StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, is_wildcard, tls_of
-from kintsugi.serving.directory_service import DirectoryService
-from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress, ShardDirectory, ShardMap
+from kintsugi.rpc.v1 import directory_pb2 as pb
+from kintsugi.store.client.directory import (
+    DIRECTORY_SERVICE,
+    SHARDS_MAX,
+    ShardAddress,
+    ShardDirectory,
+    ShardMap,
+    map_to_wire,
+)
 from kintsugi.store.client.grpc_store import tls_files_of
+from kintsugi.store.protocol.grpc_status import status_of
 from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
 
@@ -35,12 +45,13 @@ ACTOR_NAME = "kintsugi-directory"
 RAY_NAMESPACE = "kintsugi"
 HEARTBEAT_S = 1.0
 LEASE_S = 5.0
-"""A shard that has not reported for this long is dead to clients. Several heartbeats, since busy shards are
+"""A shard that has not reported for this long leaves the map. Several heartbeats, since busy shards report
 late."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
+WATCH_POLL_S = 0.2
 RAMP_STEPS = 12
-"""Each step moves chunks, and a chunk that moves is a miss: enough steps to be gradual."""
+"""Steps in which a new shard takes over its chunks. A chunk that moves is a miss, so the steps are small."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +71,17 @@ class _Left:
 
 @dataclass(frozen=True)
 class Configured:
-    """The settings of a store that change without a restart. Serve tells shards, and shards the directory."""
+    """Settings of a store that change without a restart. Serve passes them to shards, and shards to the
+    directory."""
 
     replicas: int
     ramp_s: float
 
 
 def share_at(age_s: float, ramp_s: float) -> float:
-    """The share of its chunks, in (0, 1], that a shard gets ``age_s`` after it joined a running store empty.
+    """The share of its chunks, in (0, 1], that a shard owns ``age_s`` after it joined a running store empty.
 
-    It grows by a step every ``ramp_s / RAMP_STEPS``, and is 1 from ``ramp_s`` on.
+    It grows by one step every ``ramp_s / RAMP_STEPS``, and is 1 from ``ramp_s`` on.
     """
     assert age_s >= 0
     if age_s >= ramp_s:
@@ -78,7 +90,7 @@ def share_at(age_s: float, ramp_s: float) -> float:
 
 
 class Membership(ShardDirectory):
-    """The shards that reported lately. For one thread."""
+    """The shards that reported recently. For one thread."""
 
     def __init__(
         self,
@@ -88,27 +100,28 @@ class Membership(ShardDirectory):
         name: str = "",
         epoch: int = 0,
     ) -> None:
-        """``settling``: some shards may not have reported yet, so give no map for one lease. ``name`` and
-        ``epoch``: of the directory, in every map."""
+        """``settling``: shards may exist that have not reported yet, so there is no map for one lease.
+        ``name`` and ``epoch`` identify the directory in every map."""
         self.ramp_s = ramp_s
-        """Seconds until a shard that joins empty is given all its chunks."""
+        """Seconds until a shard that joins empty owns all its chunks."""
         self._clock = clock
         self._settled_s = clock() + LEASE_S if settling else clock()
         self._members: dict[str, _Member] = {}
         self._left: dict[str, _Left] = {}
-        """Shards that may come back; the last `SHARDS_MAX`."""
+        """Former members, which may return; the last `SHARDS_MAX`."""
         self.replicas = 1
-        """Shards that are to hold each chunk."""
+        """Number of shards that hold each chunk."""
         self._map = ShardMap(0, directory=name, epoch=epoch)
 
     def record_heartbeat(self, shard_id: str, address: str, instance: str, is_empty: bool = False) -> None:
-        """Note that a shard is alive, and whether it holds nothing. ``instance`` names its process: another
-        name means that the shard was restarted. Raises `ResourceExhausted` beyond `SHARDS_MAX` shards."""
+        """Record that a shard is alive. ``instance`` names its process: a new name means a restart.
+
+        Raises `ResourceExhausted` beyond `SHARDS_MAX` shards."""
         now_s = self._clock()
         known = self._members.get(shard_id)
         if known is None:
             if len(self._members) >= SHARDS_MAX:
-                raise ResourceExhausted(f"{SHARDS_MAX} shards are there already")
+                raise ResourceExhausted(f"the directory already has {SHARDS_MAX} shards")
             known = self._restore_member(shard_id, instance) or _Member(
                 address, instance, now_s, now_s, is_empty and self._holds_chunks_of(shard_id, now_s)
             )
@@ -117,7 +130,8 @@ class Membership(ShardDirectory):
         self._members[shard_id] = replace(known, address=address, instance=instance, heard_s=now_s)
 
     def _restore_member(self, shard_id: str, instance: str) -> _Member | None:
-        """A member that merely did not report for a while and still holds its chunks; None: it restarted."""
+        """The former member if it only did not report for a while and still has its chunks; None if it
+        restarted."""
         left = self._left.get(shard_id)
         if left is None or left.member.instance != instance:
             return None
@@ -128,10 +142,10 @@ class Membership(ShardDirectory):
         return member.ramps and now_s - member.joined_s < self.ramp_s
 
     def _holds_chunks_of(self, shard_id: str, now_s: float) -> bool:
-        """Whether other shards may hold the chunks that are about to move to this one.
+        """Whether other shards may hold the chunks that this shard is to own.
 
-        They do if some have been here for `ramp_s`, and this one has not, or left long ago, or left before it
-        had all its chunks. Shards that start together, or restart, have nothing to take over.
+        They may if some of them have been members for `ramp_s`, and this shard is new, left long ago, or left
+        before it owned all its chunks. Shards that start together, or restart, take nothing over.
         """
         if not any(now_s - member.joined_s >= self.ramp_s for member in self._members.values()):
             return False
@@ -141,7 +155,7 @@ class Membership(ShardDirectory):
         return self._is_ramping(left.member, left.left_s)
 
     def remove_member(self, shard_id: str) -> None:
-        """Remove a shard that is about to stop; unknown ones are ignored."""
+        """Remove a shard that is about to stop. Unknown shards are ignored."""
         member = self._members.pop(shard_id, None)
         if member is None:
             return
@@ -153,7 +167,7 @@ class Membership(ShardDirectory):
     def current(self) -> ShardMap:
         now_s = self._clock()
         if now_s < self._settled_s:
-            raise Unavailable("the directory has restarted and waits for shards to report; ask again")
+            raise Unavailable("the directory has restarted and waits for shards to report; try again")
         for name in [n for n, member in self._members.items() if now_s - member.heard_s > LEASE_S]:
             self.remove_member(name)
         members = sorted(self._members.items())
@@ -172,16 +186,52 @@ class Membership(ShardDirectory):
         return None
 
 
+class DirectoryService:
+    """The gRPC service `ShardDirectory`."""
+
+    def __init__(self, directory: ShardDirectory) -> None:
+        self._directory = directory
+
+    async def get_shard_map(self, request: Any, context: Any) -> pb.ShardMap:
+        try:
+            return map_to_wire(self._directory.current())
+        except KintsugiError as error:
+            await context.abort(status_of(error), str(error))
+            raise
+
+    async def watch_shard_map(
+        self, request: pb.WatchShardMapRequest, context: Any
+    ) -> AsyncIterator[pb.ShardMap]:
+        sent = None
+        while True:
+            current = await self.get_shard_map(request, context)
+            if current != sent:
+                yield current
+                sent = current
+            await asyncio.sleep(WATCH_POLL_S)
+
+    def generic_handler(self) -> Any:
+        handlers = {
+            "GetShardMap": grpc.unary_unary_rpc_method_handler(
+                self.get_shard_map, pb.GetShardMapRequest.FromString, pb.ShardMap.SerializeToString
+            ),
+            "WatchShardMap": grpc.unary_stream_rpc_method_handler(
+                self.watch_shard_map, pb.WatchShardMapRequest.FromString, pb.ShardMap.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(DIRECTORY_SERVICE, handlers)
+
+
 class DirectoryActor:
-    """A Ray actor on one event loop: shards call it, clients reach it at `address`."""
+    """The Ray actor. Shards call it through Ray, clients over gRPC at `address`."""
 
     def __init__(self, store: dict[str, Any], name: str = "") -> None:
-        """``name``: what the directory calls itself, in every life of the actor."""
+        """``name``: the directory's name, the same after every restart of the actor."""
         import ray
 
         spec = load(StoreSpec, store, "store")
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        # The default until a shard has been told: shards that start together are to find that they do.
+        # With the default `ramp_s` until the first heartbeat brings the configured one.
         self._membership = Membership(
             settling=again, ramp_s=spec.ramp_s, name=name, epoch=int(time.time() * 1000)
         )
@@ -190,10 +240,11 @@ class DirectoryActor:
         self._insecure = spec.insecure
         self._server: Any = None
         self._starting = asyncio.Lock()
-        """Shards, engines and gateways of a new cluster ask at once."""
+        """Shards, engines and gateways of a new cluster call `start` at the same time."""
 
     async def start(self) -> str:
-        """Listen, once; the address for clients of other hosts. Raises `Unavailable`, `InvalidField`."""
+        """Listen, unless it does. Returns the address for other hosts. Raises `Unavailable`,
+        `InvalidField`."""
         async with self._starting:
             await self._start()
         return self.address()
@@ -210,14 +261,14 @@ class DirectoryActor:
                     server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
             except RuntimeError as error:
                 raise Unavailable(
-                    f"the directory cannot listen on {self._listen} ({error}); name another "
+                    f"the directory cannot listen on {self._listen} ({error}); set another "
                     "store.directory_port"
                 ) from error
             await server.start()
             self._server = server
 
     def address(self) -> str:
-        """`host:port`, with this node's own address where it listens on all."""
+        """`host:port`, with this node's address in place of a wildcard."""
         import ray
 
         return advertised_address(self._listen, ray.util.get_node_ip_address())
@@ -225,7 +276,7 @@ class DirectoryActor:
     async def heartbeat(
         self, shard_id: str, address: str, instance: str, is_empty: bool, configured: Configured | None
     ) -> None:
-        """A shard is alive, and has been told this of the store; None: nothing yet."""
+        """Record a shard's heartbeat. ``configured``: the settings that Serve gave it; None: none yet."""
         await self.start()
         if configured is not None:
             self._membership.replicas = configured.replicas
@@ -237,7 +288,7 @@ class DirectoryActor:
 
 
 def ensure_directory(store: dict[str, Any]) -> Any:
-    """The actor, listening; made by the first who asks. Raises `Unavailable` where it does not start."""
+    """The listening actor, created by the first caller. Raises `Unavailable` if it does not start."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -248,10 +299,10 @@ def ensure_directory(store: dict[str, Any]) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
-        # The head node's address is what clients of another cluster know.
+        # Clients of other clusters know the head node's address.
         resources={"node:__internal_head__": 0.001},
     )
-    # The cluster's own name: a directory that is made anew on it follows the one before.
+    # The cluster's name: a new directory of this cluster succeeds the former one.
     handle = actor.remote(store, ray.get_runtime_context().gcs_address)
     try:
         ray.get(handle.start.remote(), timeout=START_TIMEOUT_S)
@@ -265,7 +316,7 @@ def ensure_directory(store: dict[str, Any]) -> Any:
 
 
 def remove_directory() -> None:
-    """End the actor for good, once no shard is left; where there is none, nothing."""
+    """End the actor for good, when no shard is left. Does nothing without an actor."""
     import ray
 
     with suppress(ValueError):
@@ -273,7 +324,7 @@ def remove_directory() -> None:
 
 
 def reachable(store_url: str) -> str:
-    """A store's URL with an address that can be connected to, where it names all of this cluster's."""
+    """A store's URL, with the directory's address in place of a wildcard."""
     import ray
 
     parts = urlsplit(store_url)
@@ -285,8 +336,7 @@ def reachable(store_url: str) -> str:
 
 
 def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
-    """A directory's `host:port` and the TLS files to reach it with, of a `shards://` URL. Raises
-    `InvalidField`."""
+    """The directory's `host:port` and TLS files in a `shards://` URL. Raises `InvalidField`."""
     parts = urlsplit(store_url)
     if parts.scheme != "shards" or not parts.netloc:
         raise InvalidField("store_url", f"{store_url!r} must name a directory as shards://host:port")
@@ -294,7 +344,7 @@ def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
 
 
 class Announcer:
-    """Tells the directory of one shard, from a thread, until `close`."""
+    """Reports one shard to the directory, from a thread, until `close`."""
 
     def __init__(
         self,
@@ -304,8 +354,8 @@ class Announcer:
         is_empty: Callable[[], bool],
         before_return: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns once the directory has heard of it. `before_return` is called whenever the shard has been
-        out of the map for a while, before it is in it again. Raises `Unavailable`."""
+        """Returns after the first heartbeat. `before_return` is called before a shard that had left the map
+        enters it again. Raises `Unavailable`."""
         self._before_return = before_return
         self._store = store
         self._is_empty = is_empty
@@ -315,38 +365,38 @@ class Announcer:
         self._configured: Configured | None = None
         self._closed = threading.Event()
         self._directory = ensure_directory(store)
-        self._tell()
+        self._report()
         self._thread = threading.Thread(target=self._run, name="kintsugi-announcer", daemon=True)
         self._thread.start()
 
     def configure(self, configured: Configured) -> None:
         self._configured = configured
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         import ray
 
-        told = self._directory.heartbeat.remote(
+        heartbeat = self._directory.heartbeat.remote(
             self._shard_id, self._address, self._instance, self._is_empty(), self._configured
         )
-        ray.get(told, timeout=CALL_TIMEOUT_S)
-        self._told_s = time.monotonic()
+        ray.get(heartbeat, timeout=CALL_TIMEOUT_S)
+        self._reported_s = time.monotonic()
 
     def _run(self) -> None:
         from ray.exceptions import RayError
 
         while not self._closed.wait(HEARTBEAT_S):
             try:
-                if time.monotonic() - self._told_s > LEASE_S:
+                if time.monotonic() - self._reported_s > LEASE_S:
                     self._before_return()
-                self._tell()
+                self._report()
             except RayError as error:
-                log.warning("the directory does not answer (%s); it is told again", error)
-                # Ray starts a dead directory again behind the same handle; one that was removed is made anew.
+                log.warning("the directory does not answer (%s); the heartbeat is repeated", error)
+                # Ray restarts a dead directory behind the same handle. A removed one is created anew.
                 try:
                     self._directory = ensure_directory(self._store)
                 except (RayError, KintsugiError) as missing:
-                    log.warning("there is no directory (%s); it is looked for again", missing)
+                    log.warning("there is no directory (%s); the next heartbeat tries again", missing)
 
     def close(self) -> None:
         """Leave the map. Idempotent."""
@@ -360,4 +410,6 @@ class Announcer:
         try:
             ray.get(self._directory.leave.remote(self._shard_id), timeout=CALL_TIMEOUT_S)
         except RayError as error:
-            log.warning("the directory was not told that this shard leaves (%s); it will notice", error)
+            log.warning(
+                "the directory was not told that this shard leaves (%s); its lease will expire", error
+            )

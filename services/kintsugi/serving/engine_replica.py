@@ -29,22 +29,22 @@ from kintsugi.serving.shadowing import Shadowing, make_shadowing
 log = logging.getLogger(__name__)
 
 STORE_PATIENCE_S = 30.0
-"""How long an engine that has a calibration report waits at start for a store that does not answer."""
+"""How long an engine with a calibration report waits at start for a store that does not answer."""
 
 
 def end_with_core() -> None:
-    """A replica whose vLLM core was killed ends at once: with nothing to do it would be every router's first
-    choice until Serve's health checks have failed three times. Serve restarts a process that is gone at once,
-    and routers drop it at the first request that it does not take."""
+    """End this replica at once after its vLLM core was killed. An idle replica would be every router's first
+    choice until three of Serve's health checks have failed. Serve replaces a dead process at once, and
+    routers drop it at the first failed request."""
     log.error("vLLM's core ended, so this replica ends; Serve starts another")
     os._exit(1)
 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Turn the garbage collector off inside the block; afterwards it ignores what was made there.
+    """Turn the garbage collector off inside the block. Afterwards it ignores the objects created there.
 
-    Importing vLLM makes hardly any garbage, and looking for it takes a quarter of the time.
+    Importing vLLM makes hardly any garbage, but collection takes a quarter of the time.
     """
     gc.disable()
     try:
@@ -55,12 +55,12 @@ def collector_off() -> Iterator[None]:
 
 
 class EngineReplica(AsyncEngine):
-    """One replica: an engine that Serve starts, calls and closes. `serving.ray_backend` calls it."""
+    """A replica: an engine that Serve starts and closes, and that `serving.ray_backend` calls."""
 
     _shadowing: Shadowing | None = None
     _keeper: FileKeeper | None = None
     _num_serving: int | None = None
-    """How many engines of the service are not spares. None: all."""
+    """Number of engines that are not spares. None: all."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, host: str
@@ -93,11 +93,11 @@ class EngineReplica(AsyncEngine):
             log.info("metrics are on %s", format_address(host, port))
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve calls it with the `user_config` at start and when that changes."""
+        """Serve calls this with `user_config` at start and after each change."""
         self._num_serving = config["num_serving"]
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What `serving.engine_router` reads."""
+        """The report that `serving.engine_router` reads."""
         if self.client is None:
             return {}
         return {
@@ -109,7 +109,7 @@ class EngineReplica(AsyncEngine):
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `serving.autoscaling.EnginePolicy` reads."""
+        """The figures that `serving.autoscaling.EnginePolicy` reads."""
         if self.client is None:
             return {}
         stats = self.stats()
@@ -127,5 +127,5 @@ class EngineReplica(AsyncEngine):
         await super().close()
 
     async def __del__(self) -> None:
-        """Serve awaits it, once no request is left."""
+        """Serve awaits this once no request is left."""
         await self.close()

@@ -1,6 +1,6 @@
-"""Serve's request router for engines. `serving.routing` makes the decisions.
+"""Serve's request router for engines, around the decisions of `serving.routing`.
 
-Serve sends this module by value to every holder of a handle, which imports `serving.routing` itself.
+Serve sends this module by value to every process with a handle. That process imports `serving.routing`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Sent:
-    """What waits at one engine: its last report, and the unanswered tokens sent to it since."""
+    """The load of one engine: its last report, and the unanswered tokens sent to it since."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens = 0
@@ -42,14 +42,15 @@ class Sent:
         self._reported_s = 0.0
         self._by_request: dict[str, int] = {}
 
-    def hear(self, report: Mapping[str, Any]) -> None:
-        """Start from zero if the report is new: it counts what waits."""
+    def take_report(self, report: Mapping[str, Any]) -> None:
+        """Count sent tokens from zero after a new report, which includes them."""
         if report != self._report:
             self._report, self._reported_s, self.tokens = report, self._clock(), 0
             self._by_request.clear()
 
     def waiting_tokens(self) -> int:
-        """Between two reports the engine answers what it reported, at the rate that it reported."""
+        """Prompt tokens that wait. Between two reports, assumes that the engine works at its reported
+        rate."""
         age_s = self._clock() - self._reported_s
         answered = age_s * float(self._report.get("tokens_per_s", 0.0))
         return max(0, int(self._report.get("waiting_tokens", 0) - answered)) + self.tokens
@@ -63,12 +64,11 @@ class Sent:
 
 
 class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Ranks all replicas for one handle. Serve takes the next where one is full."""
+    """Ranks all replicas for one handle. Serve takes the next replica if one is full."""
 
     def initialize_state(self, store_url: str = "", **costs: float) -> None:
-        """With a ``store_url`` of shards, chunks on an engine's own host count in its favour.
-
-        ``costs``: `RouteCosts`, by name.
+        """With a ``store_url`` of shards, an engine on the host of a request's chunks is preferred.
+        ``costs``: fields of `RouteCosts`.
         """
         self._costs = RouteCosts(**costs)
         self._memory = PrefixMemory()
@@ -77,27 +77,27 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         self._opening = asyncio.ensure_future(self._open_directory(store_url)) if store_url else None
 
     async def _open_directory(self, store_url: str) -> None:
-        """Open the directory off the loop. Until the first map comes, all hosts are alike."""
+        """Open the directory in a thread. Until the first map, all hosts count as equal."""
         try:
             address, tls = split_store_url(await asyncio.to_thread(reachable, store_url))
             directory = GrpcDirectory(address, tls)
             await asyncio.to_thread(directory.current)
             self._directory = directory
         except (KintsugiError, ValueError) as error:
-            log.warning("routing does not know which host holds which chunk: %s", error)
+            log.warning("routing ignores where chunks are: %s", error)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: PendingRequest | None = None
     ) -> Sequence[list[Any]]:
-        """Give each replica a rank of its own, the best first."""
+        """Give each replica its own rank, the best first."""
         if pending_request is None:
             return [candidate_replicas]
-        # Otherwise Serve asks again at once where all are full.
+        # Otherwise Serve retries without a delay while all are full.
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        # While the number of engines is being changed, reports differ. One that names no number comes from an
-        # engine that was started after the spares were given up; others may never hear of that.
+        # Reports differ while the number of engines changes. A report without a number comes from an engine
+        # that was started after spares were turned off, of which older engines may not be told.
         stats = [replica.routing_stats for replica in candidate_replicas if replica.routing_stats]
         reported = [report.get("num_serving") for report in stats]
         num_serving = None if None in reported else max(reported, default=None)
@@ -106,10 +106,10 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
-        """The replica's report, and what was sent to it since."""
+        """The replica as its report and the tokens sent since describe it."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
-        sent.hear(report)
+        sent.take_report(report)
         return EngineView(
             sent.waiting_tokens(),
             float(report.get("tokens_per_s", 0.0)),
@@ -119,7 +119,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         )
 
     def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """What a call wants, derived once per call."""
+        """The needs of a call, derived once per call."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
             kept["kintsugi_wanted"] = self._derive_wanted(pending_request)
@@ -127,7 +127,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return wanted
 
     def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """What a call wants; nothing for calls such as `info`."""
+        """The needs of a call; none for calls such as `info`."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
                 ids, params = argument.prompt_token_ids, argument.params
@@ -147,7 +147,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         sent.add(pending_request.metadata.internal_request_id, wanted.num_tokens)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Stop counting a request that has ended: engines answer in milliseconds and report once a second."""
+        """Stop counting a request that has ended, since the next report may be a second away."""
         if replica_id.unique_id in self._sent:
             self._sent[replica_id.unique_id].remove(internal_request_id)
 

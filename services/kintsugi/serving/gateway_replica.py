@@ -1,7 +1,7 @@
 """The deployment `GatewayReplica`: gRPC and HTTP on its own ports, and the engines through Serve's handle.
 
-No request passes through Serve's proxy. A change of the gateway's configuration closes its ports and opens
-them again in the same process; engines do not notice.
+No request passes through Serve's proxy. A changed gateway configuration closes the ports and opens them again
+in the same process, without effect on engines.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPEN_FILES_MAX = 1 << 16
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as it may, up to a bound: connections of strangers, who are many
-    before they are cut off, must not take the last one."""
+    """Raise this process's limit of open files, so that many unauthenticated connections cannot exhaust
+    it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -43,7 +43,7 @@ def raise_file_limit() -> None:
 
 
 class OpenGateway:
-    """One gateway on its ports. `close` it."""
+    """A gateway with open ports, until `close`."""
 
     def __init__(self, front: Front, grpc: GatewayServer, http: HttpServer) -> None:
         self.front = front
@@ -58,7 +58,7 @@ class OpenGateway:
         model: str,
         rules: NamespaceRules | None = None,
     ) -> OpenGateway:
-        """Raises `Unavailable` where a port cannot be bound, `InvalidField` for an invalid configuration."""
+        """Raises `Unavailable` if a port cannot be bound, and `InvalidField` for an invalid configuration."""
         front = await Front.open(spec, backend, store_url, model, rules)
         grpc = GatewayServer(front, spec)
         http = HttpServer(HttpFront(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
@@ -72,20 +72,20 @@ class OpenGateway:
         return opened
 
     async def close(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Let running answers end, for `grace_s` at most. Idempotent."""
+        """Close the ports, and let running answers finish for at most `grace_s`. Idempotent."""
         await asyncio.gather(self.http.stop(grace_s), self.grpc.stop(grace_s))
         await self.front.close()
 
 
 class GatewayReplica:
-    """One replica."""
+    """A replica."""
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
         write_json_lines()
         keep_replica_on_loopback()
         raise_file_limit()
         if start_export():
-            log.info("spans are exported as the environment says")
+            log.info("traces are exported as the OTEL_* variables configure it")
         self._backend = RayBackend(engines)
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)
@@ -94,7 +94,7 @@ class GatewayReplica:
         self._opened: OpenGateway | None = None
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve calls it at start and when `user_config` changes."""
+        """Serve calls this at start and when `user_config` changes."""
         self._drain_s = float(config["drain_s"])
         spec = load(GatewaySpec, config["gateway"], "gateway")
         given = {name: config[name] for name in ("limits", "privacy") if name in config}

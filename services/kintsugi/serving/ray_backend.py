@@ -1,7 +1,7 @@
-"""The engines behind a Ray Serve handle, as a gateway sees them.
+"""The gateway's view of the engines behind a Ray Serve handle.
 
-A request whose replica dies ends with `Unavailable`; the gateway sends those again that had not begun. While
-no replica is there, requests wait for the one that Serve starts, as long as their callers do.
+A request whose replica dies ends with `Unavailable`; the gateway retries requests whose answers had not
+begun. While there is no replica, requests wait for Serve to start one, until their callers cancel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kintsugi.core.tokens import TokenIds
 
 
 class RayBackend(EngineBackend):
-    """Over a `DeploymentHandle` of the deployment `Engine`."""
+    """Calls engines through a `DeploymentHandle`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -75,7 +75,7 @@ class RayBackend(EngineBackend):
         except Exception as failure:
             raise _translate_ray_error(failure) from failure
         finally:
-            # Ends the work in the engine if the caller left early.
+            # Ends the engine's work if the caller has left.
             answer.cancel()
 
     async def _await_answer(self, method: Any, *arguments: Any) -> Any:
@@ -87,16 +87,16 @@ class RayBackend(EngineBackend):
 
 
 def _translate_ray_error(failure: Exception) -> Exception:
-    """What an engine raised, as it raised it; Ray's own errors as ours."""
+    """The engine's own error, or ours for an error of Ray."""
     from ray.exceptions import RayActorError, RayTaskError
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     if isinstance(failure, RayTaskError):
         return failure.cause if isinstance(failure.cause, KintsugiError) else failure
     if isinstance(failure, RayActorError):
-        return Unavailable("the engine ended while it answered; ask again")
+        return Unavailable("the engine ended during the answer; try again")
     if isinstance(failure, BackPressureError):
         return ResourceExhausted("too many requests wait for an engine; try again later")
     if isinstance(failure, RayServeException):
-        return Unavailable(f"no engine answers ({failure}); ask again later")
+        return Unavailable(f"no engine answers ({failure}); try again later")
     return failure

@@ -1,4 +1,4 @@
-"""Keeps the ports that Ray Serve opens in replicas where Ray's own are."""
+"""Keeps the ports that Ray Serve opens in replicas on the interface of Ray's own ports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kintsugi.store.protocol.tls import is_loopback
 
 
 def keep_replica_on_loopback() -> None:
-    """On a Ray that listens on loopback alone, makes Serve do the same in this replica.
+    """Make Serve listen on loopback alone in this replica if Ray does.
 
-    Serve opens a port for other deployments on all interfaces, runs what it is sent there, and asks for no
-    token. Call this in the constructor of a replica: Serve opens the port behind it.
+    Serve opens a port on all interfaces and runs any code that it receives there, without authentication.
+    Call this in a replica's constructor, since Serve opens the port after it.
     """
     import ray
     from ray.serve._private import replica

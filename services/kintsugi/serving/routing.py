@@ -1,7 +1,7 @@
-"""Which engine answers a request: the one with the least predicted time to first token. Pure.
+"""Decides which engine answers a request: the one with the least predicted time to first token. Pure.
 
-The prediction adds up the work that already waits at an engine, the prompt tokens that its prefix cache
-lacks, and the cost of fetching chunks from another host.
+The prediction is the sum of the work that waits at an engine, the prompt tokens that its prefix cache lacks,
+and the cost of fetching chunks from another host.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ REMEMBERED_MAX = 65_536
 CHARS_PER_TOKEN = 4
 """Characters per token of English text, roughly."""
 PROMPT_FIELDS = ("messages", "prompt", "instructions", "input")
-"""Where the bodies of OpenAI's endpoints hold the prompt, in its order. No endpoint has fields of another."""
+"""Fields of OpenAI bodies with the prompt, in the prompt's order. No endpoint has another endpoint's
+fields."""
 TEXT_FIELDS = ("content", "text", "output")
-"""Where messages, their parts and the results of tools hold texts."""
+"""Fields of messages, their parts and tool results with texts."""
 DEPTH_MAX = 5
-"""A part's text within the fields, messages, a message, its parts and a part."""
+"""Nesting of a part's text: fields, messages, message, parts, part."""
 BLOCKS_MAX = 64
-"""Blocks at a prompt's beginning that are compared: bounds the work per request."""
+"""Number of blocks of a prompt that are compared: bounds the work per request."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RouteCosts:
     """Costs, in milliseconds."""
 
     prefill_ms_per_token: float = 0.1
-    """Used until an engine has measured its own."""
+    """Used until an engine reports its measured rate."""
     hit_share: float = 0.3
     """Cost of a stored chunk's token, as a share of prefilling it."""
     remote_ms_per_token: float = 0.01
@@ -50,9 +51,9 @@ class EngineView:
     """One engine, as a router sees it."""
 
     waiting_tokens: int = 0
-    """Tokens in its report, and those sent to it since."""
+    """Prompt tokens in its report, and those sent to it since."""
     tokens_per_s: float = 0.0
-    """0: not measured yet."""
+    """Prefill rate; 0: not measured yet."""
     host: str = ""
     fingerprint: str = ""
     """Its model's fingerprint; empty: not reported yet."""
@@ -62,13 +63,13 @@ class EngineView:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request needs of an engine."""
+    """What a request needs from an engine."""
 
     num_tokens: int
     prefix: tuple[int, ...] = ()
     """`prefix_digests` of its prompt."""
     chunks: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of its chunks by the host that holds them, as far as known."""
+    """Tokens of its chunks by the host that stores them, as far as known."""
     fingerprint: str = ""
     """The fingerprint of the model that the request is for; empty: any."""
 
@@ -77,14 +78,14 @@ class Wanted:
         return sum(self.chunks.values())
 
     def strangeness(self, view: EngineView) -> int:
-        """0 for an engine with its model, 1 for one with an unknown model, 2 for one with another."""
+        """0 for an engine with the wanted model, 1 with an unknown model, 2 with another model."""
         if self.fingerprint in ("", view.fingerprint):
             return 0
         return 2 if view.fingerprint else 1
 
 
 def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
-    """Digests of the prompt's prefixes of one, two, … whole blocks."""
+    """Digests of the prompt's prefixes of 1, 2, … whole blocks."""
     data = token_ids[: BLOCKS_MAX * BLOCK_TOKENS].data
     size = 4 * BLOCK_TOKENS
     starts = range(0, len(data) - size + 1, size)
@@ -92,7 +93,7 @@ def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
 
 
 def text_digests(namespace: str, text: str) -> tuple[int, ...]:
-    """As `prefix_digests`, for a text that is not tokenised yet: blocks have about as many tokens."""
+    """Like `prefix_digests`, for a text that is not tokenised: blocks have about as many tokens."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
     starts = range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size)
     blocks = (text[start : start + size].encode(errors="replace") for start in starts)
@@ -109,9 +110,9 @@ def _chain_digests(salt: bytes, blocks: Iterable[bytes]) -> tuple[int, ...]:
 
 
 def estimate_wanted(namespace: str, body: Mapping[str, Any]) -> Wanted:
-    """What a request wants that only an engine can tokenise, by the texts of its OpenAI body, in order.
+    """The estimated needs of a request with this OpenAI body, which only an engine can tokenise.
 
-    Never fails: engines check bodies.
+    Never fails: engines validate bodies.
     """
     text = "".join(_texts([body.get(name) for name in PROMPT_FIELDS], depth=0))
     return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(namespace, text))
@@ -127,7 +128,7 @@ def _texts(value: Any, depth: int) -> Iterator[str]:
 
 
 def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
-    """Tokens of known chunks by the host that their first shard is on; nothing where all are on one."""
+    """Tokens of known chunks by the host of their first shard; empty if all shards are on one host."""
     hosts = {shard.shard_id: shard.address.rpartition(":")[0] for shard in shards.shards}
     if len(set(hosts.values())) < 2:
         return {}
@@ -140,7 +141,7 @@ def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
 
 
 class PrefixMemory:
-    """Which engine computed which beginnings lately: what its prefix cache is likely to hold. Bounded."""
+    """The prefixes that each engine computed recently and probably has in its prefix cache. Bounded."""
 
     def __init__(self, remembered_max: int = REMEMBERED_MAX) -> None:
         self._engines: OrderedDict[int, dict[str, None]] = OrderedDict()
@@ -154,12 +155,12 @@ class PrefixMemory:
             self._engines.popitem(last=False)
 
     def forget(self, engine: str) -> None:
-        """It is gone, and its cache with it."""
+        """Forget an engine that is gone."""
         for holders in self._engines.values():
             holders.pop(engine, None)
 
     def resident_tokens(self, prefix: Sequence[int], engine: str) -> int:
-        """Tokens at the prompt's beginning that the engine is likely to hold."""
+        """Prompt tokens that the engine probably has in its prefix cache."""
         blocks = 0
         for digest in prefix:
             if engine not in self._engines.get(digest, ()):
@@ -169,8 +170,8 @@ class PrefixMemory:
 
 
 def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: RouteCosts) -> float:
-    """Predicted time to first token at one engine. Never falls with its queue or with remote tokens; never
-    rises with what it holds."""
+    """Predicted time to first token at one engine, in milliseconds. It never decreases with a longer queue or
+    more remote tokens, and never increases with more resident tokens."""
     per_token_ms = 1e3 / view.tokens_per_s if view.tokens_per_s > 0 else costs.prefill_ms_per_token
     resident = min(resident_tokens, wanted.num_tokens)
     left = wanted.num_tokens - resident
@@ -183,8 +184,8 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
 def spares_among(views: Mapping[str, EngineView], num_serving: int | None) -> frozenset[str]:
     """All but the ``num_serving`` engines that have been ready longest. None: there are no spares.
 
-    All gateways decide alike, without talking to each other. An engine that comes back is the youngest, so
-    the spare that took its place keeps it.
+    All gateways decide alike without communication. A restarted engine is the youngest, so the spare that
+    replaced it continues to serve.
     """
     by_age = sorted(views, key=lambda name: (views[name].ready_unix_s, name))
     return frozenset(by_age[num_serving:] if num_serving is not None else ())
@@ -197,10 +198,10 @@ def rank_engines(
     costs: RouteCosts,
     num_serving: int | None = None,
 ) -> list[str]:
-    """Engines, the best first. Spares come after all others, and engines of another model after those.
+    """Engines, the best first. Spares come after all others, and engines with another model after the spares.
 
-    Equals come in the order of their names' digests, which differs by prompt, so that idle engines share
-    prompts that nobody holds. ``num_serving``: see `spares_among`.
+    Equal engines are ordered by digests of their names that differ by prompt, so that new prompts spread over
+    idle engines. ``num_serving``: see `spares_among`.
     """
     salt = wanted.prefix[0] if wanted.prefix else 0
     spares = spares_among(views, num_serving)

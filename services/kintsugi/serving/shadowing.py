@@ -1,9 +1,9 @@
-"""Shadowing by an engine that serves: it computes a share of its blends again in full.
+"""Shadowing: a serving engine recomputes a share of its blended answers by full prefill.
 
 `quality.shadow` decides what is sampled, what differs and when to trip. This module decides when to compute:
-one answer at a time, while no request waits for its first token, behind all requests in vLLM's queue, and for
-at most a share of the engine's time. Under constant load nothing is compared; what waits too long is dropped
-and counted.
+one answer at a time, while no request waits for its first token, with the lowest priority in vLLM's queue,
+and for at most a share of the engine's time. Under constant load nothing is compared; samples that wait too
+long are dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kintsugi.quality.shadow import Shadow, ShadowConfig, ShadowCounts
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Between two checks whether a request waits."""
+"""Interval of the checks whether a request waits."""
 SHADOW_PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
 _CLOSING = "the engine is about to stop"
@@ -47,8 +47,8 @@ class Shadowing:
         time_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``registry`` exports the counts; None keeps them here. ``time_share``: the largest share of the
-        time, as ``clock`` counts it in seconds, that full prefills may take."""
+        """``registry`` exports the counts; None: no export. ``time_share``: maximum share of the time that
+        full prefills may take."""
         self._engine = engine
         self._time_share = time_share
         self._clock = clock
@@ -71,9 +71,9 @@ class Shadowing:
                 try:
                     await asyncio.to_thread(self._shadow.run_pending)
                 except KintsugiError as error:
-                    log.warning("an answer is not shadowed: %s", error)
+                    log.warning("an answer was not shadowed: %s", error)
                 except Exception:
-                    log.exception("an answer cannot be shadowed")
+                    log.exception("an answer could not be shadowed")
                 self._rested_s = started_s + (self._clock() - started_s) / self._time_share
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), POLL_S)
@@ -84,8 +84,8 @@ class Shadowing:
         return bool(self._shadow.pending) and idle and rested and not self._closing.is_set()
 
     async def close(self) -> None:
-        """Cancel the running prefill and wait until its thread has noticed. Nothing uses the engine or its
-        store afterwards. Idempotent."""
+        """Cancel the running prefill and wait for its thread. Nothing uses the engine or its store
+        afterwards. Idempotent."""
         self._engine.watch(None)
         self._closing.set()
         self._answers.close()
@@ -93,7 +93,7 @@ class Shadowing:
 
 
 class _InFull:
-    """Computes full prefills and audits for `Shadow`, which calls it from a thread that is not the loop's."""
+    """Computes full prefills and audits for `Shadow`, which calls it from another thread."""
 
     def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -113,8 +113,8 @@ class _InFull:
         return self._engine.space(namespace)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]:
-        """Full prefills, and audits where prompts have parameters. Raises `Unavailable` where the engine
-        ends or does not get to it."""
+        """Compute full prefills, and audits for prompts with parameters. Raises `Unavailable` if the engine
+        ends or is busy for too long."""
         answers = []
         for prompt in prompts:
             compute = self._engine.answer_in_full if prompt.params is None else self._engine.audit
@@ -125,7 +125,7 @@ class _InFull:
                 raise Unavailable(_CLOSING) from None
             except TimeoutError:
                 answer.cancel()
-                raise Unavailable(f"the engine did not get to it in {ANSWER_TIMEOUT_S:.0f} s") from None
+                raise Unavailable(f"the engine was busy for {ANSWER_TIMEOUT_S:.0f} s") from None
         return answers
 
     def _submit_answer(self, work: Coroutine[Any, Any, Generation]) -> Future[Generation]:
@@ -140,10 +140,10 @@ class _InFull:
 def make_shadowing(
     spec: EngineSpec, engine: AsyncEngine, registry: CollectorRegistry | None = None
 ) -> Shadowing | None:
-    """The shadowing that a configuration asks for.
+    """The shadowing that a configuration asks for; None without any.
 
-    None where nothing is to be shadowed, and for engines without a report in the store: those that blend
-    regardless, or by a report file, which nobody can revise for all of them.
+    Also None for engines that do not obey a report in the store, because they blend without a report or by a
+    file: shadowing could not trip it for all engines.
     """
     if not spec.shadow_share or spec.allow_uncalibrated or not engine.is_held_to_the_store:
         return None

@@ -1,7 +1,7 @@
-"""The deployment `StoreShard`: one shard of the store behind its own port, announced to the directory.
+"""The deployment `StoreShard`: one shard of the store on its own port, announced to the directory.
 
 Serve starts, watches and restarts it; no request passes through Serve. A replica takes the first folder of
-its host that no other shard holds, and with it that shard's UUID and chunks.
+its host that no other process uses, and with it that shard's UUID and chunks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kintsugi.store.shard.tiers.bucket import BucketUrl
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's default: a lookup must not wait 5 ms for a thread that reads the disk."""
+"""A tenth of Python's default, so that a lookup does not wait 5 ms for a thread that reads the disk."""
 
 
 def claim_shard(spec: StoreSpec) -> Shard:
-    """Open the first shard of this host that no process holds. Raises what `open_shard` raises."""
+    """Open the first shard of this host that no process uses. Raises the errors of `open_shard`."""
     if not spec.data_dir:
         return open_shard(_shard_spec(spec))
     for index in range(SHARDS_MAX):
@@ -48,7 +48,7 @@ def claim_shard(spec: StoreSpec) -> Shard:
         except Unavailable:
             if not (Path(spec.data_dir) / f"shard-{index}").is_dir():
                 raise
-    raise Unavailable(f"{SHARDS_MAX} folders of {spec.data_dir} are all in use")
+    raise Unavailable(f"all {SHARDS_MAX} folders in {spec.data_dir} are in use")
 
 
 def _shard_spec(spec: StoreSpec) -> ShardSpec:
@@ -71,7 +71,8 @@ def _bucket(spec: StoreSpec) -> BucketSpec | None:
 
 
 def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lambda: "") -> ShardServer:
-    """Start a shard's server, which is ready once `not_yet` says so. Raises `Unavailable`, `InvalidField`."""
+    """Start a shard's server, which is ready once `not_yet` returns ''. Raises `Unavailable`,
+    `InvalidField`."""
     metrics = ""
     if spec.metrics_port:
         host = spec.metrics_host or spec.host
@@ -93,7 +94,8 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
 
 
 class ShardRules:
-    """Has a shard follow the rules of the service, and over them those in the gateway's tokens file."""
+    """Applies the service's namespace rules to a shard, overridden by the rules in the gateway's tokens
+    file."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -101,13 +103,13 @@ class ShardRules:
         self._access = Access()
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Take over a deployment's `user_config`. Where this host does not have the tokens file, its rules
-        are left out."""
+        """Take over a deployment's `user_config`. Without the tokens file on this host, its rules are left
+        out."""
         self._service = load(NamespaceRules, {"limits": config.get("limits", {})}, "store")
         try:
             self._access = open_access(config.get("tokens_file", ""))
         except InvalidField as error:
-            log.warning("limits of stored bytes are only those of the service: %s", error)
+            log.warning("only the service's limits of stored bytes apply: %s", error)
             self._access = Access()
         self.refresh()
 
@@ -117,7 +119,7 @@ class ShardRules:
 
 
 class StoreShard:
-    """One replica."""
+    """A replica."""
 
     def __init__(self, store: Mapping[str, Any]) -> None:
         import ray
@@ -142,35 +144,35 @@ class StoreShard:
         self._stopped = False
 
     def _not_yet(self) -> str:
-        return "" if self._announcer is not None else "the directory has not been told of the shard"
+        return "" if self._announcer is not None else "the shard is not in the directory yet"
 
     def _is_empty(self) -> bool:
         return not self._shard.table.used_bytes()
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve calls it at start and when `user_config` changes."""
-        assert self._announcer is not None, "Serve configures a replica that it has made"
+        """Serve calls this at start and when `user_config` changes."""
+        assert self._announcer is not None, "Serve calls this after the constructor"
         self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
         self._rules.configure(config)
         self._shard.set_ratio(config.get("ratio", RATIO))
 
     def check_health(self) -> None:
-        """Serve calls it every few seconds: that is how soon changed limits in the tokens file are seen."""
+        """Serve calls this every few seconds, which also picks up changes of the tokens file."""
         self._rules.refresh()
         if self._shard.failure is not None:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `serving.autoscaling.ShardPolicy` reads."""
+        """The figures that `serving.autoscaling.ShardPolicy` reads."""
         return {
-            # Without the bucket, whose room does not grow with the shards.
+            # Without the bucket, whose capacity does not grow with the shards.
             "used_bytes": float(sum(tier.used_bytes for tier in self._shard.local_tiers)),
             "capacity_bytes": float(sum(tier.capacity_bytes for tier in self._shard.local_tiers)),
             "returns_per_s": self._shard.table.returns_per_s(),
         }
 
     def __del__(self) -> None:
-        """Serve calls it before it stops the replica: leave the map, write back, then end."""
+        """Serve calls this before it stops the replica: leave the map, write back, then end."""
         if getattr(self, "_stopped", True):
             return
         self._stopped = True

@@ -14,7 +14,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.serving.directory_service import DirectoryService
+from kintsugi.serving.directory import DirectoryService
 from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcOptions
 from kintsugi.store.client.registry import open_store

@@ -261,7 +261,7 @@ def test_a_ray_that_does_not_start_in_time_is_one_line(
     assert done.exit_code == ExitCode.UNAVAILABLE
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("kintsugi: "))
     assert f"Ray does not start ({error.__name__}: The current node timed out during startup.)" in line
-    assert "end what else runs on it, and start again" in line
+    assert "stop other processes and try again" in line
     assert "Traceback" not in done.output
 
 

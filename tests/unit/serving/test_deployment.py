@@ -54,8 +54,8 @@ STATUS = "ray.serve.status"
     [
         (lambda: start_ray(SPEC), "kintsugi.serving.deployment.start_local_ray", "start"),
         (Service(SPEC).deploy, "ray.serve._private.api.serve_start", "start Serve"),
-        (Service(SPEC).progress, STATUS, "say what runs"),
-        (partial(Service(SPEC).wait, 1.0, print), STATUS, "say what runs"),
+        (Service(SPEC).progress, STATUS, "report its deployments"),
+        (partial(Service(SPEC).wait, 1.0, print), STATUS, "report its deployments"),
         (Service(SPEC).addresses, "ray.serve.get_app_handle", "reach the gateway"),
         (Service(SPEC).stop, "ray.serve.delete", "end the service"),
     ],
@@ -72,7 +72,7 @@ def test_ray_that_times_out_is_said_in_a_sentence(
         task()
     says = str(raised.value)
     assert says.startswith(f"Ray does not {does} ({type(error).__name__}: Get timed out.); ")
-    assert says.endswith("end what else runs on it, and start again")
+    assert says.endswith("stop other processes and try again")
     assert raised.value.__cause__ is error
 
 
@@ -131,5 +131,5 @@ def test_a_service_may_take_as_long_to_end_as_it_was_given(monkeypatch: pytest.M
 
 
 def test_one_that_does_not_end_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeadlineExceeded, match="kintsugi-store has not ended after 330 s"):
+    with pytest.raises(DeadlineExceeded, match="kintsugi-store did not end within 330 s"):
         stopped(monkeypatch, StubServe({SERVICE_APP: 1.0, STORE_APP: float("inf")}))

@@ -68,7 +68,7 @@ def test_a_silent_shard_leaves_and_comes_back_under_its_name(clock: Clock) -> No
 def test_a_directory_that_was_started_anew_keeps_silent_until_all_were_heard(clock: Clock) -> None:
     members = Membership(settling=True, clock=clock)
     members.record_heartbeat("a", "h:1", "i")
-    with pytest.raises(Unavailable, match="ask again"):
+    with pytest.raises(Unavailable, match="try again"):
         members.current()
     members.record_heartbeat("b", "h:2", "i")
     clock.now_s += LEASE_S

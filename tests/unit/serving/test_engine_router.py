@@ -119,15 +119,15 @@ def test_what_an_engine_reported_is_answered_at_the_rate_that_it_reported() -> N
     """Else an engine that was busy when it reported would be avoided for a second, however fast it is."""
     now_s = 0.0
     sent = Sent(lambda: now_s)
-    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    sent.take_report({"waiting_tokens": 900, "tokens_per_s": 1000.0})
     sent.add("r", 50)
     assert sent.waiting_tokens() == 950
     now_s = 0.5
-    sent.hear({"waiting_tokens": 900, "tokens_per_s": 1000.0})
+    sent.take_report({"waiting_tokens": 900, "tokens_per_s": 1000.0})
     assert sent.waiting_tokens() == 450
     now_s = 2.0
     assert sent.waiting_tokens() == 50
-    sent.hear({"waiting_tokens": 300, "tokens_per_s": 0.0})
+    sent.take_report({"waiting_tokens": 300, "tokens_per_s": 0.0})
     now_s = 9.0
     assert sent.waiting_tokens() == 300, "no rate is known"
 

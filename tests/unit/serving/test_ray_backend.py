@@ -78,7 +78,7 @@ ERRORS = [
     (task_error(InvalidField("ratio", "2 is outside [0, 1]")), InvalidField, "2 is outside"),
     (task_error(UnknownField("sampling.n", ["stop"])), UnknownField, "sampling.n"),
     (task_error(Unavailable("the engine has ended")), Unavailable, "has ended"),
-    (ActorDiedError(), Unavailable, "ask again"),
+    (ActorDiedError(), Unavailable, "try again"),
     (BackPressureError(5, 4), ResourceExhausted, "too many requests"),
     (RayServeException("no replica"), Unavailable, "no engine answers"),
     (task_error(RuntimeError("a defect")), RayTaskError, "traceback"),

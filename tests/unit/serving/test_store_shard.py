@@ -94,7 +94,7 @@ def test_metrics_listen_on_an_interface_of_their_own(tmp_path: Path) -> None:
 
 def test_a_probe_succeeds_from_when_the_directory_knows_the_shard_until_it_drains(tmp_path: Path) -> None:
     with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
-    waiting = ["the directory has not been told of the shard"]
+    waiting = ["the shard is not in the directory yet"]
     shard = claim_shard(with_metrics)
     server = serve_shard(with_metrics, shard, lambda: "".join(waiting))
 
