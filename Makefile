@@ -6,6 +6,8 @@
 #                            keeps the model served afterwards, with the console in the browser
 #   make test                the quick tests: about 11 minutes on two cores, in two parts side by side whose
 #                            output appears when they end
+#   make test-core           the tests of core, store, gateway, SDK and operator: under a minute on two cores, in a
+#                            small environment of its own without torch, vLLM and Ray (.venv-core)
 #   make test-full           the rest: long matrices, more seeds, what takes minutes
 #   make check               formatting, lints, types, import layers, generated files, sizes
 #   make bench [BENCHMARKS=benchmarks/...py]
@@ -19,7 +21,7 @@
 #   make images [REPOSITORY=registry/kintsugi] [ONLY=operator] [MAKE_BASE=1] [PUSH=1 [KEY=cosign.key]]
 #                            container images of operator and serving, with digests, lists of contents and
 #                            provenance; PUSH pushes them and attaches both with cosign
-#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 31 decoders; what reaches new code stays in .cache/fuzz
+#   make fuzz [MINUTES=10]   coverage-guided fuzzing of 27 decoders; what reaches new code stays in .cache/fuzz
 #   make docs                the documentation site, into build/site; fails on a broken link
 #   make dist                the wheels of kintsugi-kv, kintsugi-checkpoints and kintsugi-operator in dist/, tried
 #                            in an environment that has nothing else
@@ -33,6 +35,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+CORE_VENV := .venv-core
 PROTO_VENV := .venv-proto
 FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
@@ -41,6 +44,9 @@ MINUTES := 10
 
 # Every download has a digest in a lock: pip refuses another file, and requirements without one.
 LOCKED := --no-deps --require-hashes
+
+# The distributions of this repository.
+OURS := --editable . --editable checkpoints --editable operators
 
 # Tried in this order; the first that is CPython 3.11 or 3.12 makes the environments.
 PYTHONS := python3.11 python3.12 python3
@@ -59,7 +65,7 @@ BENCHMARKS := $(wildcard benchmarks/*.py)
 # Any interpreter that has torch with CUDA, and Triton; vLLM's part runs where it has vLLM, too.
 GPU_PYTHON ?= python3
 
-.PHONY: help setup demo test test-units test-systems test-full check proto bench bench-stale support gpu fuzz clients lock images tools docs dist
+.PHONY: help setup demo test test-units test-systems test-core test-full check proto bench bench-stale support gpu fuzz clients lock images tools docs dist
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,7 +81,13 @@ $(VENV)/.installed: locks/cpu.txt pyproject.toml checkpoints/pyproject.toml oper
 		from="--index-url $(TORCH_INDEX)"; \
 	fi; $(BIN)/python -m pip install $(LOCKED) $$from -r $(VENV)/torch.txt
 	$(BIN)/python -m pip install $(LOCKED) -r locks/cpu.txt
-	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable . --editable checkpoints --editable operators
+	$(BIN)/python -m pip install --no-deps --no-build-isolation $(OURS)
+	@touch $@
+
+$(CORE_VENV)/.installed: locks/core.txt pyproject.toml checkpoints/pyproject.toml operators/pyproject.toml
+	@$(call make_venv,$(CORE_VENV))
+	$(CORE_VENV)/bin/python -m pip install --quiet $(LOCKED) -r locks/core.txt
+	$(CORE_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation $(OURS)
 	@touch $@
 
 # The generator requires an older protobuf than the services run on, so it lives by itself.
@@ -100,9 +112,11 @@ $(DOCS_VENV)/.installed: locks/docs.txt
 
 docs: setup $(DOCS_VENV)/.installed
 	@rm -rf build/docs
+	@mkdir -p build/docs/reference
 	$(BIN)/python -m scripts.reference
+	$(BIN)/typer kintsugi.cli.main utils docs --name kintsugi --title "Command line" \
+		--output build/docs/reference/cli.md
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
-	$(BIN)/python scripts/links.py --site build/site
 
 fuzz: $(FUZZ_VENV)/.installed
 	$(FUZZ_VENV)/bin/python scripts/fuzz.py --minutes $(MINUTES)
@@ -135,6 +149,12 @@ test-units:
 test-systems:
 	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
 
+# Parts that import neither torch nor vLLM nor Ray, each with its folder of tests.
+CORE_TESTS := $(addprefix tests/unit/,core discovery gateway operator sdk store)
+
+test-core: $(CORE_VENV)/.installed
+	$(CORE_VENV)/bin/python -m pytest --numprocesses 2 -m "not full" $(CORE_TESTS)
+
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full
 
@@ -146,8 +166,7 @@ check: setup $(if $(wildcard scripts/proto.py),$(PROTO_VENV)/.installed)
 	$(if $(wildcard scripts/proto.py),$(PROTO_VENV)/bin/python scripts/proto.py --check)
 	$(BIN)/python scripts/crds.py --check
 	$(BIN)/python scripts/chart_schema.py --check
-	$(BIN)/python scripts/support.py --check
-	$(BIN)/python scripts/links.py
+	$(BIN)/python -m benchmarks.support.support_page --check
 	$(BIN)/python scripts/house.py
 
 dist: setup
@@ -167,24 +186,26 @@ bench: setup
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 support: setup
-	$(BIN)/python scripts/support.py $(if $(TESTS),--tests $(TESTS))
+	$(BIN)/python -m benchmarks.support.support_page $(if $(TESTS),--tests $(TESTS))
 
 bench-stale: setup
-	@$(BIN)/python scripts/stale.py
+	@$(BIN)/python -m benchmarks.support.stale
 
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu/device.py $(GPU_ARGUMENTS)
 
+# uv keeps the versions and digests that a lock has, as far as its .in allows them. Where no folder has torch's
+# build for CPUs (UV_FIND_LINKS), it comes from PyTorch's index.
+LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command "make lock" \
+	--python-platform x86_64-manylinux_2_28
+FOR_CPU := $(if $(UV_FIND_LINKS),,--torch-backend cpu) $(CPU_EXCLUDE:%=--no-emit-package %)
+
 lock: setup
-	$(BIN)/python scripts/lock.py locks/cpu.in locks/cpu.txt --exclude $(CPU_EXCLUDE) --beside locks/beside.in
-	$(BIN)/python scripts/lock.py locks/proto.in locks/proto.txt
-	$(BIN)/python scripts/lock.py locks/fuzz.in locks/fuzz.txt
-	$(BIN)/python scripts/lock.py locks/docs.in locks/docs.txt
-	$(BIN)/python scripts/lock.py locks/clients.in locks/clients.txt
-	$(BIN)/python scripts/lock.py locks/operator.in locks/operator.txt --bare
-	$(BIN)/python scripts/lock.py locks/serving-cpu.in locks/serving-cpu.txt --bare --exclude $(CPU_EXCLUDE) $(GPU_ONLY)
-	$(BIN)/python scripts/lock.py locks/gpu.in locks/gpu.txt --bare
-	$(BIN)/python -m scripts.images --lock
+	$(LOCK) locks/cpu.in --output-file locks/cpu.txt --override locks/overrides.in $(FOR_CPU)
+	$(LOCK) locks/serving-cpu.in --output-file locks/serving-cpu.txt $(FOR_CPU) --no-emit-package $(GPU_ONLY)
+	@set -e; for name in core proto fuzz docs clients operator gpu; do \
+		$(LOCK) locks/$$name.in --output-file locks/$$name.txt; \
+	done
 
 # $(call pick,NAME): that requirement of locks/cpu.txt, with its digests, in a file of its own.
 pick = sed -n '/^$(1)==/,/[^\\]$$/p' locks/cpu.txt > $(VENV)/$(1).txt

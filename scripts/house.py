@@ -50,7 +50,7 @@ class Limit:
 LIMITS = {
     "lines": Limit(60_000, 68_600),
     "statements": Limit(38_200, 43_700),
-    "scripts_lines": Limit(2_000, 3_600),
+    "scripts_lines": Limit(2_000),
     "cli_option_slots": Limit(160, 280),
     "serve_settings": Limit(80, 103),
     "serve_settings_outside_expert": Limit(45, 103),

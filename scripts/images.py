@@ -1,14 +1,10 @@
 """Build the images: `python -m scripts.images [--only NAME ...] [--repository R] [--tag T] [--base IMAGE]`.
 
-First pip downloads exactly the wheels whose digests the lock names from its configured sources; the build
-copies them, installs them by these digests and needs no network. Builds with the first of buildah, podman
-and docker that is installed. `--make-base` makes a base image from Debian's packages with debootstrap, for
-machines that cannot reach an image registry; it needs root. Prints each image's digest and size, and writes
-to build/images/NAME its bill of materials (sbom.cdx.json, CycloneDX) and its provenance (provenance.json,
-SLSA 1.0).
-
-`--push` pushes the images and attaches both to them with cosign. `--lock` builds nothing: it writes the
-digests of the images' wheels into their locks.
+pip downloads exactly the wheels whose digests the lock names; the build copies them, installs them by these
+digests and needs no network. Builds with podman or docker. `--make-base` makes a base image from Debian's
+packages with debootstrap, for machines that cannot reach an image registry; it needs root. Prints each
+image's digest and size, and writes to build/images/NAME its bill of materials (sbom.cdx.json, CycloneDX) and
+its provenance (provenance.json, SLSA 1.0). `--push` pushes the images and attaches both with cosign.
 """
 
 from __future__ import annotations
@@ -17,13 +13,11 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,7 +30,7 @@ from scripts.dist import CHECKPOINTS, OPERATOR, SDK, DistError, Project
 
 REPOSITORY = Path(__file__).parents[1]
 CONTEXTS = REPOSITORY / "build" / "images"
-BUILDERS = ("buildah", "podman", "docker")
+BUILDERS = ("podman", "docker")
 BASE = (
     "docker.io/library/python:3.11-slim-bookworm"
     "@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b"
@@ -62,7 +56,6 @@ PLATFORMS = (
     *("linux_x86_64", "any"),
 )
 """Wheel platforms that Debian 12's C library can run, newest first; pip accepts no range."""
-LOCK_LINE = re.compile(r"([a-z0-9][a-z0-9._-]*)==(\S+)(?: --hash=sha256:([0-9a-f]{64}))?")
 EPOCH_S = 315_532_800
 """1980, the earliest time that zip can store."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -82,32 +75,6 @@ class ImagesError(Exception):
 
 
 @dataclass(frozen=True)
-class Pin:
-    """One wheel of a lock."""
-
-    name: str
-    version: str
-    sha256: str = ""
-    """Digest of the wheel for the image's platform; empty before `--lock` has written it."""
-
-    def __str__(self) -> str:
-        pinned = f"{self.name}=={self.version}"
-        return f"{pinned} --hash=sha256:{self.sha256}" if self.sha256 else pinned
-
-
-def read_lock(path: Path) -> list[Pin]:
-    """Read the pins of a lock. Raises `ImagesError`."""
-    pins = []
-    for line in path.read_text().splitlines():
-        if line and not line.startswith("#"):
-            found = LOCK_LINE.fullmatch(line)
-            if found is None:
-                raise ImagesError(f"{path.name}: {line!r} is not name==version --hash=sha256:digest")
-            pins.append(Pin(found[1], found[2], found[3] or ""))
-    return pins
-
-
-@dataclass(frozen=True)
 class Image:
     """One of our images."""
 
@@ -117,8 +84,6 @@ class Image:
     """Distributions of this repository that it holds."""
     network: str = "none"
     """The build's network: `none`, or `host` to install Debian packages that a base lacks."""
-    has_gpus: bool = False
-    """Whether torch is its build for GPUs."""
 
     @property
     def context(self) -> Path:
@@ -134,7 +99,7 @@ IMAGES = {
     for image in (
         Image("operator", REPOSITORY / "locks" / "operator.txt", (SDK, OPERATOR)),
         Image("serving-cpu", REPOSITORY / "locks" / "serving-cpu.txt", (SDK, CHECKPOINTS), "host"),
-        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", (SDK, CHECKPOINTS), "host", has_gpus=True),
+        Image("serving-gpu", REPOSITORY / "locks" / "gpu.txt", (SDK, CHECKPOINTS), "host"),
     )
 }
 BY_DEFAULT = ("operator", "serving-cpu")
@@ -167,7 +132,7 @@ def find_builder() -> Builder:
     for name in BUILDERS:
         if path := shutil.which(name):
             return Builder(name, path)
-    raise ImagesError(f"none of {', '.join(BUILDERS)} is installed; install one (apt-get install buildah)")
+    raise ImagesError(f"none of {', '.join(BUILDERS)} is installed; install one (apt-get install podman)")
 
 
 def run_pip(*arguments: str) -> None:
@@ -181,24 +146,15 @@ def run_pip(*arguments: str) -> None:
 
 
 def fill_context(image: Image) -> None:
-    """Put the lock, its wheels and our own into the context. Keeps wheels that have a digest of the lock, and
-    removes all others. Raises `ImagesError`."""
+    """Put the lock, its wheels and our own into the context, and remove all other wheels. Raises
+    `ImagesError`."""
     wheels, ours = image.context / "wheels", image.context / "ours"
     wheels.mkdir(parents=True, exist_ok=True)
-    pins = read_lock(image.lock)
-    if bare := [pin.name for pin in pins if not pin.sha256]:
-        raise ImagesError(f"{image.lock.name} has no digest of {', '.join(bare)}; run make lock")
-    wanted = {pin.sha256 for pin in pins}
-    there = {}
+    lock = Path(shutil.copy(image.lock, image.context / "lock.txt"))
+    download(lock, wheels)
     for wheel in wheels.iterdir():
-        there[sha256_of(wheel)] = wheel
-    for digest in set(there) - wanted:
-        there[digest].unlink()
-    missing = [pin for pin in pins if pin.sha256 not in there]
-    if missing:
-        print(f"{image.name}: downloading {len(missing)} of {len(pins)} wheels", file=sys.stderr, flush=True)
-        download(image, missing, wheels)
-    shutil.copy(image.lock, image.context / "lock.txt")
+        if sha256_of(wheel) not in lock.read_text():
+            wheel.unlink()
     shutil.rmtree(ours, ignore_errors=True)
     for project in image.projects:
         try:
@@ -221,70 +177,17 @@ def target_options() -> list[str]:
     return [*only, "--python-version", "3.11", "--implementation", "cp", *abis, *platforms]
 
 
-def for_each_source(image: Image, pins: list[Pin], act: Callable[[list[str]], None]) -> None:
-    """Call `act` with pip's options for these pins, torch's apart. Raises what `act` raises.
-
-    The build of torch for CPUs is in PyTorch's own index where pip's sources lack it. That for GPUs has the
-    same version without a suffix, which `===` insists on.
-    """
-    torch = [pin for pin in pins if pin.name == "torch"]
-    rest = [pin for pin in pins if pin.name != "torch"]
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "requirements.txt"
-        options = [*target_options(), "--requirement", str(file)]
-        if rest:
-            file.write_text("".join(f"{pin}\n" for pin in rest))
-            act(options)
-        if torch and image.has_gpus:
-            file.write_text(str(torch[0]).replace("==", "===", 1))
-            act(options)
-        elif torch:
-            file.write_text(str(torch[0]))
-            try:
-                act(options)
-            except ImagesError:
-                print(f"{torch[0]} is not in pip's sources; trying {TORCH_INDEX}", file=sys.stderr)
-                act([*options, "--index-url", TORCH_INDEX])
-
-
-def download(image: Image, pins: list[Pin], wheels: Path) -> None:
-    """Download wheels. One with another digest than its pin's is refused. Raises `ImagesError`."""
-    for_each_source(image, pins, lambda options: run_pip("download", "--dest", str(wheels), *options))
-
-
-def lock_wheels(image: Image) -> None:
-    """Write the digests of the image's wheels into its lock. Raises `ImagesError`."""
-    digests: dict[str, str] = {}
-
-    def ask(options: list[str]) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            report = Path(scratch) / "report.json"
-            where = ["--target", scratch, "--report", str(report)]
-            run_pip("install", "--dry-run", "--ignore-installed", *where, *options)
-            digests.update(digests_in(json.loads(report.read_text())))
-
-    for_each_source(image, [replace(pin, sha256="") for pin in read_lock(image.lock)], ask)
-    write_digests(image.lock, digests)
-
-
-def digests_in(report: dict[str, Any]) -> dict[str, str]:
-    """Digests of the wheels in pip's report, by the names that locks use."""
-    return {
-        item["metadata"]["name"].lower().replace("_", "-"): item["download_info"]["archive_info"]["hashes"][
-            "sha256"
-        ]
-        for item in report["install"]
-    }
-
-
-def write_digests(lock: Path, digests: dict[str, str]) -> None:
-    """Write the digests of wheels, by name, into a lock. Raises `ImagesError` where one is missing."""
-    pins = read_lock(lock)
-    if missing := [pin.name for pin in pins if pin.name not in digests]:
-        raise ImagesError(f"{lock.name}: pip names no wheel of {', '.join(missing)} for the image's platform")
-    head = [line for line in lock.read_text().splitlines() if line.startswith("#")]
-    lines = [str(replace(pin, sha256=digests[pin.name])) for pin in pins]
-    lock.write_text("\n".join([*head, *lines]) + "\n")
+def download(lock: Path, wheels: Path) -> None:
+    """Download the wheels of a lock that are not there. Where pip's sources lack one, PyTorch's own index is
+    asked, too: it has the builds of torch for CPUs. Raises `ImagesError`, also for a wrong digest."""
+    options = [*target_options(), "--require-hashes", "--requirement", str(lock), "--dest", str(wheels)]
+    try:
+        run_pip("download", *options)
+    except ImagesError as error:
+        if "No matching distribution" not in str(error):
+            raise
+        print(f"pip's sources lack a wheel of {lock}; trying {TORCH_INDEX} too", file=sys.stderr)
+        run_pip("download", *options, "--extra-index-url", TORCH_INDEX)
 
 
 def build(maker: Builder, image: Image, reference: str, base: str) -> None:
@@ -299,7 +202,7 @@ def make_base(maker: Builder) -> None:
     if shutil.which("debootstrap") is None:
         raise ImagesError("debootstrap is not installed; install it, or choose a base with --base")
     if maker.name == "docker":
-        raise ImagesError("a base needs buildah or podman; install buildah, or choose a base with --base")
+        raise ImagesError("a base needs podman; install it, or choose a base with --base")
     print(f"making {MADE_BASE} with debootstrap, which takes about two minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "root"
@@ -329,16 +232,8 @@ print(json.dumps(found))
 
 def list_contents(maker: Builder, reference: str) -> list[tuple[str, str, str]]:
     """List (kind, name, version) of every package installed in an image."""
-    if maker.name != "buildah":
-        out = maker.run(
-            "run", "--rm", "--network", "none", "--entrypoint", "python", reference, "-c", CONTENTS
-        )
-    else:
-        container = maker.run("from", *LIMITS, reference)
-        try:
-            out = maker.run("run", "--network", "none", container, "--", "python", "-c", CONTENTS)
-        finally:
-            maker.run("rm", container)
+    command = ("run", "--rm", "--network", "none", "--entrypoint", "python", reference, "-c", CONTENTS)
+    out = maker.run(*command)
     return sorted({(str(kind), str(name), str(version)) for kind, name, version in json.loads(out)})
 
 
@@ -359,18 +254,8 @@ def make_sbom(reference: str, found: list[tuple[str, str, str]]) -> str:
 
 def digest_and_bytes(maker: Builder, reference: str) -> tuple[str, int]:
     """Digest and size of a local image. A registry that compresses it again computes another digest."""
-    if maker.name == "buildah":
-        (about,) = json.loads(maker.run("images", "--json", reference))
-        inspected = json.loads(maker.run("inspect", "--type", "image", reference))
-        return str(inspected["FromImageDigest"]), _parse_size(about["size"])
     (about,) = json.loads(maker.run("image", "inspect", reference))
     return str(about.get("Digest") or about["Id"]), int(about["Size"])
-
-
-def _parse_size(size: str) -> int:
-    """Parse a size in buildah's notation, `133 MB`."""
-    number, unit = size.split()
-    return round(float(number) * {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}[unit.upper()])
 
 
 def exists(maker: Builder, reference: str) -> bool:
@@ -397,10 +282,7 @@ def make_provenance(image: Image, base: str, commit: str, began: datetime, ended
     depends: list[dict[str, Any]] = [{"uri": name, **({"digest": {"sha256": digest}} if digest else {})}]
     if commit:
         depends.append({"name": "source", "digest": {"gitCommit": commit}})
-    for pin in read_lock(image.lock):
-        url = PackageURL("pypi", None, pin.name, pin.version)
-        depends.append({"uri": str(url), "digest": {"sha256": pin.sha256}})
-    for wheel in sorted((image.context / "ours").iterdir()):
+    for wheel in sorted(image.context.glob("*/*.whl")):
         depends.append({"name": wheel.name, "digest": {"sha256": sha256_of(wheel)}})
     moments = {"startedOn": began, "finishedOn": ended}
     return {
@@ -499,14 +381,9 @@ def main() -> int:
         "--push", action="store_true", help="push, and attach sbom and provenance with cosign"
     )
     parser.add_argument("--key", default="", help="cosign's key; unset: the identity that cosign asks for")
-    parser.add_argument("--lock", action="store_true", help="write wheels' digests into locks; build nothing")
     arguments = parser.parse_args()
     try:
-        if arguments.lock:
-            for image in IMAGES.values():
-                lock_wheels(image)
-        else:
-            build_images(arguments)
+        build_images(arguments)
     except ImagesError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

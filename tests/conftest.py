@@ -67,7 +67,7 @@ def supports(record_property: Callable[[str, object], None]) -> Supports:
     """`supports(architecture, feature, outcome)`: what this test shows where it passes.
 
     ``outcome`` is `exact` or `declined`, ``architecture`` a tiny shape or `every`. With
-    `$KINTSUGI_SUPPORT_JSON` set, the session writes them there for `scripts/support.py`.
+    `$KINTSUGI_SUPPORT_JSON` set, the session writes them there for `make support`.
     """
 
     def record(architecture: str, feature: str, outcome: str) -> None:

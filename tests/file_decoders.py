@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,7 +31,6 @@ from kintsugi.core.spaces import KEY_BYTES, ChunkKey, ChunkSpace, ModelFingerpri
 from kintsugi.gateway.texts import chunk_table
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.models import checkpoint
-from kintsugi.models.gguf import parse_gguf
 from kintsugi.precompute.database import Database
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
@@ -69,13 +67,6 @@ def parquet_file(data: bytes) -> None:
     for item in read_confined(piece, Columns(), limits=PARSER_LIMITS):
         assert isinstance(item, Document | Failure)
         assert item.url == piece.url
-
-
-def gguf_file(data: bytes) -> None:
-    """A GGUF file: tensors that have the shape they announce, or `Corrupted`."""
-    with contextlib.suppress(Corrupted), np.errstate(all="ignore"):
-        for tensor in parse_gguf(data).tensors.values():
-            assert tensor.to_float32().shape == tensor.shape
 
 
 def safetensors_file(data: bytes) -> None:
@@ -266,7 +257,6 @@ def _value(data: bytes) -> Any:
 
 FILE_DECODERS: tuple[Callable[[bytes], None], ...] = (
     parquet_file,
-    gguf_file,
     safetensors_file,
     model_files,
     ledger_row,
@@ -297,26 +287,6 @@ def _parquet_seeds() -> list[bytes]:
     ]
 
 
-def _gguf_text(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
-def _gguf_seeds() -> list[bytes]:
-    values = [
-        (b"general.alignment", struct.pack("<II", 4, 32)),
-        (b"a", struct.pack("<I", 8) + _gguf_text("é".encode())),
-        (b"b", struct.pack("<IIQ3i", 9, 5, 3, 1, 2, 3)),
-        (b"c", struct.pack("<IIQ", 9, 8, 1) + _gguf_text(b"x")),
-    ]
-    tensors = [(b"f", 0, (4,), 16), (b"q4", 3, (32,), 20), (b"q8", 8, (32, 2), 68)]
-    head, body = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)), b""
-    head += b"".join(_gguf_text(key) + value for key, value in values)
-    for name, kind, shape, size in tensors:
-        head += _gguf_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(body))
-        body += bytes(range(size)) + bytes(-size % 32)
-    return [head + bytes(-len(head) % 32) + body]
-
-
 def _safetensors(entries: dict[str, Any]) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
@@ -329,7 +299,6 @@ _NESTED = b"[" * 5_000
 FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
     {
         "parquet_file": _parquet_seeds(),
-        "gguf_file": _gguf_seeds(),
         "safetensors_file": [
             _safetensors({"__metadata__": {"format": "pt"}, "w": _WEIGHT}),
             _safetensors({"w": {**_WEIGHT, "shape": []}}),

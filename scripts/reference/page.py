@@ -26,8 +26,6 @@ class Section:
     entries: Sequence[Entry] = ()
     noun: str = "name"
     """Title of the first column."""
-    must_be_described: bool = True
-    """Whether an entry without a sentence counts as undocumented."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class Page:
     def undocumented(self) -> Iterator[str]:
         """Yield what lacks a sentence."""
         for section in self.sections:
-            if not section.must_be_described:
-                continue
             if not section.sentence:
                 yield f"{self.title}: {section.title}"
             for entry in section.entries:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from kintsugi.models.gguf import BLOCK
 from kintsugi.models.reference import PackagedModel
 
 DISTRIBUTION = "tiny_llama_package"
+BLOCK = 32
+"""Values per block, in both block encodings."""
 MEMBER = f"{DISTRIBUTION}/tiny.gguf"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 64, 2, 1, 32, 96
 POSITIONS = 128

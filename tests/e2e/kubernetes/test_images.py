@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts.images import IMAGES, Builder, list_contents, make_sbom, read_lock
+from scripts.images import IMAGES, Builder, list_contents, make_sbom
 
 from tests.e2e.kubernetes.containers import (
     PODMAN_OPTIONS,
@@ -70,7 +70,8 @@ def test_it_is_not_root_and_its_health_check_is_in_it(operator: Built) -> None:
 def test_everything_in_it_is_listed_as_locked(operator: Built) -> None:
     found = list_contents(operator.maker, operator.reference)
     python = {name.lower().replace("_", "-"): version for kind, name, version in found if kind == "pypi"}
-    pins = [f"{pin.name}=={pin.version}" for pin in read_lock(IMAGES["operator"].lock)]
+    lines = IMAGES["operator"].lock.read_text().splitlines()
+    pins = [line.removesuffix(" \\") for line in lines if line[:1].isalnum()]
     assert python.pop("kintsugi-kv")
     assert sorted(f"{name}=={version}" for name, version in python.items()) == sorted(pins)
     document = json.loads(make_sbom(operator.reference, found))

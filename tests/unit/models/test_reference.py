@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.models import reference
+from kintsugi.models import dequantised, reference
 from kintsugi.models.checkpoint import checkpoint_folder, model_fingerprint, read_config, tokenizer_digest
 from kintsugi.models.prompt_form import load_tokenizer
 from kintsugi.models.reference import (
@@ -198,7 +198,7 @@ def test_a_full_disk_is_exhausted_and_a_later_run_succeeds(
 
     model = build_package(wheels)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "write_checkpoint", fill_disk)
+        patch.setattr(dequantised, "write_checkpoint", fill_disk)
         with pytest.raises(ResourceExhausted, match="free some space"):
             fetch_model(model)
     assert left_behind(cache) == []

@@ -1,37 +1,26 @@
-"""The generated reference has every public name, and what has no sentence is reported."""
+"""The generated reference: every public name is on its page, with a sentence."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import links
+import typer
+from scripts.chart_schema import values_schema
 from scripts.reference import __main__ as reference
-from scripts.reference import python_names, results
 from scripts.reference.page import Entry, Page, Section
 
-from tests.unit.surface import python_api, snapshot
+from kintsugi.cli.main import app
+from kintsugi_operator.api.crd import crds
+from tests.unit.surface import snapshot
 
+REPOSITORY = Path(__file__).parents[3]
 METRIC = re.compile(r"\bkintsugi_(?:blend|gateway|http|requests|shadow|store|ttft)[a-z_]*")
 """Ends with an underscore where a page names several, as `kintsugi_shadow_*`."""
-
-
-@dataclass
-class Bare:
-    field: int
-    told: int
-    """Said."""
-
-    def method(self) -> None: ...
-
-    @property
-    def shown(self) -> int:
-        """Said."""
-        return self.field
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +37,43 @@ def exported(name: str) -> str:
     return name.removesuffix("_total").removesuffix("_total")
 
 
-def recorded(part: str) -> Any:
-    return snapshot.recorded(part)
+def test_every_setting_and_metric_has_a_sentence(pages: dict[str, Page]) -> None:
+    assert [name for page in pages.values() for name in page.undocumented()] == []
 
 
-def test_nothing_public_is_without_a_sentence() -> None:
-    assert reference.undocumented() == []
+def undescribed(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Properties of a schema, nested ones too, without a description."""
+    for name, one in schema.get("properties", {}).items():
+        if not one.get("description"):
+            yield f"{path}.{name}"
+        yield from undescribed(one, f"{path}.{name}")
+        for inner in (one.get("items"), one.get("additionalProperties")):
+            if isinstance(inner, dict):
+                yield from undescribed(inner, f"{path}.{name}")
 
 
-def test_every_recorded_option_is_on_the_page(pages: dict[str, Page]) -> None:
-    shown = names(pages["reference/cli.md"])
-    for command, options in recorded("command_line")["kintsugi"].items():
-        wanted = {name for name in options if name.startswith("-")} - {"--json", "--help"}
-        assert wanted - {"--install-completion", "--show-completion"} <= shown.get(command, set())
+def test_every_value_and_field_has_a_sentence() -> None:
+    found = list(undescribed(values_schema(), "values"))
+    for crd in crds().values():
+        root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+        found += [name for part in ("spec", "status") for name in undescribed(root[part], part)]
+    assert found == []
+
+
+def silent(command: Any, path: str) -> Iterator[str]:
+    """Commands and options without help."""
+    if not command.help and not getattr(command, "commands", {}):
+        yield path
+    for parameter in command.params:
+        is_shown = not getattr(parameter, "hidden", False) and parameter.name != "help"
+        if is_shown and not getattr(parameter, "help", None):
+            yield f"{path} {parameter.name}"
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from silent(inner, f"{path} {name}")
+
+
+def test_every_command_and_option_has_a_sentence() -> None:
+    assert list(silent(typer.main.get_command(app), "kintsugi")) == []
 
 
 def test_every_recorded_setting_is_on_the_page(pages: dict[str, Page]) -> None:
@@ -68,7 +81,7 @@ def test_every_recorded_setting_is_on_the_page(pages: dict[str, Page]) -> None:
         name.replace("[]", "").replace(".*", "")
         for name in names(pages["reference/configuration.md"])["Service"]
     }
-    assert set(recorded("configuration")["kintsugi serve --config"]) <= shown
+    assert set(snapshot.recorded("configuration")["kintsugi serve --config"]) <= shown
 
 
 CODE_NAME = re.compile(r"`(?!vllm\.)[\w.]*[A-Z]\w+`")
@@ -82,78 +95,24 @@ def test_the_configuration_names_settings_and_values_and_nothing_of_the_code(pag
         assert not re.search(r"\b(?!None|Any|Path)[A-Z]", entry.facts["type"]), entry
 
 
-def test_types_are_those_of_a_file(pages: dict[str, Page]) -> None:
-    types = {
-        entry.name: entry.facts["type"]
-        for section in pages["reference/configuration.md"].sections[:-1]
-        for entry in section.entries
-    }
-    for name, shown in {
-        "engines.replicas": "mapping",
-        "store.tiers": "list[mapping]",
-        "limits": "mapping",
-        "op": "blend | save | audit | off",
-        "ack": "ram | durable",
-        "query_layers": "list[int] | None",
-        "tokens[].verbs": "list[generate | put | delete | list | admin | report] | None",
-    }.items():
-        assert types[name] == f"`{shown}`"
-
-
-def test_every_recorded_metric_is_on_the_page(pages: dict[str, Page]) -> None:
-    shown = names(pages["reference/metrics.md"])
-    for process, families in recorded("metrics").items():
-        found = {exported(name) for name in shown[process.capitalize()]}
-        assert {exported(name) for name in families} <= found
-
-
 def test_metrics_that_pages_name_exist(pages: dict[str, Page]) -> None:
-    shown = {
-        exported(name) for names_of in names(pages["reference/metrics.md"]).values() for name in names_of
-    }
-    for path in (results.REPOSITORY / "docs").rglob("*.md"):
+    of_process = names(pages["reference/metrics.md"])
+    shown = {exported(name) for names_of in of_process.values() for name in names_of}
+    for path in (REPOSITORY / "docs").rglob("*.md"):
         for name in METRIC.findall(path.read_text()):
             family = re.sub("_(bucket|count|sum|total)$", "", name)
             known = (
-                {one for one in shown if one.startswith(name)}
-                if name.endswith("_")
-                else {name, family} & shown
+                any(one.startswith(name) for one in shown) if name.endswith("_") else {name, family} & shown
             )
             assert known, f"{path.name}: {name}"
-
-
-def test_every_recorded_message_is_on_the_page(pages: dict[str, Page]) -> None:
-    text = pages["reference/protocol.md"].markdown()
-    for package in recorded("wire_protocol").values():
-        for kind in ("messages", "enums", "services"):
-            for name in package.get(kind, {}):
-                if not name.endswith("Entry"):  # of a map
-                    assert f" {name}\n" in text, name
-
-
-def test_every_result_is_on_the_page() -> None:
-    text = results.markdown()
-    for path in (results.REPOSITORY / results.RESULTS).glob("*.json"):
-        assert f"\n## {path.stem}\n" in text
-        for figure in json.loads(path.read_text())["figures"]:
-            assert f"`{figure['name']}`" in text
 
 
 def test_a_missing_sentence_is_reported() -> None:
     sections = [
         Section("one", "Said.", [Entry("a", "Said."), Entry("b", " ")]),
         Section("two", "", [Entry("c", "Said.")]),
-        Section("three", "", [Entry("d", "")], must_be_described=False),
     ]
     assert list(Page("x.md", "X", "", sections).undocumented()) == ["X: one: b", "X: two"]
-
-
-def test_a_missing_docstring_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_api, "CLASSES", ("here:Bare",))
-    monkeypatch.setattr(python_api, "_found", lambda path: Bare)
-    monkeypatch.setattr(python_api, "_is_ours", lambda one: getattr(one, "__module__", "") == __name__)
-    found = [name.rsplit("Bare", 1)[1] for name in python_names.undocumented()]
-    assert found == ["", ".field", ".method"]
 
 
 def test_a_table_keeps_its_columns() -> None:
@@ -166,7 +125,10 @@ def test_a_table_keeps_its_columns() -> None:
     assert "default" not in text
 
 
-def test_the_generated_pages_are_those_that_links_know(tmp_path: Path) -> None:
+def test_every_result_is_on_the_page(tmp_path: Path) -> None:
     reference.write(tmp_path)
-    made = {f"docs/{path.relative_to(tmp_path)}" for path in tmp_path.rglob("*.md")}
-    assert made == links.GENERATED
+    text = (tmp_path / "benchmarks.md").read_text()
+    for path in (REPOSITORY / "benchmarks/results").glob("*.json"):
+        assert f"\n## {path.stem}\n" in text
+        for figure in json.loads(path.read_text())["figures"]:
+            assert f"`{figure['name']}`" in text

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.reference.page import code, table
-from scripts.stale import RESULTS, Verdict, judge_all
+
+from benchmarks.support.stale import RESULTS, Verdict, judge_all
 
 REPOSITORY = Path(__file__).parents[2]
 PATH = "benchmarks.md"

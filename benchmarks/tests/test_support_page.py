@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import support
-from scripts.support import ARCHITECTURES, FEATURES, VERSIONS, Evidence, MatrixResult, render_page
 
+from benchmarks.support import support_page as support
+from benchmarks.support.support_page import (
+    ARCHITECTURES,
+    FEATURES,
+    VERSIONS,
+    Evidence,
+    MatrixResult,
+    render_page,
+)
 from kintsugi.engine.versions import REQUIREMENT, is_tested
 from kintsugi.models.layers import PLAIN
 

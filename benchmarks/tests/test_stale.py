@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SOURCES = Path(__file__).parents[3]
+from benchmarks.support import stale
 
-
-@pytest.fixture(scope="module")
-def stale() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stale", SOURCES / "scripts" / "stale.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["stale"] = module
-    spec.loader.exec_module(module)
-    return module
+SOURCES = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -61,9 +49,7 @@ def put_result(repository: Path, name: str, **values: Any) -> None:
     (folder / name).write_text(json.dumps(values))
 
 
-def test_a_result_is_stale_once_a_package_that_it_depends_on_has_changed(
-    stale: ModuleType, repository: Path
-) -> None:
+def test_a_result_is_stale_once_a_package_that_it_depends_on_has_changed(repository: Path) -> None:
     made_on = git(repository, "rev-parse", "--short", "HEAD")
     put_result(repository, "store.json", benchmark="store", commit=made_on, figures=[])
     change(repository, "services/kintsugi/gateway/one.py")
@@ -78,7 +64,7 @@ def test_a_result_is_stale_once_a_package_that_it_depends_on_has_changed(
     assert "stale" in stale.table_of([old])
 
 
-def test_what_a_script_imports_counts_wherever_it_stands(stale: ModuleType, repository: Path) -> None:
+def test_what_a_script_imports_counts_wherever_it_stands(repository: Path) -> None:
     files = {
         "benchmarks/store.py": "from benchmarks.support import figures, rounds\nfrom pathlib import Path\n",
         "benchmarks/support/__init__.py": "",
@@ -106,7 +92,7 @@ def test_what_a_script_imports_counts_wherever_it_stands(stale: ModuleType, repo
     assert (old.state, old.commits_since, old.changed) == ("stale", 1, ("what its script imports",))
 
 
-def test_a_result_of_the_gpu_depends_on_its_folder(stale: ModuleType, repository: Path) -> None:
+def test_a_result_of_the_gpu_depends_on_its_folder(repository: Path) -> None:
     change(repository, "benchmarks/gpu/device.py")
     made_on = commit(repository)
     put_result(repository, "gpu.json", benchmark="gpu", commit=made_on, figures=[])
@@ -117,9 +103,7 @@ def test_a_result_of_the_gpu_depends_on_its_folder(stale: ModuleType, repository
     assert (old.state, old.changed) == ("stale", ("fusor", "its script"))
 
 
-def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(
-    stale: ModuleType, repository: Path
-) -> None:
+def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(repository: Path) -> None:
     head = git(repository, "rev-parse", "--short", "HEAD")
     put_result(repository, "dirty.json", benchmark="store", commit=f"{head}+")
     put_result(repository, "elsewhere.json", benchmark="store", commit="0123456")
@@ -134,7 +118,7 @@ def test_what_cannot_be_judged_is_unknown_and_a_dirty_tree_is_named(
     assert found["dirty.json"].note == "made with changes that were not committed"
 
 
-def test_every_benchmark_and_package_in_the_table_exists(stale: ModuleType) -> None:
+def test_every_benchmark_and_package_in_the_table_exists() -> None:
     for benchmark in stale.DEPENDS_ON:
         for paths in stale.paths_of(benchmark, SOURCES).values():
             for path in paths:
@@ -145,7 +129,7 @@ def test_every_benchmark_and_package_in_the_table_exists(stale: ModuleType) -> N
     assert {"tests/fakes/paged_stack.py", "tests/contracts/scattered_attention.py"} <= set(measuring)
 
 
-def test_what_a_listed_package_imports_is_listed(stale: ModuleType) -> None:
+def test_what_a_listed_package_imports_is_listed() -> None:
     """Except for `routing`, which runs one module of `serving`."""
     imports = {
         package.name: {
@@ -161,7 +145,7 @@ def test_what_a_listed_package_imports_is_listed(stale: ModuleType) -> None:
         assert imported - {"rpc"} <= listed, benchmark
 
 
-def test_it_prints_json(stale: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert stale.main(["--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     if not printed:

@@ -1,4 +1,4 @@
-"""Write docs/SUPPORT.md from what was run: `python scripts/support.py [--tests FILE ...] [--check]`.
+"""Write docs/SUPPORT.md from what was run: `make support [TESTS=FILE]`; `--check` compares it.
 
     python benchmarks/architectures.py --save
     KINTSUGI_SUPPORT_JSON=support.json python -m pytest
@@ -172,7 +172,7 @@ starts. Each message has the versions that work.
 | vLLM | what is known |
 |---|---|
 | {", ".join(RUN)} | the engine's tests pass on a CPU; on {RUN[0]} those without `full` (2026-11-26) |
-| {", ".join(PROBED)} | the sources have every one (`scripts/probe_vllm.py`); no test was run |
+| {", ".join(PROBED)} | the sources have every one (`find_missing_hooks`); no test was run |
 | {", ".join(LACKING)} | the sources lack some: nothing is blended |
 
 The extra `gpu` asks for `vllm{REQUIREMENT}`; the extra `cpu` pins one version. Within vLLM's `MultiConnector`

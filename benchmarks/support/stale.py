@@ -1,6 +1,6 @@
 """Mark committed benchmark results that are older than the code they depend on: `make bench-stale`.
 
-    python scripts/stale.py [--json] [--results FOLDER]
+    python -m benchmarks.support.stale [--json] [--results FOLDER]
 
 A result says which benchmark made it and on which commit. It is *stale* if something that it depends on has
 changed since: a file of the packages in `DEPENDS_ON`, its script, or what the script imports of benchmarks
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 RESULTS = Path("benchmarks/results")
 
 _BLEND = ("core", "fusor", "engine", "models", "discovery")
@@ -48,7 +48,6 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "paper": (*_BLEND, *_RAM_STORE, "quality"),
     "trust": _SERVICE,
     "discovery": _SERVICE,
-    "docs": (*_SERVICE, "cli", "kintsugi_operator"),
     "kubernetes_operator": ("kintsugi_operator",),
     "scattered_attention": ("core", "fusor"),
 }
