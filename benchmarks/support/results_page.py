@@ -96,7 +96,8 @@ def _about(verdict: Verdict, result: Mapping[str, Any]) -> Iterator[list[str]]:
 def _figures(figures: Sequence[Mapping[str, Any]]) -> str:
     rows = [["figure", "value", "bar", "verdict", "detail"]]
     for figure in figures:
-        holds = {True: "held", False: "**missed**"}.get(figure.get("holds"), "")
+        verdict = figure.get("holds")
+        holds = "" if verdict is None else "held" if verdict else "**missed**"
         detail = str(figure.get("detail") or "")
         short = detail if len(detail) <= DETAIL_CHARS_MAX else f"{detail[:DETAIL_CHARS_MAX]}…"
         rows.append(
