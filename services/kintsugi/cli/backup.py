@@ -1,4 +1,4 @@
-"""Copies what cannot be computed again: ledger and jobs, a gateway's known texts, shards' reports.
+"""Copies what cannot be computed again: a ledger, a gateway's known texts, shards' reports.
 
 Files are copied while their owners run: SQLite and LMDB hand out a consistent state. Chunk KV is not part of
 a backup. It is a cache, and a precompute job fills it again from the ledger's sources.

@@ -252,7 +252,8 @@ def drawing_of(view: dict[str, Any]) -> str:
     style, code = (read_assets()[name].content.decode() for name in ("blend.css", "blend.js"))
     data = json.dumps(view).replace("<", "\\u003c")
     script = f"{code}\nrenderBlend(document.getElementById('blend'), {data});"
-    return f'<style>{style}</style><div id="blend"></div><script type="module">{script}</script>'
+    head = f'<!doctype html><meta charset="utf-8"><style>{style}</style>'
+    return f'{head}<div id="blend"></div><script type="module">{script}</script>'
 
 
 def test_a_blend_is_drawn_layer_by_layer(open_page: OpenPage, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kintsugi.cli.screen import Screen
 class BackedUpFolders:
     """Where the files are in use."""
 
-    state: Annotated[Path | None, typer.Option(help="State folder of precompute: ledger and jobs.")] = None
+    state: Annotated[Path | None, typer.Option(help="State folder of precompute, with its ledger.")] = None
     gateway_data: Annotated[Path | None, typer.Option(help="The gateway's data_dir: known texts.")] = None
     shard_data: Annotated[
         list[Path] | None, typer.Option(help="A shard's data folder: reports; repeat, in the same order.")
@@ -35,7 +35,7 @@ def backup(
     *,
     folders: BackedUpFolders,
 ) -> None:
-    """Back up ledger, jobs, known texts and reports while their owners run; chunk KV is left out."""
+    """Back up ledger, known texts and reports while their owners run; chunk KV is left out."""
     with screen.step("Backing up"):
         names = back_up(folders.parts(), target)
     text = f"{len(names)} files backed up to {target}"

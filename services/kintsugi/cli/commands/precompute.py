@@ -172,11 +172,10 @@ def run(
     )
     with closing(Ledger(state_folder(state))) as ledger:
         with screen.step("Comparing with the store" if dry_run else "Prefilling") as say:
-            show = _say_progress(say)
             if dry_run:
-                progress = survey(spec, show)
+                progress = survey(spec, lambda so_far: say(_format_progress(so_far)))
             else:
-                job = Job(spec, ledger, on_progress=show)
+                job = Job(spec, ledger, on_progress=lambda so_far: say(_format_progress(so_far)))
                 with _cancel_on_signals(job, screen.note):
                     progress = job.run()
         rate = ledger.tokens_per_s(progress.fingerprint)
@@ -235,10 +234,6 @@ def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say_progress(say: Callable[[str], None]) -> Callable[[Progress], None]:
-    return lambda progress: say(_format_progress(progress))
 
 
 def _format_progress(progress: Progress) -> str:

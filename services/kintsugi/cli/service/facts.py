@@ -41,7 +41,7 @@ class Contact(StrEnum):
     NOT_HTTP = "not_http"
     """Something listens and does not speak HTTP."""
     FOREIGN = "foreign"
-    """An HTTP server that is no gateway of Kintsugi, or an older one."""
+    """An HTTP server that is not a gateway of Kintsugi."""
     UNAUTHENTICATED = "unauthenticated"
     FAILED = "failed"
 
@@ -116,7 +116,7 @@ class ServiceFacts:
     answers: tuple[AnswerCount, ...] | None = None
     """None: the caller may not know."""
     tokens_discovered: int | None = None
-    """Tokens hit that their requests did not declare. None: the caller may not know, or an older gateway."""
+    """Tokens hit that their requests did not declare. None: the caller may not know."""
     discovering: tuple[str, ...] | None = None
     """Patterns of namespaces in which chunks are discovered; None as above."""
 
@@ -219,7 +219,7 @@ def _message_of(body: bytes) -> str:
 def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float) -> ServiceFacts:
     """Fields that a later gateway adds are ignored."""
     caller, engines, store = document["caller"], document["engines"], document["store"]
-    answers, discovering = document["answers"], document.get("discovering")
+    answers, discovering = document["answers"], document["discovering"]
     return ServiceFacts(
         url,
         Contact.ANSWERED,
@@ -232,7 +232,7 @@ def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float)
         engines=_pick(EngineFacts, engines),
         store=None if store is None else _pick(StoreFacts, store),
         answers=None if answers is None else tuple(_pick(AnswerCount, one) for one in answers),
-        tokens_discovered=document.get("tokens_discovered"),
+        tokens_discovered=document["tokens_discovered"],
         discovering=None if discovering is None else tuple(discovering),
     )
 
