@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import Dtype
-from kintsugi.cli.render import format_bytes, make_figures_table
+from kintsugi.cli.render import make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
@@ -168,7 +168,7 @@ def render(
         table.add_row(
             row.size.codec.name.lower(),
             f"{row.size.bytes_per_token:,.0f}",
-            *map(format_bytes, (row.size.corpus_bytes, row.size.ram_bytes, row.size.ssd_bytes)),
+            *(_bytes(number) for number in (row.size.corpus_bytes, row.size.ram_bytes, row.size.ssd_bytes)),
             _gbits(row.pace.pays_bytes_per_s),
             _gbits(row.pace.hides_bytes_per_s),
             f"{row.blend_s * 1e3:,.0f}",
@@ -185,6 +185,14 @@ def render(
         style="dim",
         highlight=False,
     )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:,.3g} TiB" if number < 1000 else f"{number:,.0f} TiB"
 
 
 def _gbits(bytes_per_s: float) -> str:
