@@ -532,7 +532,7 @@ def test_a_bad_corpus_says_why(world: World) -> None:
 
 
 def test_a_hundred_services_at_rest_write_nothing(world: World) -> None:
-    """And cost little: what is measured here stands in docs/OPERATOR.md."""
+    """The CPU time of a look is printed."""
     for index in range(100):
         world.make(f"service-{index}", store={"shards": 2, "tiers": [{"name": "nvme", "gib": 100}]})
         world.settle(f"service-{index}")
