@@ -27,7 +27,7 @@ from kintsugi.store.client.received import Received
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.put import ChunkPut
+from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.tiers import uses
 from kintsugi.store.shard.tiers.catalog import (
     _CHECKSUM_BYTES,
@@ -128,7 +128,7 @@ def check_frames(data: bytes) -> None:
     residence = ram.allocate(MANIFEST)
     assert residence is not None
     life.acquire(residence)
-    put = ChunkPut(ChunkEntry(MANIFEST), residence, ram, "ram")
+    put = ChunkPut(ChunkEntry(MANIFEST), residence, ram, "ram", PutOptions())
     size = MANIFEST.frame_bytes
     cut = data[0] * 256 % (size + 1) if data else 0
     blob = b"".join(FRAMES)

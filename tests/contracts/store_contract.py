@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import (
     FORMAT,
     PRIOR_LAYER,
@@ -124,15 +124,31 @@ class StoreContract:
             store.put(manifest, frames)
         keys = [manifest.key for manifest, _ in chunks]
         cursor = store.erasures("").cursor
-        assert sum(place.items for place in store.erase("acme", keys[:1], 7.0)) >= 1
+        first_s = time.time()
+        assert sum(place.items for place in store.erase("acme", keys[:1], first_s)) >= 1
         assert store.lookup("acme", keys) == [None, chunks[1][0], chunks[2][0]]
         page = store.erasures(cursor)
-        assert list(page.erasures) == [Erasure("acme", keys[0], 7.0)]
+        assert list(page.erasures) == [Erasure("acme", keys[0], first_s)]
         assert not store.erasures(page.cursor).erasures
         assert store.put(*chunks[0]), "it may be stored again"
-        assert sum(place.items for place in store.erase("acme", None, 8.0)) >= 3
+        second_s = time.time()
+        assert sum(place.items for place in store.erase("acme", None, second_s)) >= 3
         assert store.list("acme") == []
-        assert list(store.erasures(page.cursor).erasures) == [Erasure("acme", None, 8.0)]
+        assert list(store.erasures(page.cursor).erasures) == [Erasure("acme", None, second_s)]
+
+    def test_what_was_asked_for_before_an_erasure_is_refused_and_what_came_later_stays(
+        self, store: ChunkStore
+    ) -> None:
+        (before, frames), (after, others) = make_chunk(range(8)), make_chunk(range(9))
+        erased_s = time.time() - 1.0
+        store.put(replace(after, asked_at_s=erased_s + 0.1), others)
+        places = store.erase("acme", None, erased_s)
+        assert sum(place.items for place in places) == 0
+        for asked_at_s in (erased_s, erased_s - 5.0):
+            with pytest.raises(NotFound):
+                store.put(replace(before, asked_at_s=asked_at_s), frames)
+        assert store.lookup("acme", [before.key, after.key]) == [None, after]
+        assert store.put(replace(before, asked_at_s=erased_s + 0.01), frames)
 
     def test_events_tell_what_comes_and_goes(self, store: ChunkStore) -> None:
         chunks = [make_chunk(range(8 + i)) for i in range(4)]
@@ -158,10 +174,10 @@ class StoreContract:
         assert seen == events_of(stored, chunks[1:]), "the first was there"
         keys = [manifest.key for manifest, _ in chunks]
         store.delete("acme", keys[:1])
-        store.erase("acme", keys[1:2], 7.0)
+        store.erase("acme", keys[1:2], 0.0)
         seen, cursor = told(cursor)
         assert seen == events_of(removed, chunks[:2])
-        store.erase("acme", None, 8.0)
+        store.erase("acme", None, 0.0)
         seen, cursor = told(cursor)
         assert seen == events_of(removed, chunks[2:])
         assert told(cursor) == (set(), cursor)
@@ -214,9 +230,9 @@ class StoreContract:
         def held() -> list[str]:
             return [name for name, one in kept.items() if store.lookup(name, [one.key]) != [None]]
 
-        store.erase("acme/-/a", None, 7.0)
+        store.erase("acme/-/a", None, 0.0)
         assert held() == ["acme", "acme/-/ab", "acme/x", "acme2"]
-        store.erase("acme", None, 8.0)
+        store.erase("acme", None, 0.0)
         assert held() == ["acme/x", "acme2"]
 
     def test_a_chunk_is_put_where_it_is_to_be_kept(self, store: ChunkStore) -> None:

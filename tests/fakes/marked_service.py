@@ -54,7 +54,12 @@ class TellingBackend(StubBackend):
         self._shard = store
 
     async def _put(
-        self, namespace: str, token_ids: Sequence[int], tier: str, ttl_s: float | None
+        self,
+        namespace: str,
+        token_ids: Sequence[int],
+        tier: str,
+        ttl_s: float | None,
+        asked_at_s: float,
     ) -> SaveOutcome:
         space = self.space(namespace)
         size = _LAYOUT.frame_bytes(Codec.RAW, len(token_ids))
@@ -62,7 +67,9 @@ class TellingBackend(StubBackend):
         frame = (data * (size // len(data) + 1))[:size]
         frames: list[memoryview | bytes] = [frame] * _LAYERS
         key, anchor = ChunkKey.of(space, token_ids), anchor_of(token_ids)
-        manifest = ChunkManifest.of(space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames)
+        manifest = ChunkManifest.of(
+            space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames, asked_at_s=asked_at_s
+        )
         await asyncio.to_thread(self._shard.put, manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
         return SaveOutcome(SaveState.SAVED)
 

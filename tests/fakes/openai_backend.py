@@ -56,6 +56,7 @@ class ScriptedBackend(EngineBackend):
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
+from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
 from kintsugi.core.exchange import (
     EngineDelta,
     EngineInfo,
@@ -55,8 +55,10 @@ class StubSeen:
     """The requests that it received, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
-    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str, float | None]] = field(default_factory=list)
-    """Request id, namespace, chunks, priority, tier, lifetime in seconds."""
+    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str, float | None, float]] = field(
+        default_factory=list
+    )
+    """Request id, namespace, chunks, priority, tier, lifetime in seconds, Unix seconds when asked for."""
     running: int = 0
     """Answers in progress."""
     searched: list[OpenAICall] = field(default_factory=list)
@@ -199,30 +201,37 @@ class StubBackend(EngineBackend):
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self._check_up()
         if len(self.seen.saves) < REMEMBERED_MAX:
-            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier, ttl_s))
+            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier, ttl_s, asked_at_s))
         outcomes = []
         for token_ids in chunks:
             await asyncio.sleep(self.delays.save_s)
             if not token_ids:
                 outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
                 continue
-            outcomes.append(await self._put(namespace, token_ids, tier, ttl_s))
+            try:
+                outcomes.append(await self._put(namespace, token_ids, tier, ttl_s, asked_at_s))
+            except (InvalidField, NotFound) as error:
+                outcomes.append(SaveOutcome(SaveState.FAILED, str(error)))
         return outcomes
 
     async def _put(
-        self, namespace: str, token_ids: Sequence[int], tier: str, ttl_s: float | None
+        self,
+        namespace: str,
+        token_ids: Sequence[int],
+        tier: str,
+        ttl_s: float | None,
+        asked_at_s: float,
     ) -> SaveOutcome:
+        """Raises `InvalidField` and `NotFound` for what the store refuses."""
         copies = self.space(namespace).copies(self._info.plain_copies) if self._store is not None else ()
         for copy in copies:
             assert self._store is not None
-            manifest, frames = _zeros(copy, token_ids)
-            try:
-                self._store.put(manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
-            except InvalidField as error:
-                return SaveOutcome(SaveState.FAILED, str(error))
+            manifest, frames = _zeros(copy, token_ids, asked_at_s)
+            self._store.put(manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
         return SaveOutcome(SaveState.SAVED)
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
@@ -267,7 +276,9 @@ def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
     return [prompt] if isinstance(prompt, list) else []
 
 
-def _zeros(space: ChunkSpace, token_ids: Sequence[int]) -> tuple[ChunkManifest, list[bytes]]:
+def _zeros(
+    space: ChunkSpace, token_ids: Sequence[int], asked_at_s: float
+) -> tuple[ChunkManifest, list[bytes]]:
     frames: list[memoryview | bytes] = [bytes(_LAYOUT.frame_bytes(Codec.RAW, len(token_ids)))]
     manifest = ChunkManifest.of(
         space,
@@ -277,5 +288,6 @@ def _zeros(space: ChunkSpace, token_ids: Sequence[int]) -> tuple[ChunkManifest, 
         _LAYOUT,
         Codec.RAW,
         frames,
+        asked_at_s=asked_at_s,
     )
     return manifest, [bytes(frame) for frame in frames]

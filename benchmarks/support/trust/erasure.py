@@ -6,6 +6,9 @@ files keep of both are looked for in every file, in the shard's memory and in th
 The engine is a stub that stores a chunk's tokens as its KV; vLLM's prefix cache is tested with a real one in
 `tests/integration/engine/test_prefix_cache.py`. What the heap of this process still holds is printed, not
 judged: nothing claims that it is gone.
+
+Seeded simulations of two and of three gateways, with saves, erasures and shards that restart, count
+how often each erasure is made, and what can still be read afterwards.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ from kintsugi.core.errors import NotFound
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Key
 from tests.fakes.marked_service import CORPUS, PHRASE, MarkedService, MarkedText, running
+from tests.simulation.erasures import Judgement, simulate
 
 MARKS = 200
 MARKS_QUICK = 24
+SEEDS = 200
+SEEDS_QUICK = 4
 QUESTION = "\nQuestion: what do marmots guard?\nAnswer:"
 CHUNKS_OF_A_DOCUMENT = 4
 CALLS_MAX = 8
 
 
 def measure(*, quick: bool, seed: int) -> list[Figure]:
-    """The figure `erasure_residue`, and how many copies the heap of this process still holds."""
+    """The figures `erasures_per_erasure` and `erasure_residue`, and how many copies the heap of this process
+    still holds."""
     count = MARKS_QUICK if quick else MARKS
     with (
         tempfile.TemporaryDirectory() as name,
@@ -44,13 +51,37 @@ def measure(*, quick: bool, seed: int) -> list[Figure]:
         erased_s = time.perf_counter() - began_s
         residue = [*service.find_residue(marks), *_answers(service, marks)]
         heap = sum(1 for _ in _heap_copies())
+    seeds = SEEDS_QUICK if quick else SEEDS
+    judged = {gateways: _simulate(gateways, seeds) for gateways in (2, 3)}
+    residue += [place for some in judged.values() for one in some for place in one.residue]
+    lost = sum(len(one.lost) for some in judged.values() for one in some)
     detail = f"{count} texts in {before} places, {answered} answered, {deleted} deletions in {erased_s:.1f} s"
     if residue:
         detail += ": " + "; ".join(residue[:5])
+    simulated = ", ".join(
+        f"{sum(one.asked for one in some)} erasures at {gateways} gateways"
+        for gateways, some in judged.items()
+    )
+    repeated = max(one.made / one.asked for some in judged.values() for one in some if one.asked)
     return [
+        Figure.at_most(
+            "erasures_per_erasure",
+            repeated,
+            1,
+            "",
+            f"the most of any of {seeds} seeds: {simulated}; {lost} chunks lost that were put later",
+        ),
         Figure.at_most("erasure_residue", len(residue), 0, "places", detail),
         Figure.at_most("erasure_heap_copies", heap, None, "copies", "in this process; not judged"),
     ]
+
+
+def _simulate(gateways: int, seeds: int) -> list[Judgement]:
+    judged = []
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as name:
+            judged.append(simulate(Path(name), seed, gateways))
+    return judged
 
 
 def _parts(marks: Sequence[MarkedText]) -> tuple[Sequence[MarkedText], ...]:

@@ -46,10 +46,9 @@ def replay(erasures: Sequence[Erasure], ledger_folder: Path | None, texts_folder
                 else:
                     ledger.erase_chunks(scope.namespace, sorted(scope.keys))
     if texts_folder is not None:
-        latest_s = max(erasure.at_s for erasure in erasures)
         with closing(KnownChunks(texts_folder)) as known:
             for scope in scopes_of(erasures):
-                known.erase(scope.namespace, scope.keys, latest_s)
+                known.erase(scope.namespace, scope.keys, scope.until_s)
 
 
 def _read_log(folder: Path) -> Sequence[Erasure]:

@@ -43,6 +43,7 @@ class EngineBackend(ABC):
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
@@ -51,7 +52,8 @@ class EngineBackend(ABC):
 
         ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
         engine's configuration of the store says. A tier that the store lacks fails the chunk. ``ttl_s``: how
-        long the store keeps them at most, in seconds; None: as its configuration says.
+        long the store keeps them at most, in seconds; None: as its configuration says. ``asked_at_s``: as in
+        `ChunkManifest`.
         """
 
     @abstractmethod

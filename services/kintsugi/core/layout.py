@@ -14,9 +14,10 @@ layer `PRIOR_LAYER`. See docs/adr/0009.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, chain
@@ -368,6 +369,9 @@ class ChunkManifest:
     """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; else none."""
     priors: tuple[str, ...] = ()
     """Names of the rows of the prior frame; without any, there is none."""
+    asked_at_s: float = field(default=0.0, compare=False)
+    """When the save was asked for, in Unix seconds. An erasure that was asked for then or later covers the
+    chunk. 0 in a put: now, by the store's clock."""
 
     @staticmethod
     def of(
@@ -379,6 +383,7 @@ class ChunkManifest:
         codec: Codec,
         frames: Sequence[memoryview | bytes],
         priors: tuple[str, ...] = (),
+        asked_at_s: float = 0.0,
     ) -> ChunkManifest:
         """The manifest of a chunk of `space` whose frames are the prior frame, if there are `priors`, and its
         layers. Cost: one xxh3 pass over them."""
@@ -398,12 +403,15 @@ class ChunkManifest:
             digests=b"".join(digests_of(frame, size) for frame, size in zip(frames, sizes, strict=True)),
             format=FORMAT if priors or layout.groups else PLAIN_FORMAT,
             priors=priors,
+            asked_at_s=asked_at_s,
         )
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         if not 0 < self.num_tokens <= TOKENS_MAX:
             raise InvalidField("manifest.num_tokens", f"{self.num_tokens} is outside [1, {TOKENS_MAX}]")
+        if not 0.0 <= self.asked_at_s < math.inf:
+            raise InvalidField("manifest.asked_at_s", f"{self.asked_at_s} is not a time in Unix seconds")
         if self.format != PLAIN_FORMAT or self.priors or self.key_id or self.salt or self.layout.groups:
             self._check_format()
         needed = self.layout.digests_bytes + DIGEST_BYTES * bool(self.priors)

@@ -166,6 +166,8 @@ class _Wire:
     """How long what is stored on behalf of the request is kept at most, in seconds: the chunk of a save,
     chunks that the request misses and a gateway fills, and segments that it discovers. Null: no bound, and
     for discovered segments that of the engine."""
+    asked_at_s: StrictFloat = 0.0
+    """When a save was asked for (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none. Only a gateway sets it."""
     chunk_tokens_multiple: StrictInt = 1
@@ -207,6 +209,8 @@ class KintsugiParams:
     ttl_s: float | None = None
     """How long what is stored on behalf of the request is kept at most, in seconds; None: no bound of its
     own."""
+    asked_at_s: float = 0.0
+    """When a save was asked for (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none; empty: none. A gateway sets it,
     never a caller: it decides whose chunks are read."""
@@ -252,6 +256,7 @@ class KintsugiParams:
             timeline=wire.timeline,
             tier=wire.tier,
             ttl_s=wire.ttl_s,
+            asked_at_s=wire.asked_at_s,
             shared=wire.shared,
             chunk_tokens_multiple=wire.chunk_tokens_multiple,
             discover=wire.discover,
@@ -266,7 +271,7 @@ class KintsugiParams:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
         for name, value in self.options.chosen.items():
             wire[name] = value.value if isinstance(value, StrEnum) else value
-        names = ("explain", "timeline", "tier", "shared", "discover", "no_store")
+        names = ("explain", "timeline", "tier", "asked_at_s", "shared", "discover", "no_store")
         wire |= {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.ttl_s is not None:
             wire["ttl_s"] = self.ttl_s

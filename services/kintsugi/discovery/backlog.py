@@ -36,6 +36,8 @@ class Recurring:
     """That of the request's namespace when it was seen; another one now means that something was erased."""
     ttl_s: float
     """How long it is to be kept."""
+    asked_at_s: float
+    """When it was seen, as in `ChunkManifest`."""
 
     @property
     def name(self) -> ChunkKey:

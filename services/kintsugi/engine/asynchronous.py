@@ -474,6 +474,7 @@ class AsyncEngine(EngineBackend):
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self.check_health()
         check_namespace(namespace)
@@ -487,7 +488,12 @@ class AsyncEngine(EngineBackend):
                 save_id = f"{request_id}-{index}-{number}"
                 try:
                     tokens, params = save_request(
-                        copy.lead_token_ids, chunk, namespace, tier=kept_in, ttl_s=ttl_s
+                        copy.lead_token_ids,
+                        chunk,
+                        namespace,
+                        tier=kept_in,
+                        ttl_s=ttl_s,
+                        asked_at_s=asked_at_s,
                     )
                 except InvalidField as error:
                     return SaveOutcome(SaveState.FAILED, str(error))

@@ -38,6 +38,7 @@ from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, LOCAL_HOOKS, check_vllm
 from kintsugi.models.reference import resolve_model
+from kintsugi.store.protocol.save_times import SaveTimes
 
 if TYPE_CHECKING:
     from vllm import TokensPrompt
@@ -428,10 +429,11 @@ def save_request(
     key: ChunkKey | None = None,
     tier: str = "",
     ttl_s: float | None = None,
+    asked_at_s: float = 0.0,
 ) -> tuple[TokenIds, KintsugiParams]:
     """Prompt and parameters of the request that stores one copy of a chunk, which is prefilled behind
     ``lead_token_ids``: the prefix, or prefix and context. With a ``key``, an engine of another chunk space
-    declines it.
+    declines it. ``asked_at_s``: as in `KintsugiParams`; 0: now.
 
     One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
     to be left at least one token to forward.
@@ -439,5 +441,12 @@ def save_request(
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")
     start, end = len(lead_token_ids), len(lead_token_ids) + len(chunk)
-    params = KintsugiParams(namespace, Op.SAVE, (Span(start, end, key),), tier=tier, ttl_s=ttl_s)
+    params = KintsugiParams(
+        namespace,
+        Op.SAVE,
+        (Span(start, end, key),),
+        tier=tier,
+        ttl_s=ttl_s,
+        asked_at_s=asked_at_s or SaveTimes().now(namespace),
+    )
     return TokenIds.join(map(TokenIds.of, (lead_token_ids, chunk, chunk[-1:]))), params

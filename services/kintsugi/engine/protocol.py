@@ -58,9 +58,8 @@ class SaveJob:
     """Compare the chunk with what the store holds under its key, and store nothing."""
     ttl_s: float = 0.0
     """Lifetime of the chunk; 0: the store's default."""
-    erasures_seen: str = ""
-    """Cursor behind the erasures that were obeyed when the save began. Saves that requests ask for have
-    none."""
+    asked_at_s: float = 0.0
+    """As in `ChunkManifest`."""
 
 
 @dataclass(frozen=True)

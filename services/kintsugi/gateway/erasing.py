@@ -1,8 +1,9 @@
 """Erasing chunks, documents and namespaces from all that a service keeps, and the receipt for it.
 
-In this order: nothing more is saved; the store forgets, and records the erasure; the ledger and the texts
-that this gateway knows forget. Other gateways and engines follow the store's record within `FOLLOWED_S`. A
-call that fails gives no receipt, and can be repeated.
+In this order: saves that wait are dropped; the store deletes the chunks and records the erasure, so that it
+refuses saves that were asked for before; the ledger and the texts that this gateway knows forget. Other
+gateways and engines follow the store's record within `FOLLOWED_S`: they forget, and never erase. A call that
+fails gives no receipt, and can be repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kintsugi.gateway.texts.learning import Learner
 from kintsugi.gateway.texts.segments import SegmentResolver
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.precompute.documents import DocumentIndex, check_document_id
-from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
+from kintsugi.store.protocol.interface import DATA_KEYS, ErasedPlace, Erasure, ErasurePage
 
 FOLLOW_PERIOD_S = 1.0
 FOLLOWED_S = 3.0
@@ -44,7 +45,7 @@ class Receipt:
     @property
     def was_there(self) -> bool:
         """Whether the store held something of it."""
-        return any(place.items for place in self.places if place.place not in (TEXTS, LEDGER))
+        return any(place.items for place in self.places if place.place not in (TEXTS, LEDGER, DATA_KEYS))
 
 
 TEXTS, LEDGER, CACHES = "known texts", "ledger", "caches"
@@ -61,8 +62,10 @@ class Remembered:
     documents: DocumentIndex | None
     learner: Learner | None
 
-    def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
-        """Forget what only memory holds."""
+    def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
+        """Forget what only memory holds, and saves that were asked for until `erased_at_s` and still wait."""
+        self.saver.times.note(namespace, erased_at_s)
+        self.saver.drop_erased(namespace, keys, erased_at_s)
         self.resolver.forget(namespace, keys)
         if self.filler is not None and keys is None:
             self.filler.forget_namespace(namespace)
@@ -82,13 +85,11 @@ class Eraser(Repeating):
     async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
         """Erase every copy of a chunk. Does not wait for `FOLLOWED_S`. Raises `Unavailable` if a shard that
         may hold some does not answer."""
-        asked_at_s = time.time()
-        known = self._remembered.known
+        asked_at_s = self._begin(namespace, [key])
         keys = [key]
         places: list[ErasedPlace] = []
         try:
-            tokens = await asyncio.to_thread(known.token_ids, namespace, key)
-            await self._quieten(namespace, keys, asked_at_s)
+            tokens = await asyncio.to_thread(self._remembered.known.token_ids, namespace, key)
             keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s)
         finally:  # even if a shard still holds it: it must not be found or filled meanwhile
             places = [*places, *await self._forget(namespace, keys, asked_at_s)]
@@ -101,7 +102,7 @@ class Eraser(Repeating):
         documents = self._remembered.documents
         if documents is None:
             raise NotFound("this gateway knows no corpora; start it with a precompute ledger")
-        asked_at_s = time.time()
+        asked_at_s = self._begin(namespace, ())
         erased: list[ChunkKey] = []
         places: list[ErasedPlace] = []
 
@@ -116,24 +117,28 @@ class Eraser(Repeating):
             )
             places.append(ErasedPlace(LEDGER, int(was_there), 0, time.time()))
             places += await self._forget_texts(namespace, erased, asked_at_s)
-        if await self._quieten(namespace, erased, asked_at_s):
-            again_s = time.time()
-            places += await self._store.run(lambda store: store.erase(namespace, erased, again_s))
         await asyncio.sleep(FOLLOWED_S)
         return was_there, _seal(namespace, asked_at_s, places)
 
     async def erase_namespace(self, namespace: str) -> Receipt:
-        """Erase everything that is stored of a namespace. Its keys stay: `kintsugi keys destroy` destroys
-        them, also for what is beyond the store's reach. Raises `Unavailable` if a shard does not answer."""
-        asked_at_s = time.time()
+        """Erase everything that is stored of a namespace, and replace its data keys by a new one if they are
+        at hand. Raises `Unavailable` if a shard does not answer."""
+        asked_at_s = self._begin(namespace, None)
         places: list[ErasedPlace] = []
         try:
-            await self._quieten(namespace, None, asked_at_s)
             places += await self._store.run(lambda store: store.erase(namespace, None, asked_at_s))
+            places += await self._store.run(lambda store: store.destroy_keys(namespace))
         finally:
             places += await self._forget(namespace, None, asked_at_s)
         await asyncio.sleep(FOLLOWED_S)
         return _seal(namespace, asked_at_s, places)
+
+    def _begin(self, namespace: str, keys: Collection[ChunkKey] | None) -> float:
+        """Drop what waits to be saved; when the erasure counts as asked for. What is asked for from here on
+        counts as later."""
+        asked_at_s = time.time()
+        self._remembered.drop_waiting(namespace, keys, asked_at_s)
+        return asked_at_s
 
     async def _name_key(self, namespace: str) -> bytes:
         """The namespace's; empty once its keys were destroyed, when nobody can name its plain copies."""
@@ -141,11 +146,6 @@ class Eraser(Repeating):
             return await self._store.run(lambda store: store.name_key(namespace))
         except PermissionDenied:
             return b""
-
-    async def _quieten(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
-        """Have nothing more saved that was asked for before; whether something was being saved."""
-        self._remembered.drop_waiting(namespace, keys)
-        return await self._remembered.saver.forget(namespace, keys, asked_at_s)
 
     def _unlearning(self) -> asyncio.Lock | nullcontext[None]:
         learner = self._remembered.learner
@@ -169,6 +169,7 @@ class Eraser(Repeating):
     async def _forget_texts(
         self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
     ) -> list[ErasedPlace]:
+        self._remembered.drop_waiting(namespace, keys, asked_at_s)
         count = await asyncio.to_thread(self._remembered.known.erase, namespace, keys, asked_at_s)
         return [ErasedPlace(TEXTS, count, 0, time.time())]
 
@@ -182,15 +183,9 @@ class Eraser(Repeating):
         if page.cursor == cursor:
             return False
         for scope in _group(page.erasures):
-            await self._obey(*scope)
+            await self._forget_texts(*scope)
         await asyncio.to_thread(known.set_cursor, page.cursor)
         return bool(page.erasures)
-
-    async def _obey(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> None:
-        if await self._quieten(namespace, keys, at_s):
-            again_s = time.time()
-            await self._store.run(lambda store: store.erase(namespace, keys, again_s))
-        await self._forget_texts(namespace, keys, at_s)
 
 
 def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | None, float]]:

@@ -78,12 +78,15 @@ class _Waiting:
     tokens: TokenIds
     since_s: float
     ttl_s: float | None
+    asked_at_s: float
+    """When the last request missed it, as in `ChunkManifest`."""
 
 
 @dataclass(frozen=True)
 class _Unchecked:
     tokens: TokenIds
     ttl_s: float | None
+    asked_at_s: float
 
 
 class FillQueue:
@@ -100,7 +103,12 @@ class FillQueue:
         return len(self._waiting)
 
     def record_miss(
-        self, address: Address, tokens: TokenIds, now_s: float, ttl_s: float | None = None
+        self,
+        address: Address,
+        tokens: TokenIds,
+        now_s: float,
+        ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> MissDecision:
         """Counts a miss and queues the chunk if it is due. It is kept for the longest ``ttl_s`` of the
         requests that missed it until then."""
@@ -116,7 +124,7 @@ class FillQueue:
         full = len(self._waiting) >= self.config.queue_max
         if full or self._waiting_tokens + len(tokens) > self.config.queue_tokens_max:
             return MissDecision.FULL
-        self._waiting[address] = _Waiting(tokens, now_s, sighted.ttl_s)
+        self._waiting[address] = _Waiting(tokens, now_s, sighted.ttl_s, asked_at_s)
         self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
 
@@ -131,6 +139,11 @@ class FillQueue:
     def next_ttl_s(self) -> float | None:
         """The lifetime of the next batch's chunks; None: no bound."""
         return next((one.ttl_s for one in self._waiting.values()), None)
+
+    @property
+    def next_asked_at_s(self) -> float:
+        """When the next batch's first chunk was asked for."""
+        return next((one.asked_at_s for one in self._waiting.values()), 0.0)
 
     def take(self) -> list[tuple[Address, TokenIds]]:
         """The next batch, all of one namespace and lifetime. Each chunk ends with `complete_chunk` or
@@ -214,15 +227,18 @@ class Filler:
     def suspect(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None = None) -> None:
         """Looks up chunks of which a request lacked some, and fills the missing ones when they are due, to be
         kept for ``ttl_s`` at most."""
+        asked_at_s = self._saver.times.now(namespace)
         for key, tokens in chunks:
             room = self.queue.config.queue_tokens_max - self._unchecked_tokens
             if (known := self._unchecked.get((namespace, key))) is not None:
-                self._unchecked[namespace, key] = _Unchecked(tokens, longest_ttl(known.ttl_s, ttl_s))
+                self._unchecked[namespace, key] = _Unchecked(
+                    tokens, longest_ttl(known.ttl_s, ttl_s), asked_at_s
+                )
                 continue
             if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
                 self._observe(MissDecision.FULL)
                 continue
-            self._unchecked[namespace, key] = _Unchecked(tokens, ttl_s)
+            self._unchecked[namespace, key] = _Unchecked(tokens, ttl_s, asked_at_s)
             self._unchecked_tokens += len(tokens)
         self._wake.set()
 
@@ -276,16 +292,20 @@ class Filler:
             log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
             return
         for key, tokens in missing:
-            ttl_s = missed[key].ttl_s
-            self._observe(self.queue.record_miss((namespace, key), tokens, time.monotonic(), ttl_s))
+            one = missed[key]
+            decision = self.queue.record_miss(
+                (namespace, key), tokens, time.monotonic(), one.ttl_s, one.asked_at_s
+            )
+            self._observe(decision)
 
     async def _fill(self) -> None:
-        ttl_s, batch = self.queue.next_ttl_s, self.queue.take()
+        ttl_s, asked_at_s = self.queue.next_ttl_s, self.queue.next_asked_at_s
+        batch = self.queue.take()
         namespace = batch[0][0][0]
         saved = [False] * len(batch)
         try:
             chunks = [(key, tokens) for (_, key), tokens in batch]
-            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, ttl_s)
+            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, ttl_s, asked_at_s)
             saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)

@@ -308,6 +308,7 @@ class Gateway:
         Those that are there are kept for ``ttl_s`` from now at least, the others for no longer; None: until
         the store needs their room."""
         check_ttl(ttl_s)
+        asked_at_s = self._saver.times.now(namespace)
         with self._serve(caller, namespace, Verb.PUT):
             self._check_writable("chunks cannot be put")
             self._check_count("chunks", len(chunks), self.limits.chunks_max)
@@ -331,7 +332,9 @@ class Gateway:
             num_tokens = sum(len(tokens) for _, tokens in missing)
             self.shares.charge(namespace, num_tokens)
             try:
-                futures = self._saver.submit(namespace, missing, tier=tier or "auto", ttl_s=ttl_s)
+                futures = self._saver.submit(
+                    namespace, missing, tier=tier or "auto", ttl_s=ttl_s, asked_at_s=asked_at_s
+                )
             except ResourceExhausted:  # then none is saved
                 self.shares.settle(namespace, num_tokens)
                 raise

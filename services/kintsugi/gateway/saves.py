@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
@@ -16,6 +16,7 @@ from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.shares import FairShares
+from kintsugi.store.protocol.save_times import SaveTimes
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,19 @@ class Saver:
         backend: EngineBackend,
         waiting_tokens_max: int = WAITING_TOKENS_MAX,
         shares: FairShares | None = None,
+        times: SaveTimes | None = None,
     ) -> None:
-        """``shares``: where calls to the engines wait for their namespace's turn."""
+        """``shares``: where calls to the engines wait for their namespace's turn. ``times``: when saves count
+        as asked for."""
         self._backend = backend
         self._shares = shares or FairShares()
+        self.times = times or SaveTimes()
         self._waiting_tokens_max = waiting_tokens_max
         self._waiting_tokens = 0
         self._slots = asyncio.Semaphore(RUNNING_MAX)
         self._futures: dict[_Address, asyncio.Future[SaveOutcome]] = {}
-        self._submitted_s: dict[_Address, float] = {}
-        """Unix seconds, of each future."""
+        self._asked_at_s: dict[_Address, float] = {}
+        """When each chunk's save was asked for, in Unix seconds (`SaveTimes`)."""
         self._running: set[_Address] = set()
         """Those that an engine has."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,9 +67,11 @@ class Saver:
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[asyncio.Future[SaveOutcome]]:
-        """Starts saving chunks, also for a caller that leaves. ``ttl_s``: as in `EngineBackend.save`. Raises
-        `ResourceExhausted`, saving none."""
+        """Starts saving chunks, also for a caller that leaves. ``ttl_s`` and ``asked_at_s`` (0: now): as in
+        `EngineBackend.save`. Raises `ResourceExhausted`, saving none."""
+        asked_at_s = asked_at_s or self.times.now(namespace)
         fresh = {key: tokens for key, tokens in chunks if not self._is_under_way((namespace, key, ttl_s))}
         if len(self._futures) + len(fresh) > WAITING_CHUNKS_MAX:
             raise ResourceExhausted(
@@ -82,42 +88,45 @@ class Saver:
         loop = asyncio.get_running_loop()
         for key in fresh:
             self._futures[namespace, key, ttl_s] = loop.create_future()
-            self._submitted_s[namespace, key, ttl_s] = time.time()
+            self._asked_at_s[namespace, key, ttl_s] = asked_at_s
         for batch in _batches(list(fresh.items())):
             futures = [self._futures[namespace, key, ttl_s] for key, _ in batch]
-            task = asyncio.create_task(self._run(namespace, batch, futures, priority, tier, ttl_s))
+            saving = partial(
+                self._backend.save, priority=priority, tier=tier, ttl_s=ttl_s, asked_at_s=asked_at_s
+            )
+            task = asyncio.create_task(self._run(namespace, batch, futures, ttl_s, saving))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return [self._futures[namespace, key, ttl_s] for key, _ in chunks]
 
     async def save(
-        self, namespace: str, chunks: Sequence[ToSave], priority: int = 0, ttl_s: float | None = None
+        self,
+        namespace: str,
+        chunks: Sequence[ToSave],
+        priority: int = 0,
+        ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
-        """Saves chunks and waits for the outcomes. Raises `ResourceExhausted`."""
-        futures = self.submit(namespace, chunks, priority, ttl_s=ttl_s)
+        """As `submit`, and waits for the outcomes."""
+        futures = self.submit(namespace, chunks, priority, ttl_s=ttl_s, asked_at_s=asked_at_s)
         # Shielded: other callers may wait for the same chunk.
         return list(await asyncio.gather(*(asyncio.shield(future) for future in futures)))
 
-    async def forget(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> bool:
-        """Drop chunks that wait, all of the namespace and its parts for None, and wait for those that are
-        being saved, if they were submitted before ``asked_at_s`` (Unix seconds). Returns whether any was
-        being saved: the store may have it now."""
-        wanted = [
-            address
-            for address, since_s in self._submitted_s.items()
-            if (is_within(address[0], namespace) if keys is None else address[0] == namespace)
-            and (keys is None or address[1] in keys)
-            and since_s <= asked_at_s
+    def drop_erased(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
+        """Drop chunks that wait, all of the namespace and its parts for None, if they were asked for until
+        ``erased_at_s``. The store refuses those that an engine computes."""
+        covered = [
+            (name, key, ttl_s)
+            for (name, key, ttl_s), asked_at_s in self._asked_at_s.items()
+            if (is_within(name, namespace) if keys is None else name == namespace and key in keys)
+            and asked_at_s <= erased_at_s
         ]
-        running = []
-        for address in wanted:
-            if address in self._running:
-                running.append(self._futures[address])
+        for address in covered:
+            if address in self._running:  # who wants the chunk from here on must not wait for this save
+                self._running.discard(address)
+                del self._futures[address], self._asked_at_s[address]
             elif not self._futures[address].done():
                 self._futures[address].set_result(SaveOutcome(SaveState.FAILED, "it was erased meanwhile"))
-        if running:
-            await asyncio.wait(running)
-        return bool(running)
 
     def _is_under_way(self, address: _Address) -> bool:
         """Whether the chunk is to be saved; not one that was dropped."""
@@ -128,9 +137,8 @@ class Saver:
         namespace: str,
         batch: Sequence[ToSave],
         futures: Sequence[asyncio.Future[SaveOutcome]],
-        priority: int,
-        tier: str,
         ttl_s: float | None,
+        save: Callable[[str, str, Sequence[TokenIds]], Awaitable[list[SaveOutcome]]],
     ) -> None:
         outcomes = [SaveOutcome(SaveState.FAILED, "this gateway is shutting down")] * len(batch)
         try:
@@ -139,8 +147,7 @@ class Saver:
                 self._running.update((namespace, key, ttl_s) for key, _ in waiting)
                 ids = [tokens for _, tokens in waiting]
                 if ids:
-                    request_id = uuid.uuid4().hex
-                    saved = await self._backend.save(request_id, namespace, ids, priority, tier, ttl_s)
+                    saved = await save(uuid.uuid4().hex, namespace, ids)
                     if len(saved) != len(waiting):
                         raise Unavailable(f"the engine answered {len(saved)} of {len(waiting)} chunks")
                     by_key = {key: outcome for (key, _), outcome in zip(waiting, saved, strict=True)}
@@ -156,7 +163,7 @@ class Saver:
                 address = (namespace, key, ttl_s)
                 if self._futures.get(address) is future:  # else it was dropped, and submitted again
                     self._running.discard(address)
-                    del self._futures[address], self._submitted_s[address]
+                    del self._futures[address], self._asked_at_s[address]
                 if not future.done():
                     future.set_result(outcome)
 

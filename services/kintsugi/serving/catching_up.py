@@ -1,4 +1,4 @@
-"""A shard that was away learns from the others what was erased meanwhile, before clients read from it.
+"""A shard learns from the others what was erased while it was away, before clients read from it.
 
 It asks every shard of the map: when it starts, when it returns to the map, and every `PERIOD_S`, because a
 shard may be in the map and still have missed an erasure.
@@ -13,6 +13,7 @@ from contextlib import closing
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.shard.erasure.records import ErasureRange, Mark
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.workers.turns import Turns
 
@@ -40,7 +41,7 @@ class CatchingUp(Turns):
         self.ask_all()
 
     def ask_all(self) -> None:
-        """Obey what the other shards have recorded. One that does not answer is asked again later."""
+        """Apply what the other shards have recorded. One that does not answer is asked again later."""
         with self._asking:
             try:
                 shards = self._directory.current().shards
@@ -57,10 +58,11 @@ class CatchingUp(Turns):
             with closing(GrpcStore(address.address, self._options)) as store:
                 while True:
                     seen = self._shard.erasures.seen_of(peer)
-                    found = store.list_erasures(peer, seen, learned=True)
+                    found = store.list_erasures(peer, seen, learned=True, asked_by=self._shard.shard_id)
                     if found.shard_id != peer or found.next == seen:
                         return
-                    self._shard.obey(peer, found.erasures, found.next, found.forgotten)
+                    merged = {namespace: Mark(*mark) for namespace, mark in found.merged.items()}
+                    self._shard.apply_erasures(peer, ErasureRange(found.erasures, found.next, merged))
         except KintsugiError as error:
             log.warning("shard %s does not say what was erased: %s", peer, error)
 

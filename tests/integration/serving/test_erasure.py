@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,11 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway import erasing
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.database import Database
-from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import DocumentChunk, Key
 from kintsugi.serving import catching_up
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.erasing import erasures_of_wire
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.shard.erasure import records
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -190,7 +189,38 @@ def test_the_index_of_an_earlier_version_goes_with_the_first_erasure(tmp_path: P
     known.close()
 
 
-def test_a_shard_that_was_away_obeys_before_it_is_asked(tmp_path: Path) -> None:
+def test_one_erasure_beside_saves_at_two_gateways_is_made_once(service: MarkedService) -> None:
+    """Saves were running at both when it was asked for. Each gateway follows it, and erases nothing."""
+    stop, put = threading.Event(), list[list[str]]([[], []])
+    for one in service.gateways:
+        one.gateway.backend.delays = StubDelays(save_s=0.2)  # type: ignore[attr-defined]
+
+    def ingest(number: int) -> None:
+        with service.client("docs", number) as client:
+            while not stop.wait(0.02):
+                text = service.mark(1000 * number + len(put[number])).text
+                put[number] += [one.key for one in client.put_chunks([text], wait=False)]
+
+    with ThreadPoolExecutor(2) as threads, service.client("docs") as client:
+        running = [threads.submit(ingest, number) for number in range(2)]
+        assert eventually(lambda: len(service.shard) > 4)
+        receipt = client.erase_namespace()
+        after = [len(keys) for keys in put]
+        time.sleep(1.5)
+        stop.set()
+        for one in running:
+            one.result(10)
+        assert eventually(lambda: all(not one.gateway._saver._futures for one in service.gateways), 60.0)
+        later = {key for keys, count in zip(put, after, strict=True) for key in keys[count:]}
+        stored = {chunk.key for chunk in client.list_chunks()}
+    assert receipt.deleted
+    assert service.shard.erasures.newest == 1
+    assert later <= stored, "what was put after the erasure stays"
+    times = [entry.manifest.asked_at_s for entry in service.shard.table.entries()]
+    assert min(times) > receipt.asked_at_s
+
+
+def test_a_shard_that_was_away_applies_erasures_before_it_is_asked(tmp_path: Path) -> None:
     def open_one(name: str) -> Shard:
         return open_shard(ShardSpec(MIB, tmp_path / name, (SsdSpec(tmp_path / f"{name}-disk", MIB),)))
 
@@ -222,7 +252,7 @@ def test_a_shard_that_was_away_obeys_before_it_is_asked(tmp_path: Path) -> None:
 def test_a_flood_that_a_shard_missed_costs_it_no_other_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "ERASURES_MAX", 20)
+    monkeypatch.setattr(records, "NAMESPACE_MAX", 20)
     (manifest, frames), erased = make_chunk(range(8)), make_chunk(range(9))
     with (
         closing(open_shard(ShardSpec(MIB, tmp_path / "a"))) as here,
@@ -238,16 +268,9 @@ def test_a_flood_that_a_shard_missed_costs_it_no_other_namespace(
         for number in range(5):
             made_up = [ChunkKey(bytes([number, i]) * 16) for i in range(10)]
             flooder.erase("flood", made_up, time.time())
-        mark = here.erasures.forgotten["flood"]
-        assert flooder.list_erasures(here.shard_id, mark - 1).forgotten == {"flood": mark}
-        assert flooder.list_erasures(here.shard_id, mark).forgotten == {}, (
-            "who has seen those is told nothing"
-        )
-        for client_of_before in (pb.ListErasuresRequest(after=0), pb.ListErasuresRequest()):
-            told = flooder.call("ListErasures", client_of_before, pb.ListErasuresResponse)
-            assert (told.forgotten, list(told.forgotten_in)) == (mark, [])
-        shard_of_before = erasures_of_wire(pb.ListErasuresResponse(forgotten=7))
-        assert shard_of_before.forgotten == {"*": 7}
+        ((namespace, (number, _)),) = flooder.list_erasures(here.shard_id, 1).merged.items()
+        assert namespace == "flood"
+        assert not flooder.list_erasures(here.shard_id, number).merged, "who has seen those is told nothing"
         shards = ShardMap(1, (ShardAddress(here.shard_id, flooded.address),))
         following = CatchingUp(away, FixedDirectory(shards))
         following.ask_all()

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.errors import DeadlineExceeded, NotFound, Unavailable, VersionMismatch
+from kintsugi.core.errors import DeadlineExceeded, NotFound, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import put_messages
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.erasing import places_of
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import tls, wire
@@ -198,7 +197,8 @@ def test_a_put_under_way_does_not_bring_an_erased_chunk_back(
     while not put.is_erased:
         time.sleep(0.001)
     assert erasing.is_alive(), "it waits for the put"
-    assert not shard.commit(put).inserted
+    with pytest.raises(NotFound, match="save it again"):
+        shard.commit(put)
     erasing.join(30)
     assert shard.lookup("acme", [manifest.key]) == [None]
     assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
@@ -212,7 +212,8 @@ def test_an_erasure_waits_for_readers(shard: Shard, tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded, match="erase them again"):
             shard.erase(Scope("acme"), 0.0, timeout_s=0.1)
         assert store.lookup("acme", [manifest.key]) == [None], "nobody finds it meanwhile"
-        assert len(shard.erasures) == 0
+        with pytest.raises(NotFound):
+            store.put(replace(manifest, asked_at_s=time.time() - 5.0), frames)
         shard.close_reading(reading)
         shard.erase(Scope("acme"), 0.0)
         assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
@@ -254,7 +255,8 @@ def test_readers_and_writers_who_stall_are_cut(
             while shard.table.used_bytes() == held_bytes and not putting.done():
                 time.sleep(0.001)
             shard.erase(Scope("acme"), 0.0, timeout_s=20.0)
-            assert not putting.result(20.0).inserted
+            with pytest.raises(NotFound, match="were erased"):
+                putting.result(20.0)
         finally:
             go_on.set()
         for stream in streams:
@@ -425,7 +427,7 @@ def test_a_shard_closes_its_files_after_the_wipe_under_way(
 
     monkeypatch.setattr(slab, "wipe", wait)
     monkeypatch.setattr(slab, "close", note)
-    wiping = threading.Thread(target=shard.wipe, args=(Scope("acme"),))
+    wiping = threading.Thread(target=shard.erase, args=(Scope("acme"), 0.0))
     wiping.start()
     assert began.wait(10)
     closing_down = threading.Thread(target=shard.close)
@@ -442,8 +444,8 @@ def test_an_erasure_of_a_closed_shard_fails_at_once(tmp_path: Path) -> None:
     shard = open_shard(spec(tmp_path))
     shard.close()
     began_s = time.monotonic()
-    with pytest.raises(Unavailable, match="restart"):
-        shard.wipe(Scope("acme"), timeout_s=5.0)
+    with pytest.raises(Unavailable, match="could not be recorded"):
+        shard.erase(Scope("acme"), 0.0, timeout_s=5.0)
     assert time.monotonic() - began_s < 4.0
 
 
@@ -474,11 +476,6 @@ def test_a_wipe_waits_for_space_that_another_thread_is_about_to_free(
         for thread in (burying, wiping):
             thread.join(10)
         assert str(disk.slab.path) not in find_residue(shard, tmp_path, [(manifest, frames)])
-
-
-def test_an_older_shard_gives_no_receipt() -> None:
-    with pytest.raises(VersionMismatch, match="upgrade"):
-        places_of(pb.DeleteResponse(deleted=1), "h:1")
 
 
 def test_caches_follow_every_shard(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,36 +228,49 @@ def test_a_copy_brings_nothing_back_that_was_deleted() -> None:
 
 
 def test_a_copy_brings_nothing_back_that_was_erased_before_a_restart(tmp_path: Path) -> None:
-    """Only a shard that has obeyed the erasure can have got the chunk after it."""
     spec = ShardSpec(8 << 20, tmp_path)
-    erased, other = make_chunk(range(40)), make_chunk(range(100, 140))
+    (erased, frames), (other, other_frames) = make_chunk(range(40)), make_chunk(range(100, 140))
     shard = open_shard(spec)
-    shard.erase(Scope.of("acme", [erased[0].key]), 0.0)
+    shard.erase(Scope.of("acme", [erased.key]), 5.0)
     shard.close()
     shard = open_shard(spec)
-    assert not copy_of(*erased, shard)
-    assert copy_of(*other, shard)
-    assert copy_of(*erased, shard, seen=shard.erasures.newest)
-    shard.erase(Scope("acme"), 0.0)
+    assert not copy_of(replace(erased, asked_at_s=5.0), frames, shard)
+    assert copy_of(replace(other, asked_at_s=5.0), other_frames, shard)
+    assert copy_of(replace(erased, asked_at_s=5.1), frames, shard)
+    shard.erase(Scope("acme"), 6.0)
+    assert len(shard) == 0
     shard.close()
     shard = open_shard(spec)
-    assert not copy_of(*other, shard, seen=shard.erasures.newest - 1)
-    assert copy_of(*other, shard, seen=shard.erasures.newest)
+    assert not copy_of(replace(other, asked_at_s=6.0), other_frames, shard)
+    assert copy_of(replace(other, asked_at_s=6.1), other_frames, shard), "it was saved again"
     shard.close()
 
 
-def test_a_shard_sends_what_was_put_after_an_erasure_that_it_has_obeyed(fleet: Fleet) -> None:
+def test_a_copy_of_a_shard_that_missed_merged_erasures_is_not_taken() -> None:
+    manifest, frames = make_chunk(range(40))
+    shard = Shard(RamTier(8 << 20))
+    shard.erasures.merge("acme", 5.0)
+    assert not copy_of(replace(manifest, asked_at_s=5.0), frames, shard)
+    assert copy_of(replace(manifest, asked_at_s=5.0), frames, shard, seen=shard.erasures.newest)
+    shard.close()
+
+
+def test_a_shard_sends_what_was_put_after_an_erasure(fleet: Fleet) -> None:
     first, second = fleet.start(), fleet.start()
     fleet.replicas = 1
     chunks = fill(fleet.show(first))
     key = next(iter(chunks))
-    second.shard.erasures.record([Erasure("acme", key, 1.0)])
+    held = first.shard.table.get(("acme", key))
+    assert held is not None
+    second.shard.erasures.record([Erasure("acme", key, held.manifest.asked_at_s)])
     fleet.replicas = 2
     fleet.show(first, second)
     fleet.settle()
     assert second.shard.table.get(("acme", key)) is None
     assert len(second.shard) == len(chunks) - 1
-    first.shard.erasures.record([], peer=second.shard.shard_id, seen=second.shard.erasures.newest)
+    first.shard.delete("acme", [key])
+    with GrpcStoreOf(first) as store:
+        store.put(replace(held.manifest, asked_at_s=0.0), chunks[key])
     fleet.settle()
     check_placed(fleet, chunks)
 

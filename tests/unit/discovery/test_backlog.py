@@ -21,7 +21,8 @@ SPACE = ChunkSpace(ModelFingerprint.of({"weights": "x"}), "acme")
 
 
 def segment(number: int, size: int = 64, namespace: str = "acme") -> Recurring:
-    return Recurring(replace(SPACE, namespace=namespace), TokenIds.of([number] * size), "", namespace, 60.0)
+    space = replace(SPACE, namespace=namespace)
+    return Recurring(space, TokenIds.of([number] * size), "", namespace, 60.0, 0.0)
 
 
 def test_segments_leave_in_the_order_of_arrival() -> None:

@@ -12,6 +12,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import saves
 from kintsugi.gateway.saves import Saver
+from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from tests.fakes.stub_backend import StubBackend, StubDelays
 
 
@@ -50,15 +51,19 @@ def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: 
             await asyncio.sleep(0)
         asked_s = time.time()
         (later,) = saver.submit("late", chunks(5, 1))
-        assert await saver.forget("late", None, asked_s - 1.0) is False, "it came later"
-        assert await saver.forget("tenant", None, asked_s) is True
-        assert first.done(), "it was waited for"
-        assert [one.result().state for one in (first, second, third)] == ["saved", "failed", "failed"]
-        (again,) = saver.submit("tenant", chunks(1, 1))
+        saver.drop_erased("late", None, asked_s - 2 * CLOCKS_DIFFER_S)
+        saver.times.note("tenant", asked_s)
+        saver.drop_erased("tenant", None, asked_s)
+        assert not first.done(), "the store refuses it"
+        assert [one.result().state for one in (second, third)] == ["failed", "failed"]
+        once_more, again = saver.submit("tenant", chunks(0, 2))
+        assert once_more is not first
         assert again is not second
-        outcomes = await asyncio.gather(again, other, later)
+        outcomes = await asyncio.gather(first, once_more, again, other, later)
         assert {one.state for one in outcomes} == {"saved"}
-        assert len(backend.seen.saves) == 4, "neither of those that were dropped"
+        assert len(backend.seen.saves) == 5, "neither of those that were dropped"
+        times = [save[6] for save in backend.seen.saves if save[1] == "tenant"]
+        assert [at_s > asked_s for at_s in times] == [False, True, True]
         assert saver._waiting_tokens == 0
         await saver.close()
 
@@ -75,7 +80,6 @@ def test_who_wants_a_chunk_for_longer_does_not_share_the_save_of_who_does_not() 
         assert lasting != passing
         await asyncio.gather(*passing, *lasting)
         assert sorted([save[5] for save in backend.seen.saves], key=str) == [60.0, None]
-        assert await saver.forget("tenant", [chunks(0, 1)[0][0]], time.time()) is False
         assert saver._waiting_tokens == 0
         await saver.close()
 

@@ -117,7 +117,7 @@ def serve(
     peers: Annotated[
         str,
         typer.Option(
-            help="URL of the store (shards://, shardfile://): send its shards what they lack, obey what they "
+            help="URL of the store (shards://, shardfile://): send its shards what they lack, apply what they "
             "erased."
         ),
     ] = "",
@@ -185,7 +185,7 @@ def _serve_shard(
         shard = open_shard(spec)
     try:
         with ExitStack() as stack:
-            if peers:  # what they erased is obeyed before anybody is served
+            if peers:  # what they erased is applied before anybody is served
                 catching_up = CatchingUp(shard, *open_directory(peers))
                 stack.callback(catching_up.close)
                 catching_up.start()

@@ -161,8 +161,9 @@ class Discovery:
         owner = base_of(params.namespace)
         counts = self._sightings.count(owner, salt, [key.digest for key in distinct])
         ttl_s = min(self.config.ttl_s, params.ttl_s or self.config.ttl_s)
+        asked_at_s = self._salts.times.now(params.namespace)
         recurring = [
-            Recurring(space, prompt[span.start : span.end], params.shared, salt, ttl_s)
+            Recurring(space, prompt[span.start : span.end], params.shared, salt, ttl_s, asked_at_s)
             for span, count in zip(distinct.values(), counts, strict=True)
             if count >= self.config.sights
         ]
@@ -203,12 +204,6 @@ class Discovery:
             lengths.low,
             lengths.high,
         )
-
-    @property
-    def erasures_seen(self) -> str | None:
-        """Cursor behind erasures that `take` obeys if it is called after this; None until erasures are
-        known, when nothing waits to be saved."""
-        return self._salts.cursor
 
     def take(self, tokens_max: int) -> list[Recurring]:
         """The next segments to save together, see `Backlog.take`; none if none wait, or saving has computed

@@ -129,8 +129,7 @@ class IdleSaves:
         """The jobs of the next segments: first of all in one copy, then of all in the next. None if no
         segment waits. One that finds no room in the cache is dropped, and queued again at its next sight.
         """
-        erasures_seen = self._discovery.erasures_seen
-        if self.pool is None or erasures_seen is None:
+        if self.pool is None:
             return []
         segments = self._discovery.take(BATCH_TOKENS_MAX)
         room = min(POOL_SHARE_MAX * self.pool.num_gpu_blocks, self.pool.get_num_free_blocks())
@@ -144,7 +143,7 @@ class IdleSaves:
             return []
         self._num_segments = len(segments)
         self._blocks = self.pool.get_new_blocks(count)
-        jobs = self._jobs(parts, erasures_seen)
+        jobs = self._jobs(parts)
         self._discovery.backlog.spend(sum(len(job.tokens.token_ids) for job in jobs))
         return jobs
 
@@ -160,7 +159,7 @@ class IdleSaves:
             ]
         return parts
 
-    def _jobs(self, parts: Sequence[_Part], erasures_seen: str) -> list[SaveJob]:
+    def _jobs(self, parts: Sequence[_Part]) -> list[SaveJob]:
         """The parts as jobs, over the blocks in hand."""
         ids = iter([block.block_id for block in self._blocks])
         leads: dict[ChunkSpace, tuple[list[int], ...]] = {}
@@ -173,10 +172,10 @@ class IdleSaves:
                 for table, size in zip(before, self._block_sizes, strict=True)
             )
             leads.setdefault(part.copy, tables)
-            jobs.append(self._job(part, tables, erasures_seen))
+            jobs.append(self._job(part, tables))
         return jobs
 
-    def _job(self, part: _Part, block_ids: tuple[list[int], ...], erasures_seen: str) -> SaveJob:
+    def _job(self, part: _Part, block_ids: tuple[list[int], ...]) -> SaveJob:
         segment, copy = part.segment, part.copy
         lead = TokenIds.of(copy.lead_token_ids)
         key = ChunkKey.of(copy, segment.token_ids)
@@ -190,7 +189,7 @@ class IdleSaves:
             part.num_positions,
             tier="",
             ttl_s=segment.ttl_s,
-            erasures_seen=erasures_seen,
+            asked_at_s=segment.asked_at_s,
         )
 
     def end(self, outcomes: Sequence[Accounting], stats: BlendStats) -> None:

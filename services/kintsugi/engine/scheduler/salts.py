@@ -19,6 +19,7 @@ from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.hashing import split_salt
 from kintsugi.store.protocol.interface import ChunkStore
+from kintsugi.store.protocol.save_times import SaveTimes
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -33,6 +34,8 @@ class Salts:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
+        self.times = SaveTimes()
+        """When passages of requests count as seen."""
         self._cursor: str | None = None
         self._erased: dict[str, int] = {}
         """How many times something of a namespace itself was erased, as far as this engine saw."""
@@ -94,6 +97,8 @@ class Salts:
         `KintsugiError`."""
         while True:
             page = self._store.erasures(self._cursor or "")
+            for erasure in page.erasures:
+                self.times.note(erasure.namespace, erasure.at_s)
             for namespace in {erasure.namespace for erasure in page.erasures}:
                 self._erased[namespace] = self._erased.get(namespace, 0) + 1
             for namespace in {erasure.namespace for erasure in page.erasures if erasure.key is None}:

@@ -57,6 +57,7 @@ def save_job(
         params.tier,
         is_audit=params.op is Op.AUDIT,
         ttl_s=params.ttl_s or 0.0,
+        asked_at_s=params.asked_at_s,
     )
 
 

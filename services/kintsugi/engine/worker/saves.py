@@ -10,12 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import NotFound
-from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.engine.protocol import SaveJob
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
-from kintsugi.store.protocol.interface import ChunkStore
 
 Put = Callable[[SaveJob, list[memoryview], Accounting], Accounting]
 
@@ -144,29 +141,3 @@ def _outcome(put: Future[Accounting]) -> Accounting:
     if error is None:
         return put.result()
     return Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
-
-
-def put_unless_erased(
-    store: ChunkStore, put: Put, job: SaveJob, frames: list[memoryview], accounting: Accounting
-) -> Accounting:
-    """Store a chunk that nobody asked for. Raises `NotFound` if something of its namespace was erased since
-    its text was seen, because that may be what was erased: nothing of the chunk is then left in the store."""
-    _check_not_erased(store, job)
-    stored = put(job, frames, accounting)
-    try:
-        _check_not_erased(store, job)
-    except NotFound:
-        # Recorded after the first check, so the put may have come after the erasure.
-        store.erase(job.space.namespace, [job.key], time.time())
-        raise
-    return stored
-
-
-def _check_not_erased(store: ChunkStore, job: SaveJob) -> None:
-    cursor, has_more = job.erasures_seen, True
-    while has_more:
-        page = store.erasures(cursor)
-        if any(erasure.namespace in enclosing(job.space.namespace) for erasure in page.erasures):
-            raise NotFound("something of the namespace was erased meanwhile")
-        has_more = bool(page.erasures) and page.cursor != cursor
-        cursor = page.cursor

@@ -39,7 +39,6 @@ from kintsugi.engine.worker.saves import (
     IdleSavePasses,
     SaveBatch,
     num_saves_together,
-    put_unless_erased,
     save_items,
 )
 from kintsugi.engine.worker.selftest import self_test
@@ -105,9 +104,8 @@ class WorkerSide:
         self._puts: dict[str, Future[Accounting]] = {}
         """Chunks on their way into the store, and audits that read theirs."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
-        put = partial(put_unless_erased, store, self._put)
         self._idle_saves = IdleSavePasses(
-            self._save_pass, put, self._put_threads, is_first_rank, self._has_stopped
+            self._save_pass, self._put, self._put_threads, is_first_rank, self._has_stopped
         )
         self._probe_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kintsugi-probe")
         self._probe: Future[LoadSample] | None = None
@@ -543,6 +541,7 @@ class WorkerSide:
             self._model.layout,
             self._codec,
             frames,
+            asked_at_s=job.asked_at_s,
         )
         self._store.put(manifest, frames, accounting.compute_ms, job.tier, job.ttl_s)
         return accounting

@@ -65,7 +65,7 @@ class ShardMap(google.protobuf.message.Message):
     """Grows with every change."""
     replicas: builtins.int
     directory: builtins.str
-    """The directory that made the map; empty: one of an earlier version. It keeps its name when it restarts."""
+    """The directory that made the map, which keeps its name when it restarts. Empty for a map from a file."""
     epoch: builtins.int
     """When this life of the directory began, in milliseconds of Unix time: a later life has a larger one."""
     @property

@@ -189,6 +189,7 @@ class Manifest(google.protobuf.message.Message):
     PRIORS_FIELD_NUMBER: builtins.int
     KEY_ID_FIELD_NUMBER: builtins.int
     SALT_FIELD_NUMBER: builtins.int
+    ASKED_AT_S_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """2, or 3 for a chunk with layer groups, priors or encrypted frames."""
     key: builtins.bytes
@@ -206,6 +207,10 @@ class Manifest(google.protobuf.message.Message):
     """The namespace key that the frames are encrypted with. Empty: they are not."""
     salt: builtins.bytes
     """16 random bytes for an encrypted chunk."""
+    asked_at_s: builtins.float
+    """When the save was asked for, in Unix seconds. In a put, 0: now. An erasure that was asked for then or later
+    covers the chunk.
+    """
     @property
     def layout(self) -> global___Layout: ...
     @property
@@ -228,9 +233,10 @@ class Manifest(google.protobuf.message.Message):
         priors: collections.abc.Iterable[builtins.str] | None = ...,
         key_id: builtins.str = ...,
         salt: builtins.bytes = ...,
+        asked_at_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "priors", b"priors", "salt", b"salt", "space_digest", b"space_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "asked_at_s", b"asked_at_s", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "priors", b"priors", "salt", b"salt", "space_digest", b"space_digest"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_anchor", b"_anchor"]) -> typing.Literal["anchor"] | None: ...
 
 global___Manifest = Manifest
@@ -384,9 +390,7 @@ class PutHeader(google.protobuf.message.Message):
     eviction, nor for a while after the chunk was deleted here.
     """
     erasures_seen: builtins.int
-    """With `is_copy`: up to which number the sender has obeyed this shard's erasures (`ListErasures`). A copy of
-    what was erased later is not taken.
-    """
+    """With `is_copy`: the number up to which the sender has applied this shard's erasures (`ListErasures`)."""
     @property
     def manifest(self) -> global___Manifest: ...
     def __init__(
@@ -703,8 +707,8 @@ class DeleteRequest(google.protobuf.message.Message):
     AT_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     erase: builtins.bool
-    """Leave none of the bytes in the shard, and record the erasure for caches and for shards that are away.
-    Answered once the bytes are gone.
+    """Delete what was asked for until `at_s`, leave none of its bytes in the shard, and record the erasure for
+    caches and for shards that are away. Answered once the bytes are gone.
     """
     at_s: builtins.float
     """With `erase`: when it was asked for, in Unix seconds. 0: now."""
@@ -731,7 +735,7 @@ class DeleteResponse(google.protobuf.message.Message):
     deleted: builtins.int
     @property
     def erased(self) -> global___Erased:
-        """With `erase`; a shard of an older version leaves it out."""
+        """With `erase`."""
 
     def __init__(
         self,
@@ -739,9 +743,8 @@ class DeleteResponse(google.protobuf.message.Message):
         deleted: builtins.int = ...,
         erased: global___Erased | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_erased", b"_erased", "erased", b"erased"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_erased", b"_erased", "deleted", b"deleted", "erased", b"erased"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_erased", b"_erased"]) -> typing.Literal["erased"] | None: ...
+    def HasField(self, field_name: typing.Literal["erased", b"erased"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deleted", b"deleted", "erased", b"erased"]) -> None: ...
 
 global___DeleteResponse = DeleteResponse
 
@@ -823,7 +826,7 @@ class ListErasuresRequest(google.protobuf.message.Message):
     SHARD_ID_FIELD_NUMBER: builtins.int
     LEARNED_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
-    BY_NAMESPACE_FIELD_NUMBER: builtins.int
+    ASKED_BY_FIELD_NUMBER: builtins.int
     after: builtins.int
     """Erasures with higher numbers are listed. Absent: none, only `next` is answered."""
     shard_id: builtins.str
@@ -831,8 +834,8 @@ class ListErasuresRequest(google.protobuf.message.Message):
     learned: builtins.bool
     """List those as well that the shard has learned from another shard."""
     limit: builtins.int
-    by_namespace: builtins.bool
-    """Answer `forgotten_in` instead of `forgotten`."""
+    asked_by: builtins.str
+    """The shard that asks, which has applied all erasures up to `after`. Empty: a client asks."""
     def __init__(
         self,
         *,
@@ -840,35 +843,39 @@ class ListErasuresRequest(google.protobuf.message.Message):
         shard_id: builtins.str = ...,
         learned: builtins.bool = ...,
         limit: builtins.int = ...,
-        by_namespace: builtins.bool = ...,
+        asked_by: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "by_namespace", b"by_namespace", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after", "asked_by", b"asked_by", "learned", b"learned", "limit", b"limit", "shard_id", b"shard_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_after", b"_after"]) -> typing.Literal["after"] | None: ...
 
 global___ListErasuresRequest = ListErasuresRequest
 
 @typing.final
-class ForgottenErasures(google.protobuf.message.Message):
-    """Some erasures are forgotten."""
+class MergedErasures(google.protobuf.message.Message):
+    """Erasures that are no longer kept one by one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACES_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
-    namespaces: builtins.str
-    """A namespace, or a prefix of namespaces that ends in `*`."""
+    AT_S_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """Empty: every namespace."""
     number: builtins.int
-    """Erasures of these up to this number may be forgotten."""
+    """The highest number among them. A shard that has applied all erasures up to it has missed none of them."""
+    at_s: builtins.float
+    """The latest time among them. A shard that has missed some drops the namespace's chunks of until then."""
     def __init__(
         self,
         *,
-        namespaces: builtins.str = ...,
+        namespace: builtins.str = ...,
         number: builtins.int = ...,
+        at_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "namespace", b"namespace", "number", b"number"]) -> None: ...
 
-global___ForgottenErasures = ForgottenErasures
+global___MergedErasures = MergedErasures
 
 @typing.final
 class ListErasuresResponse(google.protobuf.message.Message):
@@ -877,20 +884,15 @@ class ListErasuresResponse(google.protobuf.message.Message):
     SHARD_ID_FIELD_NUMBER: builtins.int
     ERASURES_FIELD_NUMBER: builtins.int
     NEXT_FIELD_NUMBER: builtins.int
-    FORGOTTEN_FIELD_NUMBER: builtins.int
-    FORGOTTEN_IN_FIELD_NUMBER: builtins.int
+    MERGED_FIELD_NUMBER: builtins.int
     shard_id: builtins.str
     next: builtins.int
     """What `after` is in the next call. As it was: nothing more is there yet."""
-    forgotten: builtins.int
-    """Erasures up to this number may be forgotten, of any namespace. A shard that knows `by_namespace` leaves it
-    0 where it is asked for that.
-    """
     @property
     def erasures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Erasure]: ...
     @property
-    def forgotten_in(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ForgottenErasures]:
-        """With `by_namespace`: what is forgotten of the erasures after `after`."""
+    def merged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MergedErasures]:
+        """Those whose number is above `after`."""
 
     def __init__(
         self,
@@ -898,10 +900,9 @@ class ListErasuresResponse(google.protobuf.message.Message):
         shard_id: builtins.str = ...,
         erasures: collections.abc.Iterable[global___Erasure] | None = ...,
         next: builtins.int = ...,
-        forgotten: builtins.int = ...,
-        forgotten_in: collections.abc.Iterable[global___ForgottenErasures] | None = ...,
+        merged: collections.abc.Iterable[global___MergedErasures] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "forgotten", b"forgotten", "forgotten_in", b"forgotten_in", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "merged", b"merged", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
 
 global___ListErasuresResponse = ListErasuresResponse
 
@@ -1046,16 +1047,17 @@ class ClearResponse(google.protobuf.message.Message):
     ERASED_FIELD_NUMBER: builtins.int
     deleted: builtins.int
     @property
-    def erased(self) -> global___Erased: ...
+    def erased(self) -> global___Erased:
+        """With `erase`."""
+
     def __init__(
         self,
         *,
         deleted: builtins.int = ...,
         erased: global___Erased | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_erased", b"_erased", "erased", b"erased"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_erased", b"_erased", "deleted", b"deleted", "erased", b"erased"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_erased", b"_erased"]) -> typing.Literal["erased"] | None: ...
+    def HasField(self, field_name: typing.Literal["erased", b"erased"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deleted", b"deleted", "erased", b"erased"]) -> None: ...
 
 global___ClearResponse = ClearResponse
 

@@ -256,7 +256,7 @@ class ChunkStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListErasures(self, request, context):
-        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
         them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

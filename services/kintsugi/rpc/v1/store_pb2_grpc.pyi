@@ -129,7 +129,7 @@ class ChunkStoreStub:
         kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
     ]
-    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
     them.
     """
 
@@ -242,7 +242,7 @@ class ChunkStoreAsyncStub:
         kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         kintsugi.rpc.v1.store_pb2.ListErasuresResponse,
     ]
-    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+    """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
     them.
     """
 
@@ -393,7 +393,7 @@ class ChunkStoreServicer(metaclass=abc.ABCMeta):
         request: kintsugi.rpc.v1.store_pb2.ListErasuresRequest,
         context: _ServicerContext,
     ) -> typing.Union[kintsugi.rpc.v1.store_pb2.ListErasuresResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.ListErasuresResponse]]:
-        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away obey
+        """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
         them.
         """
 

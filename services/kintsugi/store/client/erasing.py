@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kintsugi.core.errors import InvalidField, VersionMismatch
+from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure
 
 ERASE_TIMEOUT_S = 600.0
@@ -23,26 +22,20 @@ class ShardErasures:
     erasures: Sequence[Erasure]
     next: int
     """The number after which the next ones come."""
-    forgotten: Mapping[str, int]
-    """Up to which number some may be forgotten, by pattern: a namespace, or a prefix that ends in `*`."""
+    merged: Mapping[str, tuple[int, float]]
+    """As `ErasureRange.merged` of the shard."""
 
 
 def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
     erasures = [
         Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
     ]
-    forgotten = {one.namespaces: one.number for one in answer.forgotten_in}
-    if answer.forgotten:  # the shard is of an earlier version
-        forgotten = {EVERY_NAMESPACE: answer.forgotten}
-    return ShardErasures(answer.shard_id, erasures, answer.next, forgotten)
+    merged = {one.namespace: (one.number, one.at_s) for one in answer.merged}
+    return ShardErasures(answer.shard_id, erasures, answer.next, merged)
 
 
-def places_of(answer: pb.DeleteResponse | pb.ClearResponse, address: str) -> list[ErasedPlace]:
-    """The tiers that held something, or else the shard. Raises `VersionMismatch` for a shard that only
-    deletes."""
-    if not answer.HasField("erased"):
-        raise VersionMismatch(f"{address} runs a version that cannot erase; upgrade it, then erase again")
-    erased = answer.erased
+def places_of(erased: pb.Erased) -> list[ErasedPlace]:
+    """The tiers that held something, or else the shard."""
     shard = f"shard {erased.shard_id}"
     return [
         ErasedPlace(f"{shard}/{tier.tier}", tier.chunks, tier.size_bytes, erased.gone_at_s)

@@ -7,6 +7,7 @@ that carried them.
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -49,6 +50,8 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import (
+    DATA_KEYS,
+    KEPT_KEYS,
     Buffer,
     ChunkLost,
     ChunkStore,
@@ -114,6 +117,16 @@ class GrpcOptions(UrlOptions):
         """As `ChunkStore.name_key`."""
         found = self.find_keys(namespace)
         return b"" if found is None else found.name_key
+
+    def destroy_keys(self, namespace: str) -> list[ErasedPlace]:
+        """As `ChunkStore.destroy_keys`."""
+        if self.keys is None:
+            return []
+        try:
+            destroyed = self.keys.replace(namespace)
+        except InvalidField:
+            return [ErasedPlace(KEPT_KEYS, 0, 0, time.time())]
+        return [ErasedPlace(DATA_KEYS, destroyed, 0, time.time())] if destroyed else []
 
 
 @dataclass(frozen=True)
@@ -259,8 +272,8 @@ class GrpcStore(ChunkStore):
         erasures_seen: int = 0,
     ) -> bool:
         """Hand a chunk to another shard, as it is stored; whether it took it. `ttl_s` 0: the chunk does not
-        expire. `erasures_seen`: up to which number that shard's erasures were obeyed before the chunk was
-        read. Raises `FormatNotStored`, as `put`."""
+        expire. `erasures_seen`: the number up to which that shard's erasures are applied here. Raises
+        `FormatNotStored`, as `put`."""
         manifest, frames = self._formats.fit(self.address, manifest, frames)
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
@@ -439,28 +452,30 @@ class GrpcStore(ChunkStore):
     ) -> builtins.list[ErasedPlace]:
         if keys is None:
             clear = pb.ClearRequest(namespace=namespace, erase=True, at_s=at_s)
-            return places_of(self.call("Clear", clear, pb.ClearResponse, ERASE_TIMEOUT_S), self.address)
+            return places_of(self.call("Clear", clear, pb.ClearResponse, ERASE_TIMEOUT_S).erased)
         places: builtins.list[ErasedPlace] = []
         for start in range(0, max(len(keys), 1), wire.KEYS_MAX):
             part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
             delete = pb.DeleteRequest(namespace=namespace, keys=part, erase=True, at_s=at_s)
-            places += places_of(self.call("Delete", delete, pb.DeleteResponse, ERASE_TIMEOUT_S), self.address)
+            places += places_of(self.call("Delete", delete, pb.DeleteResponse, ERASE_TIMEOUT_S).erased)
         return join_places(places)
+
+    def destroy_keys(self, namespace: str) -> builtins.list[ErasedPlace]:
+        return self._options.destroy_keys(namespace)
 
     def erasures(self, cursor: str) -> ErasurePage:
         shard_id, after = next(iter(read_cursor(cursor).items()), ("", None))
         found = self.list_erasures(shard_id, after)
         return ErasurePage(found.erasures, write_cursor({found.shard_id: found.next}))
 
-    def list_erasures(self, shard_id: str, after: int | None, learned: bool = False) -> ShardErasures:
+    def list_erasures(
+        self, shard_id: str, after: int | None, learned: bool = False, asked_by: str = ""
+    ) -> ShardErasures:
         """Those after a number that the shard with this id gave; of another shard all. None: none, only the
-        latest number. A shard of an earlier version has none. With `learned`: those as well that the shard
-        has learned from others."""
-        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, by_namespace=True)
-        try:
-            return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
-        except VersionMismatch:
-            return ShardErasures(shard_id, (), after or 0, {})
+        latest number. With `learned`: those as well that the shard has learned from others. `asked_by`: the
+        shard that asks, which has applied all until `after`."""
+        request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
+        return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
         """A shard of an earlier version tells nothing, and its cursor is empty."""

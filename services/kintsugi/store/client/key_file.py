@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces.parts import enclosing, is_within
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
@@ -73,6 +73,24 @@ class KeyFile(KeySource):
                 "create new ones with kintsugi keys create to use it again"
             )
         return entry.keys
+
+    def replace(self, namespace: str) -> int:
+        entries = read_entries(self.path)
+        own = {
+            name: entry.keys
+            for name, entry in entries.items()
+            if entry.keys is not None and is_within(name, namespace)
+        }
+        if not own:
+            return 0
+        fresh = {
+            name: KeyEntry(replace(keys, data_keys=(secrets.token_bytes(DATA_KEY_BYTES),)))
+            for name, keys in own.items()
+        }
+        _write(self.path, {**entries, **fresh})
+        with self._lock:
+            self._stamp, self._entries = stamp_of(self.path), read_entries(self.path)
+        return sum(len(keys.data_keys) for keys in own.values())
 
     def _current(self) -> Entries:
         with self._lock:

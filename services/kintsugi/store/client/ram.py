@@ -6,14 +6,14 @@ import builtins
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog, EventPage
@@ -69,7 +69,8 @@ class RamStore(ChunkStore):
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
         self._events = EventLog()
-        self._erasures: deque[Erasure] = deque(maxlen=ERASURES_MAX)
+        self._erasures: OrderedDict[tuple[str, ChunkKey | None], tuple[int, Erasure]] = OrderedDict()
+        """The last `ERASURES_MAX`, with their numbers, the latest last."""
         self._erased = 0
         """Erasures so far."""
 
@@ -133,7 +134,10 @@ class RamStore(ChunkStore):
             if not manifest.frame_is_intact(manifest.layers[index], every_head, copy):
                 raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
         address = (manifest.namespace, manifest.key)
+        manifest = replace(manifest, asked_at_s=manifest.asked_at_s or time.time())
         with self._lock:
+            if self._is_erased(manifest):
+                raise NotFound(f"chunk {manifest.key} was erased after its save was asked for")
             if self._retain(address, ttl_s):
                 self._touch(address)
                 return False
@@ -225,23 +229,30 @@ class RamStore(ChunkStore):
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
         """Frees the memory of the chunks; what the process does with it is not known."""
         with self._lock:
-            if keys is None:
-                wanted = [address for address in self._chunks if is_within(address[0], namespace)]
-            else:
-                wanted = [(namespace, key) for key in keys]
-            chunks = [self._chunks.get(address) for address in wanted]
-            size_bytes = sum(chunk.manifest.chunk_bytes for chunk in chunks if chunk is not None)
-            removed = sum(map(self._forget, wanted))
-            named = [None] if keys is None else keys
-            self._erasures += [Erasure(namespace, key, at_s) for key in named]
-            self._erased += len(named)
-        return [ErasedPlace("ram", removed, size_bytes, time.time())]
+            for key in [None] if keys is None else keys:
+                self._erased += 1
+                self._erasures[namespace, key] = (self._erased, Erasure(namespace, key, at_s or time.time()))
+                self._erasures.move_to_end((namespace, key))
+            while len(self._erasures) > ERASURES_MAX:
+                self._erasures.popitem(last=False)
+            gone = [chunk.manifest for chunk in self._chunks.values() if self._is_erased(chunk.manifest)]
+            for manifest in gone:
+                self._forget((manifest.namespace, manifest.key))
+        return [ErasedPlace("ram", len(gone), sum(one.chunk_bytes for one in gone), time.time())]
+
+    def _is_erased(self, manifest: ChunkManifest) -> bool:
+        names = [
+            (manifest.namespace, manifest.key),
+            *((name, None) for name in enclosing(manifest.namespace)),
+        ]
+        found = (self._erasures[name][1] for name in names if name in self._erasures)
+        return any(erasure.at_s >= manifest.asked_at_s for erasure in found)
 
     def erasures(self, cursor: str) -> ErasurePage:
         with self._lock:
-            behind = self._erased - int(cursor) if cursor else 0
-            found = list(self._erasures)[max(0, len(self._erasures) - behind) :]
-            return ErasurePage(found if behind else (), str(self._erased))
+            after = int(cursor) if cursor else self._erased
+            found = [erasure for number, erasure in self._erasures.values() if number > after]
+            return ErasurePage(found, str(self._erased))
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
         return self._events.read(namespace, cursor, limit)

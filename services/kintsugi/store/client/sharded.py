@@ -25,7 +25,6 @@ from kintsugi.core.errors import (
     PermissionDenied,
     ResourceExhausted,
     Unavailable,
-    VersionMismatch,
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.report import supersedes
@@ -360,19 +359,13 @@ class ShardedStore(ChunkStore):
     def erase(
         self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
     ) -> builtins.list[ErasedPlace]:
-        def erase(store: GrpcStore) -> builtins.list[ErasedPlace] | VersionMismatch:
-            try:
-                return store.erase(namespace, keys, at_s)
-            except VersionMismatch as error:  # no failure: the shard is healthy
-                return error
-
         shards = self.shard_map()
-        answers = self._ask_all(shards.shards, erase)
-        for answer in answers:
-            if isinstance(answer, VersionMismatch):
-                raise answer
+        answers = self._ask_all(shards.shards, lambda store: store.erase(namespace, keys, at_s))
         _require_all(shards, answers, "it may still hold the chunks, the others do not; erase them again")
-        return [place for answer in answers if isinstance(answer, list) for place in answer]
+        return [place for answer in answers if answer is not None for place in answer]
+
+    def destroy_keys(self, namespace: str) -> builtins.list[ErasedPlace]:
+        return self._options.destroy_keys(namespace)
 
     def erasures(self, cursor: str) -> ErasurePage:
         """A shard that joined behind the cursor answers from its first erasure on, one that does not answer

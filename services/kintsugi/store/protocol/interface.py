@@ -22,6 +22,9 @@ from kintsugi.store.protocol.chunk_events import EventPage
 
 Buffer = bytes | bytearray | memoryview
 
+DATA_KEYS = "data keys"
+KEPT_KEYS = "data keys, not destroyed: this process cannot change them"
+
 ANCHOR_CANDIDATES_MAX = 16
 """Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
 
@@ -162,8 +165,8 @@ class ChunkStore(ABC):
         `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its
         lifetime by the store's clock, also over restarts; 0: the client's default, which is none unless it
         was set. Where room is short, chunks with a lifetime leave before those without. Raises `InvalidField`
-        if frames and manifest disagree or the tier does not exist, and `Corrupted` if a digest does not
-        match."""
+        if frames and manifest disagree or the tier does not exist, `Corrupted` if a digest does not match,
+        and `NotFound` for a chunk that was erased since its save was asked for (`manifest.asked_at_s`)."""
 
     @abstractmethod
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> list[bool]:
@@ -207,15 +210,21 @@ class ChunkStore(ABC):
         `Unavailable` if a shard that may hold some did not answer; the other shards have deleted theirs."""
 
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
-        """Delete chunks, all of the namespace and its parts for None, and leave nothing of their bytes
-        in any tier, nor of what those tiers evicted before. Returns where they were; every shard is named.
-        Waits for readers of the chunks.
+        """Delete chunks whose saves were asked for until `at_s` (Unix seconds; 0: now), all of the namespace
+        and its parts for None, and leave nothing of their bytes in any tier, nor of what those tiers evicted
+        before. Returns where they were; every shard is named. Waits for readers of the chunks.
 
-        The erasure is recorded, so that caches follow it (`erasures`) and shards that are away obey it when
-        they return; `at_s` is when it was asked for, in Unix seconds. Raises `Unavailable` if a shard that
+        The erasure is recorded: a put that was asked for until then is refused, caches follow it
+        (`erasures`), and shards that are away apply it when they return. Raises `Unavailable` if a shard that
         may hold some did not answer, or could not do it: erase again. Raises `InvalidField` for a store that
         cannot erase."""
         raise InvalidField("store", "cannot erase; use grpc://, shards:// or shardfile://")
+
+    def destroy_keys(self, namespace: str) -> Sequence[ErasedPlace]:
+        """Replace the data keys of a namespace, and of parts that have their own, by new ones, so that nobody
+        can read what was encrypted with them, wherever it lies. Returns the place `DATA_KEYS` with how many
+        were destroyed, or `KEPT_KEYS` where this process cannot; nothing where there are none."""
+        return ()
 
     def erasures(self, cursor: str) -> ErasurePage:
         """The erasures recorded after `cursor`, which an earlier page gave; empty: none, only the cursor

@@ -67,6 +67,11 @@ class NamespaceKeys:
 class KeySource(ABC):
     """Where a client of the store gets keys. Thread-safe."""
 
+    def replace(self, namespace: str) -> int:
+        """Destroy the data keys of a namespace, and of parts that have their own, and give each a new one.
+        Returns how many were destroyed. Raises `InvalidField` for a source that it cannot change."""
+        raise InvalidField("keys", "cannot be changed here; destroy them where they come from")
+
     @abstractmethod
     def find(self, namespace: str) -> NamespaceKeys | None:
         """The namespace's keys; None for a namespace that is not encrypted.

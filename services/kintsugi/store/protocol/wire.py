@@ -92,6 +92,7 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
         codec=int(manifest.codec),
         anchor=manifest.anchor,
         digests=manifest.digests,
+        asked_at_s=manifest.asked_at_s,
     )
     if manifest.format != PLAIN_FORMAT:
         message.layout.groups.extend(map(_group_to_wire, layout.groups))
@@ -143,6 +144,7 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         key_id=wire.key_id if newer else "",
         salt=wire.salt if newer else b"",
         priors=tuple(wire.priors) if newer else (),
+        asked_at_s=wire.asked_at_s,
     )
     if len(manifest.digests) > DIGESTS_BYTES_MAX:
         raise InvalidField(

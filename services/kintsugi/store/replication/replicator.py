@@ -2,8 +2,8 @@
 
 One mechanism repairs everything: a shard that joined, one that took over from a dead one, one that was away
 while a chunk was put, and one whose scrubber found a damaged copy and dropped it. Nothing is evicted for a
-copy; what was deleted lately, or erased since the sender last asked what was, is not taken; and the rate is
-bounded, because requests share the network and the disks. A shard that owns all its chunks alone asks nobody.
+copy; what was deleted lately, or erased after it was asked for, is not taken; and the rate is bounded,
+because requests share the network and the disks. A shard that owns all its chunks alone asks nobody.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ class Index:
         start = 0 if after is None else bisect_right(keys, after.digest)
         return [self._entries[namespace, ChunkKey(key)] for key in keys[start : start + limit]]
 
-    def page_within(self, namespace: str, limit: int) -> list[ChunkEntry]:
-        """At most `limit` entries of a namespace and its parts."""
+    def addresses_within(self, namespace: str) -> list[Address]:
+        """The addresses of a namespace and its parts."""
         names = [name for name in self._keys if is_within(name, namespace)]
-        return [entry for name in names for entry in self.page(name, limit, None)][:limit]
+        return [(name, ChunkKey(key)) for name in names for key in self._keys[name]]
 
 
 def _anchor(manifest: ChunkManifest) -> _Anchor | None:

@@ -6,8 +6,8 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kintsugi.core.errors import Corrupted, InvalidField
-from kintsugi.core.layout import HeadRange
+from kintsugi.core.errors import Corrupted, InvalidField, NotFound
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.eviction.placement import AUTO
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -17,6 +17,14 @@ def check_ttl(ttl_s: float) -> None:
     """Raise `InvalidField` for what is no lifetime in seconds."""
     if not ttl_s > 0:
         raise InvalidField("ttl_s", f"{ttl_s} is not positive")
+
+
+def erased_meanwhile(manifest: ChunkManifest) -> NotFound:
+    """The error for a put of a chunk that was deleted or erased since its save was asked for."""
+    return NotFound(
+        f"chunk {manifest.key} of {manifest.namespace!r} was erased after its save was asked for; "
+        "save it again if it is to stay"
+    )
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class PutOptions:
     is_copy: bool = False
     """Another shard's copy, not what a client computed."""
     erasures_seen: int = 0
-    """With `is_copy`: the number up to which that shard has obeyed this one's erasures."""
+    """With `is_copy`: the number up to which that shard has applied this one's erasures."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)
@@ -55,13 +63,19 @@ class ChunkPut:
     """
 
     def __init__(
-        self, entry: ChunkEntry, residence: Residence, ram: RamTier, tier: str, is_copy: bool = False
+        self,
+        entry: ChunkEntry,
+        residence: Residence,
+        ram: RamTier,
+        tier: str,
+        options: PutOptions,
     ) -> None:
         self.entry = entry
         self.residence = residence
         self.tier = tier
         """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
-        self.is_copy = is_copy
+        self.is_copy = options.is_copy
+        self.erasures_seen = options.erasures_seen
         self.is_erased = False
         """Whether its chunk was deleted since it began: its commit has no effect."""
         self._ram = ram

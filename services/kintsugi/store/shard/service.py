@@ -36,7 +36,6 @@ from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.erasure.records import ErasureRange
 from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
@@ -172,10 +171,8 @@ class ChunkStoreService:
             async with self._cut_by_erasures(manifest.namespace, [manifest.key], lambda: put.is_erased):
                 while not self._take(put, await _next_message(messages)):
                     pass
-        except BaseException as error:
+        except BaseException:
             self.shard.abort(put)
-            if isinstance(error, _Cut):
-                return pb.PutChunkKVResponse(inserted=False)
             raise
         committed = self.shard.commit(put)
         if not committed.inserted:
@@ -380,19 +377,18 @@ class ChunkStoreService:
     async def list_erasures(self, request: pb.ListErasuresRequest, context: Any) -> pb.ListErasuresResponse:
         erasures = self.shard.erasures
         answer = pb.ListErasuresResponse(shard_id=self.shard.shard_id)
+        after = erasures.newest
         if request.HasField("after"):
             after = request.after if request.shard_id == self.shard.shard_id else 0
-            limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
-            found = erasures.after(after, limit, request.learned)
-        else:
-            after = erasures.newest
-            found = ErasureRange((), after, erasures.forgotten)
-        if request.by_namespace:
-            missed = ((pattern, number) for pattern, number in found.forgotten.items() if number > after)
-            answer.forgotten_in.extend(pb.ForgottenErasures(namespaces=p, number=n) for p, n in missed)
-        else:
-            answer.forgotten = max(found.forgotten.values(), default=0)
+        if request.asked_by:
+            erasures.acknowledge(request.asked_by, after)
+        limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
+        found = erasures.after(after, limit, request.learned)
         answer.next = found.next
+        answer.merged.extend(
+            pb.MergedErasures(namespace=namespace, number=mark.number, at_s=mark.at_s)
+            for namespace, mark in found.merged.items()
+        )
         answer.erasures.extend(
             pb.Erasure(namespace=one.namespace, key=one.key.digest if one.key else b"", at_s=one.at_s)
             for one in found.erasures

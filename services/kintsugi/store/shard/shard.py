@@ -20,18 +20,19 @@ import lmdb
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
-from kintsugi.store.shard.erasure.forgetting import matches
 from kintsugi.store.shard.erasure.holders import Holders
-from kintsugi.store.shard.erasure.records import Erasures
+from kintsugi.store.shard.erasure.records import ErasureRange, Erasures
 from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
-from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl
+from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl, erased_meanwhile
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
@@ -53,8 +54,6 @@ ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
 CUT_PERIOD_S = 1.0
 """Time between two attempts of an erasure to cut the calls that it waits for."""
-CLOCKS_DIFFER_S = 60.0
-"""So much may the clock of who asks for an erasure be ahead of the shard's."""
 
 
 class Shard:
@@ -98,7 +97,7 @@ class Shard:
             uses = self._uses.load()
             for tier in (*disks, *far):
                 self._recover(tier, uses)
-            self.erasures.record((), places=self._places)
+            self.erasures.record((), tiers=self._tier_names)
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
             self.erasures.close()
@@ -112,17 +111,17 @@ class Shard:
 
     def _recover(self, tier: DiskTier | ObjectTier, uses: Mapping[bytes, Use]) -> None:
         """Take in what a tier's catalog has, but for what a faster tier has, and what was erased while the
-        shard ran without this tier. A tier of which nothing was noted (an earlier version's, or a folder that
-        moved) is taken as it is. Raises `Unavailable`."""
-        obeyed = self.erasures.obeyed_in(_place_of(tier))
+        shard ran without this tier. Raises `Unavailable`."""
+        applied = self.erasures.applied_in(_name_of(tier))
         erased = 0
 
-        def is_unwanted(chunk: Address) -> bool:
+        def is_unwanted(manifest: ChunkManifest) -> bool:
             nonlocal erased
-            if obeyed is not None and self.erasures.cover(chunk, obeyed):
+            address = (manifest.namespace, manifest.key)
+            if self.erasures.cover(address, manifest.asked_at_s, applied):
                 erased += 1
                 return True
-            return self.table.get(chunk) is not None
+            return self.table.get(address) is not None
 
         self.table.recover(tier.recover(is_unwanted, uses))
         if erased:
@@ -131,9 +130,9 @@ class Shard:
             tier.wipe()
 
     @property
-    def _places(self) -> list[str]:
-        """Where an erasure is obeyed."""
-        return [_place_of(tier) for tier in self.lower_tiers]
+    def _tier_names(self) -> list[str]:
+        """The tiers that apply erasures."""
+        return [_name_of(tier) for tier in self.lower_tiers]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -223,20 +222,33 @@ class Shard:
         """Reserve room for a chunk; None if the shard has it already, and for another shard's copy of what
         was erased. End it with `commit` or `abort`.
 
-        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` if `wait_s` was too short.
+        Raises `NotFound` for a chunk that was erased since its save was asked for, `ResourceExhausted` for
+        what can never fit, `NoRoomYet` if `wait_s` was too short.
         """
         options = options or PutOptions()
-        # An erasure under way, or recorded from here on, is among the table's deletions.
-        if options.is_copy and self.erasures.cover((manifest.namespace, manifest.key), options.erasures_seen):
-            return None
+        now_s = self._wall_clock()
+        if not (manifest.asked_at_s or options.is_copy):
+            manifest = replace(manifest, asked_at_s=now_s)
+        manifest = replace(manifest, asked_at_s=min(manifest.asked_at_s, now_s + CLOCKS_DIFFER_S))
+        if self._is_erased(manifest, options.erasures_seen):
+            if options.is_copy:
+                return None
+            raise erased_meanwhile(manifest)
         return self.table.begin_put(manifest, options, wait_s)
+
+    def _is_erased(self, manifest: ChunkManifest, erasures_seen: int) -> bool:
+        return self.erasures.cover((manifest.namespace, manifest.key), manifest.asked_at_s, erasures_seen)
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that
-        began together exceed the namespace's limit of RAM."""
+        began together exceed the namespace's limit of RAM, `NotFound` where the chunk was deleted or erased
+        meanwhile."""
         if not put.complete:
             self.abort(put)
             raise InvalidField("frames", "the put was committed before its last layer")
+        # An erasure that is recorded from here on marks the put as erased.
+        if self._is_erased(put.entry.manifest, put.erasures_seen):
+            put.is_erased = True
         return self.table.commit(put)
 
     def abort(self, put: ChunkPut) -> None:
@@ -279,27 +291,28 @@ class Shard:
         return self.table.remove(Scope(namespace)).chunks
 
     def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> ErasedHere:
-        """Delete chunks, leave nothing of their bytes, and record that they were erased.
+        """Delete chunks that were asked for until `at_s` (Unix seconds; 0: now), leave nothing of their
+        bytes, and record the erasure: what was asked for until then is not taken any more.
 
-        `at_s`: when that was asked for, in Unix seconds; 0: now. Blocks, for readers too; calls that keep it
-        waiting for longer than `ShardConfig.erase_grace_s` are cut. Raises `DeadlineExceeded` and
-        `Unavailable`; then the chunks are not found any more, but may be there.
+        Blocks, for readers too; calls that keep it waiting for longer than `ShardConfig.erase_grace_s` are
+        cut. Raises `ResourceExhausted` before anything is deleted, `DeadlineExceeded` and `Unavailable`: then
+        the chunks are not found any more, but may be there.
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
-        # As it was given, where it may be true: shards that record one erasure with two times would tell each
-        # other of it, and erase what was put since.
-        asked_s = min(at_s, now_s + CLOCKS_DIFFER_S) if at_s > 0 else now_s
-        removed = self.wipe(scope, timeout_s)
+        scope = replace(scope, until_s=min(at_s or now_s, now_s + CLOCKS_DIFFER_S))
         keys = (None,) if scope.keys is None else sorted(scope.keys)
-        recorded = [Erasure(scope.namespace, key, asked_s) for key in keys]
-        self.erasures.record(recorded, places=self._places)
+        erasures = [Erasure(scope.namespace, key, scope.until_s) for key in keys]
+        removed = self.table.remove(scope)  # first: caches that follow the record must not find the chunks
+        scope = replace(scope, until_s=self.erasures.record(erasures, tiers=self._tier_names))
+        self._wipe(scope, removed, timeout_s)
         return ErasedHere(removed, self._wall_clock())
 
-    def wipe(self, scope: Scope, timeout_s: float = ERASE_S_MAX) -> Removed:
-        """As `erase`, but nothing is recorded."""
+    def _wipe(self, scope: Scope, removed: Removed, timeout_s: float = ERASE_S_MAX) -> None:
+        """Delete what a recorded erasure covers, add it to `removed`, and leave nothing of its bytes. Raises
+        as `erase` does."""
         deadline_s = time.monotonic() + timeout_s
-        removed = self.table.remove(scope)
+        removed.add(self.table.remove(scope))
         flushed, late = wait(self.flush_writers(), timeout_s)
         for one in flushed:
             one.result()
@@ -311,31 +324,27 @@ class Shard:
             self.holders.cut(scope)
             wait_s = CUT_PERIOD_S  # one may have begun to hold its chunks just before they were forgotten
         self._wiper.run(self._wipe_tiers)
-        return removed
 
-    def obey(self, peer: str, erasures: Sequence[Erasure], seen: int, forgotten: Mapping[str, int]) -> None:
+    def apply_erasures(self, peer: str, found: ErasureRange) -> None:
         """Erase what another shard has recorded and this one has missed.
 
-        `erasures`: those of the shard `peer` up to its number `seen`, from `self.erasures.seen_of(peer)` on.
-        `forgotten`: up to which number it may have forgotten some, by pattern of their namespaces. Where some
-        of these were not seen, nobody knows what was erased, and every chunk of those namespaces goes. Raises
-        as `erase` does."""
-        seen_before = self.erasures.seen_of(peer)
-        missed_in = [pattern for pattern, number in forgotten.items() if number > seen_before]
-        if missed_in:
+        `found`: the erasures of the shard `peer` after its number `self.erasures.seen_of(peer)`. Where it has
+        merged some of them, nobody knows any more which chunks those erased, and every chunk goes that they
+        may have. Raises as `erase` does."""
+        for namespace, mark in found.merged.items():
             held = {entry.manifest.namespace for entry in self.table.entries()}
-            doomed = sorted(name for name in held if any(matches(one, name) for one in missed_in))
+            doomed = sorted(name for name in held if namespace in ("", *enclosing(name)))
             log.warning(
-                "shard %s has forgotten erasures that this shard missed: all chunks of %d namespaces go",
-                peer,
-                len(doomed),
+                "shard %s has merged erasures that this shard missed, in %d namespaces", peer, len(doomed)
             )
-            for namespace in doomed:
-                self.wipe(Scope(namespace))
-        missed = [erasure for erasure in erasures if not self.erasures.is_known(erasure)]
+            self.erasures.merge(namespace, mark.at_s)
+            for name in doomed:
+                self._wipe(Scope(name, None, mark.at_s), Removed())
+        missed = [erasure for erasure in found.erasures if not self.erasures.is_known(erasure)]
+        self.erasures.record(missed, learned=True, tiers=self._tier_names)
         for scope in scopes_of(missed):
-            self.wipe(scope)
-        self.erasures.record(missed, peer=peer, seen=seen, places=self._places)
+            self._wipe(scope, Removed())
+        self.erasures.note_seen(peer, found.next)
 
     def _wipe_tiers(self) -> None:
         """Zero what is free. Raises `Unavailable`."""
@@ -456,7 +465,7 @@ class Shard:
             self._home.close()
 
 
-def _place_of(tier: LowerTier) -> str:
-    """A tier's name among places where erasures are obeyed, for as long as its catalog stays where it is.
+def _name_of(tier: LowerTier) -> str:
+    """A tier's name in the record of erasures, for as long as its catalog stays where it is.
     Short for any path: LMDB takes keys of 511 bytes."""
     return f"tier {blake3.blake3(os.fsencode(tier.folder.resolve())).hexdigest()}"

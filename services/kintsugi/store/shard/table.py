@@ -30,7 +30,7 @@ from kintsugi.store.shard.eviction.room import Room, Transitions
 from kintsugi.store.shard.eviction.shares import NamespaceUse, Shares
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
-from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions
+from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
 from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered
@@ -226,7 +226,7 @@ class EntryTable:
             life.acquire(residence)
             now_s = self._wall_clock()
             entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
-            put = ChunkPut(entry, residence, self._ram, tier, options.is_copy)
+            put = ChunkPut(entry, residence, self._ram, tier, options)
             self._puts.add(put)
         return put
 
@@ -251,9 +251,12 @@ class EntryTable:
 
     def commit(self, put: ChunkPut) -> Committed:
         """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
-        exceed the namespace's limit of RAM."""
+        exceed the namespace's limit of RAM, `NotFound` where the chunk was deleted or erased meanwhile."""
         entry = put.entry
         with self._lock:
+            if put.is_erased and not put.is_copy:
+                self.abort(put)
+                raise erased_meanwhile(entry.manifest)
             gone = put.is_erased or (put.is_copy and self._deletions.cover(entry.address))
             if gone or self._retain_near(entry.address, entry.expires_at_s):
                 self.abort(put)
@@ -290,22 +293,22 @@ class EntryTable:
         """Forget chunks, for a whole namespace a few at a time. Puts of them that are under way end without
         effect. Durable once `flush` is done."""
         removed = Removed()
-        while True:
+        with self._lock:
+            for put in self._puts:
+                put.is_erased = put.is_erased or (scope.covers(put.entry.address) and scope.takes(put.entry))
+            if scope.keys is None:
+                addresses = self._index.addresses_within(scope.namespace)
+            else:
+                addresses = [(scope.namespace, key) for key in scope.keys]
+            if not scope.is_erasure:  # erasures are recorded, and tell older copies from later ones
+                self._deletions.note([scope.namespace] if scope.keys is None else addresses)
+        for start in range(0, len(addresses), CLEAR_BATCH):
             with self._lock:
-                for put in self._puts:
-                    put.is_erased = put.is_erased or scope.covers(put.entry.address)
-                if scope.keys is None:
-                    self._deletions.note([scope.namespace])
-                    entries = self._index.page_within(scope.namespace, CLEAR_BATCH)
-                else:
-                    addresses = [(scope.namespace, key) for key in scope.keys]
-                    self._deletions.note(addresses)
-                    entries = self._find_all(addresses)
-                for entry in entries:
+                batch = self._find_all(addresses[start : start + CLEAR_BATCH])
+                for entry in filter(scope.takes, batch):
                     removed.count(entry)
                     self._forget(entry)
-            if not entries or scope.keys is not None:
-                return removed
+        return removed
 
     def await_free(self, scope: Scope, timeout_s: float) -> bool:
         """Whether nobody reads, writes or moves the bytes of removed chunks any more; waits for it."""

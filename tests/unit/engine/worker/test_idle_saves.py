@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ import torch
 pytest.importorskip("vllm")
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.errors import NotFound, Unavailable
+from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
-from kintsugi.engine.worker.saves import IdleSavePasses, put_unless_erased
+from kintsugi.engine.worker.saves import IdleSavePasses
 from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.sliced import PassStatus, SlicedWork
-from kintsugi.store.client.ram import RamStore
-from tests.contracts.store_contract import make_chunk
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 
@@ -135,49 +132,3 @@ def test_of_an_unsound_batch_nothing_is_stored(threads: ThreadPoolExecutor) -> N
     threads.shutdown(wait=True)
     assert [one.reason for one in saves.take_outcomes()] == ["weights_changed"] * 2
     assert stored == []
-
-
-def put_into(store: RamStore) -> Any:
-    def put(one: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
-        store.put(*make_chunk(one.tokens.token_ids, one.space))
-        return accounting
-
-    return put
-
-
-def save(store: RamStore, put: Any, erasures_seen: str, namespace: str = "acme") -> Accounting:
-    one = replace(job(1), erasures_seen=erasures_seen)
-    one = replace(one, space=replace(one.space, namespace=namespace))
-    return put_unless_erased(store, put, one, [], Accounting(Outcome.SAVED))
-
-
-def test_a_chunk_is_stored_though_others_were_erased() -> None:
-    store = RamStore()
-    seen = store.erasures("").cursor
-    store.erase("others", None, 0.0)
-    assert save(store, put_into(store), seen).outcome is Outcome.SAVED
-    assert store.list("acme")
-
-
-@pytest.mark.parametrize("namespace", ["acme", "acme/-/a"])
-def test_nothing_is_stored_of_a_text_that_may_have_been_erased_meanwhile(namespace: str) -> None:
-    store = RamStore()
-    seen = store.erasures("").cursor
-    store.erase("acme", None, 0.0)
-    with pytest.raises(NotFound):
-        save(store, put_into(store), seen, namespace)
-    assert not store.list(namespace)
-
-
-def test_a_put_that_comes_just_after_an_erasure_is_undone() -> None:
-    store = RamStore()
-    put = put_into(store)
-
-    def erase_and_put(*arguments: Any) -> Accounting:
-        store.erase("acme", None, 0.0)
-        accounting: Accounting = put(*arguments)
-        return accounting
-
-    with pytest.raises(NotFound):
-        save(store, erase_and_put, store.erasures("").cursor)
-    assert not store.list("acme")

@@ -39,6 +39,7 @@ class MissingBackend(ScriptedBackend):
         priority: int = 0,
         tier: str = "auto",
         ttl_s: float | None = None,
+        asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self.saves.put_nowait((list(chunks), ttl_s))
         return [SaveOutcome(SaveState.SAVED)] * len(chunks)

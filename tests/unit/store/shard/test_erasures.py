@@ -1,22 +1,21 @@
-"""What a shard remembers of erasures, who is told, and what a shard that was away obeys."""
+"""What a shard records of erasures, which puts it refuses, and what it applies after it was away."""
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
 
+from kintsugi.core.errors import NotFound, ResourceExhausted
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.erasure import records as erasures_module
-from kintsugi.store.shard.erasure.forgetting import MARKS_MAX, add_marks, find_mark
-from kintsugi.store.shard.erasure.records import Erasures
+from kintsugi.store.shard.erasure.records import AWAY_S_MAX, ErasureRange, Erasures, Mark
 from kintsugi.store.shard.erasure.scope import Scope, scopes_of
 from kintsugi.store.shard.erasure.shared import Shared
 from kintsugi.store.shard.shard import Shard
@@ -39,10 +38,16 @@ def shard() -> Iterator[Shard]:
         yield shard
 
 
+def apply(shard: Shard, peer: str, erasures: Sequence[Erasure], next: int, **merged: Mark) -> None:
+    marks = {name.replace("everything", ""): mark for name, mark in merged.items()}
+    shard.apply_erasures(peer, ErasureRange(erasures, next, marks))
+
+
 def test_erasures_are_listed_in_order_and_outlive_the_process(tmp_path: Path) -> None:
     first = Erasures(tmp_path / "erasures")
-    first.record([one(1, 1.0), one(2, 2.0)])
-    first.record([one(3, 3.0)], peer="b", seen=7)
+    first.record([one(1, 1.0), one(2, 2.0)], tiers=["tier"])
+    first.record([one(3, 3.0)], learned=True)
+    first.note_seen("b", 7)
     first.close()
     again = Erasures(tmp_path / "erasures")
     assert list(again.after(0, 10, learned=True).erasures) == [one(1, 1.0), one(2, 2.0), one(3, 3.0)]
@@ -51,15 +56,16 @@ def test_erasures_are_listed_in_order_and_outlive_the_process(tmp_path: Path) ->
     assert (list(page.erasures), page.next) == ([one(1, 1.0)], 1)
     assert again.after(page.next, 10, learned=False).next == again.newest == 3
     assert (again.seen_of("b"), again.seen_of("c")) == (7, 0)
+    assert (again.applied_in("tier"), again.applied_in("other")) == (2, 0)
     again.close()
 
 
 def test_a_later_erasure_replaces_the_one_before_and_a_namespace_its_chunks() -> None:
     erasures = Erasures(None)
     erasures.record([one(1, 5.0), one(2, 5.0), one(1, 4.0, "other")])
-    erasures.record([one(1, 3.0)])
+    latest_s = erasures.record([one(1, 3.0)])
     (_, _, newest) = erasures.after(0, 10, learned=True).erasures
-    assert newest.at_s > 5.0, "whoever asked has a clock that is late"
+    assert newest.at_s == latest_s > 5.0, "whoever asked has a clock that is late"
     erasures.record([Erasure("acme", None, 9.0)])
     assert list(erasures.after(0, 10, learned=True).erasures) == [
         one(1, 4.0, "other"),
@@ -68,6 +74,16 @@ def test_a_later_erasure_replaces_the_one_before_and_a_namespace_its_chunks() ->
     assert erasures.is_known(one(2, 5.0))
     assert not erasures.is_known(one(2, 10.0))
     assert not erasures.is_known(one(2, 4.0, "other"))
+
+
+def test_an_erasure_covers_what_was_asked_for_until_then() -> None:
+    erasures = Erasures(None)
+    erasures.record([one(1, 5.0), Erasure("other", None, 7.0)])
+    assert erasures.cover(("acme", key(1)), 5.0)
+    assert not erasures.cover(("acme", key(1)), 5.0001)
+    assert not erasures.cover(("acme", key(2)), 1.0)
+    assert erasures.cover(("other", key(2)), 7.0)
+    assert not erasures.cover(("other", key(2)), 7.1)
 
 
 def test_two_shards_that_tell_each_other_of_erasures_come_to_an_end() -> None:
@@ -80,7 +96,8 @@ def test_two_shards_that_tell_each_other_of_erasures_come_to_an_end() -> None:
     def tell(teller: Erasures, hearer: Erasures) -> bool:
         told = teller.after(hearer.seen_of("teller"), 10, learned=True)
         missed = [erasure for erasure in told.erasures if not hearer.is_known(erasure)]
-        hearer.record(missed, peer="teller", seen=told.next)
+        hearer.record(missed, learned=True)
+        hearer.note_seen("teller", told.next)
         return bool(missed)
 
     news = [tell(shards[turn % 2], shards[1 - turn % 2]) for turn in range(6)]
@@ -105,17 +122,8 @@ def test_an_erasure_after_its_namespaces_is_news_to_who_saw_the_first() -> None:
     assert not second.is_known(told)
 
 
-def test_an_erased_namespace_makes_room_instead_of_taking_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 4)
-    erasures = Erasures(None)
-    erasures.record([one(1, 1.0, "other"), *(one(number, 2.0) for number in range(3))])
-    erasures.record([Erasure("acme", None, 3.0)])
-    assert erasures.forgotten == {}
-    assert erasures.is_known(one(1, 1.0, "other"))
-
-
 def test_shards_record_one_erasure_with_one_time() -> None:
-    """Or the one that recorded the earlier time would obey the other, and erase what was put since."""
+    """Or the one that recorded the earlier time would apply the other, and erase what was put since."""
     chunk, told = make_chunk(range(8))[0].key, []
     for now_s in (100.0, 100.5):
         with closing(Shard(RamTier(1 << 20), wall_clock=lambda now_s=now_s: now_s)) as shard:  # type: ignore[misc]
@@ -125,134 +133,136 @@ def test_shards_record_one_erasure_with_one_time() -> None:
     with closing(Shard(RamTier(1 << 20), wall_clock=lambda: 100.0)) as shard:
         shard.erase(Scope("acme"), 1e9)
         (erasure,) = shard.erasures.after(0, 10, learned=False).erasures
-    assert erasure.at_s <= 200.0, "a clock that is wrong by years hides no later erasure"
+    assert erasure.at_s == 101.0, "a clock that is wrong by years hides no later erasure"
 
 
-def test_the_oldest_are_forgotten_and_that_is_remembered(
+def test_a_namespace_with_many_erasures_merges_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 3)
-    erasures = Erasures(tmp_path / "erasures")
-    for number in range(5):
-        erasures.record([one(number, float(number))])
-    assert (len(erasures), erasures.forgotten) == (3, {"acme": 2})
-    erasures.close()
-    again = Erasures(tmp_path / "erasures")
-    assert (len(again), again.forgotten, again.newest) == (3, {"acme": 2}, 5)
-    again.close()
-
-
-def test_a_flood_of_erasures_costs_the_namespace_that_sends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 40)
+    monkeypatch.setattr(erasures_module, "NAMESPACE_MAX", 8)
     erasures = Erasures(tmp_path / "erasures")
     erasures.record([one(1, 1.0, "other"), Erasure("third", None, 1.0)])
     for number in range(200):
         erasures.record([one(number, 2.0 + number, "flood")])
-    for number in range(100):
-        erasures.record([one(1, 300.0, f"many/{number}")])
-    assert len(erasures) <= 40
+    assert len(erasures) <= 2 + 8
     erasures.close()
     again = Erasures(tmp_path / "erasures")
-    assert again.newest == 302
+    assert again.newest == 202
     assert again.is_known(one(1, 1.0, "other"))
     assert again.is_known(one(1, 1.0, "third"))
-    assert not again.is_known(one(0, 2.0, "flood"))
-    assert not again.cover(("other", key(1)), 1), "a copy that saw its erasure is taken"
-    assert again.cover(("flood", key(250)), 1), "nobody knows whether it was erased"
-    assert {"other", "third"}.isdisjoint(again.forgotten)
+    (name, mark), *others = again.after(0, 1000, learned=True).merged.items()
+    assert (name, others) == ("flood", [])
+    assert again.cover(("flood", key(0)), 2.0), "a save that waited since then may be of an erased chunk"
+    assert not again.cover(("flood", key(0)), mark.at_s + 0.5), "it was asked for later"
+    assert not again.cover(("flood", key(250)), 2.0, mark.number), "its sender has missed none of them"
+    assert not again.cover(("other", key(2)), 0.0)
+    assert not again.after(mark.number, 1000, learned=True).merged
     again.close()
 
 
-def test_marks_are_bounded_and_join_a_tenants_namespaces_first() -> None:
-    marks = add_marks({"old": 1}, {2 + number: f"tenant/{number}" for number in range(MARKS_MAX)})
-    assert marks == {"old": 1, "tenant/*": MARKS_MAX + 1}
-    assert find_mark(marks, "tenant/7") == MARKS_MAX + 1
-    assert find_mark(marks, "tenant/7/-/acme") == MARKS_MAX + 1, "erased with what it is a part of"
-    assert find_mark(marks, "tenant") == 0
-    many = add_marks({}, {number: f"tenant{number}" for number in range(1, 2 * MARKS_MAX)})
-    assert len(many) <= MARKS_MAX
-    assert all(find_mark(many, f"tenant{number}") >= number for number in range(1, 2 * MARKS_MAX))
-    assert find_mark(many, "unheard") < MARKS_MAX * 2 - 1, "who saw the later ones keeps what it holds"
+def test_records_are_dropped_only_when_every_shard_has_applied_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 16)
+    erasures = Erasures(None, clock=lambda: now_s)
+    erasures.note_seen("b", 1)
+    erasures.note_seen("c", 1)
+    for number in range(16):
+        erasures.record([one(1, 1.0 + number, f"tenant{number}")])
+    erasures.acknowledge("b", 16)
+    with pytest.raises(ResourceExhausted, match="shard c"):
+        erasures.record([one(1, 20.0, "last")])
+    assert (len(erasures), erasures.newest) == (16, 16)
+    erasures.acknowledge("c", 16)
+    erasures.record([one(1, 20.0, "last")])
+    assert len(erasures) == 15
+    ((name, mark),) = erasures.after(0, 100, learned=True).merged.items()
+    assert (name, mark) == ("", Mark(2, 2.0))
+    assert erasures.cover(("anybody", key(9)), 2.0), "a put that waited for so long is refused"
+    assert not erasures.cover(("anybody", key(9)), 2.0, 2), "another shard's copy is taken"
+    assert not erasures.cover(("anybody", key(9)), 2.5)
+    for number in range(40):  # nobody acknowledges these, until the others count as gone
+        now_s += AWAY_S_MAX / 2
+        erasures.record([one(1, 30.0 + number, f"later{number}")])
+    assert len(erasures) <= 16
 
 
-def test_a_folder_of_an_earlier_version_forgot_something_of_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(erasures_module, "ERASURES_MAX", 3)
-    value = struct.Struct("<dQ?")
-    with lmdb.open(str(tmp_path)) as old, old.begin(write=True) as transaction:
-        transaction.put(b"\0forgotten", struct.pack("<Q", 7))
-        transaction.put(b"\0peer\0b", struct.pack("<Q", 5))
-        for number in range(3):
-            transaction.put(b"acme\0" + key(number).digest, value.pack(1.0, 8 + number, False))
-    erasures = Erasures(tmp_path)
-    assert (erasures.forgotten, erasures.newest, erasures.seen_of("b")) == ({"*": 7}, 10, 5)
-    erasures.record([one(4, 2.0)])
-    erasures.close()
-    with lmdb.open(str(tmp_path)) as back, back.begin() as transaction:
-        highest = transaction.get(b"\0forgotten")
-        assert highest == struct.pack("<Q", 8), "an earlier version takes it for everybody's"
-        stored = {name: data for name, data in transaction.cursor() if name != b"\0forgotten"}
-        sizes = {8 if name.startswith(b"\0peer\0") else value.size for name in stored}
-        assert {len(data) for data in stored.values()} == sizes, "an earlier version can read each"
-    again = Erasures(tmp_path)
-    assert again.forgotten == {"*": 7, "acme": 8}
-    again.close()
+def test_a_shard_that_missed_a_flood_gives_up_that_namespaces_older_chunks(shard: Shard) -> None:
+    for asked_at_s, tokens in ((1.0, range(8)), (5.0, range(9))):
+        for namespace in ("acme", "acme/-/part", "other"):
+            put_chunk(shard, tokens, namespace, asked_at_s)
+    apply(shard, "b", [], 9, acme=Mark(3, 2.0))
+    assert sorted((one.manifest.namespace, one.manifest.asked_at_s) for one in shard.table.entries()) == [
+        ("acme", 5.0),
+        ("acme/-/part", 5.0),
+        ("other", 1.0),
+        ("other", 5.0),
+    ]
+    told = shard.erasures.after(0, 10, learned=True)
+    assert told.merged["acme"].at_s == 2.0, "it tells others, who may have missed the same"
+    with pytest.raises(NotFound):
+        put_chunk(shard, range(10), "acme", 1.5)
+    apply(shard, "c", [], 9, everything=Mark(3, 2.0))
+    assert {one.manifest.asked_at_s for one in shard.table.entries()} == {5.0}
 
 
-def test_a_shard_that_missed_a_flood_gives_up_that_namespace_alone(shard: Shard) -> None:
-    for namespace in ("acme", "team/a", "other"):
-        manifest, frames = make_chunk(range(8))
-        manifest = replace(manifest, namespace=namespace)
-        put = shard.begin_put(manifest)
-        assert put is not None
+def put_chunk(shard: Shard, tokens: Sequence[int], namespace: str, asked_at_s: float) -> ChunkKey:
+    manifest, frames = make_chunk(tokens)
+    put = shard.begin_put(replace(manifest, namespace=namespace, asked_at_s=asked_at_s))
+    assert put is not None
+    for layer, frame in enumerate(frames):
+        put.write(layer, memoryview(frame))
+    shard.commit(put)
+    return manifest.key
+
+
+def test_a_shard_that_was_away_applies_erasures_by_their_times(shard: Shard) -> None:
+    def held() -> list[float]:
+        return sorted(entry.manifest.asked_at_s for entry in shard.table.entries())
+
+    old, new = (put_chunk(shard, range(8 + number), "acme", 1.0 + number) for number in range(2))
+    missed = [Erasure("acme", old, 1.5), Erasure("acme", new, 1.5)]
+    for peer, number in (("b", 2), ("b", 2), ("c", 9)):
+        apply(shard, peer, missed, number)
+        assert held() == [2.0], "what was put later stays"
+    with pytest.raises(NotFound, match="save it again"):
+        put_chunk(shard, range(8), "acme", 1.5)
+    put_chunk(shard, range(8), "acme", 1.6)
+    assert held() == [1.6, 2.0]
+    assert shard.erasures.newest == 2, "it records each erasure once"
+
+
+def test_a_put_that_an_erasure_overtakes_is_refused(shard: Shard) -> None:
+    manifest, frames = make_chunk(range(8))
+    early, late = (
+        shard.begin_put(replace(manifest, namespace=name, asked_at_s=at_s))
+        for name, at_s in (("early", 1.0), ("late", 3.0))
+    )
+    assert early is not None
+    assert late is not None
+    for namespace in ("early", "late"):
+        shard.erasures.record([Erasure(namespace, None, 2.0)])
+    for put in (early, late):
         for layer, frame in enumerate(frames):
             put.write(layer, memoryview(frame))
-        shard.commit(put)
-    shard.obey("b", [], seen=9, forgotten={"acme": 3, "team/*": 4, "other": 0})
-    assert {entry.manifest.namespace for entry in shard.table.entries()} == {"other"}
-    shard.obey("b", [], seen=20, forgotten={"other": 9})
-    assert len(shard) == 1, "it had seen those"
+    with pytest.raises(NotFound):
+        shard.commit(early)
+    assert shard.commit(late).inserted
 
 
-def test_a_shard_that_was_away_obeys_once(shard: Shard) -> None:
-    manifests = [make_chunk(range(8 + i)) for i in range(3)]
-
-    def put(index: int) -> None:
-        manifest, frames = manifests[index]
-        put = shard.begin_put(manifest)
-        assert put is not None
-        for layer, frame in enumerate(frames):
-            put.write(layer, memoryview(frame))
-        shard.commit(put)
-
-    def held() -> list[bool]:
-        return [entry is not None for entry in shard.lookup("acme", [m.key for m, _ in manifests])]
-
-    for index in range(3):
-        put(index)
-    missed = [Erasure("acme", manifests[0][0].key, 1.0)]
-    shard.obey("b", missed, seen=1, forgotten={})
-    assert held() == [False, True, True]
-    put(0)
-    shard.obey("b", missed, seen=1, forgotten={})
-    shard.obey("c", missed, seen=4, forgotten={})
-    assert held() == [True, True, True], "what was put again stays"
-    shard.erase(Scope.of("acme", [manifests[1][0].key]), 2.0)
-    put(1)
-    shard.obey("b", [Erasure("acme", manifests[1][0].key, 2.0)], seen=2, forgotten={})
-    assert held() == [True, True, True], "it had erased this itself"
-    shard.obey("b", [], seen=9, forgotten={"*": 2})
-    assert held() == [True, True, True], "it has seen those that are forgotten"
-    shard.obey("b", [], seen=20, forgotten={"*": 12})
-    assert held() == [False, False, False], "nobody knows what it missed"
+def test_no_save_can_be_asked_for_far_ahead_of_the_shards_clock(shard: Shard) -> None:
+    put_chunk(shard, range(8), "acme", time.time() + 1e6)
+    (entry,) = shard.table.entries()
+    assert entry.manifest.asked_at_s < time.time() + 10
+    assert shard.erase(Scope("acme"), entry.manifest.asked_at_s).removed.chunks == 1
 
 
 def test_scopes_cover_what_was_erased() -> None:
-    some = [one(1, 1.0), one(2, 1.0), one(1, 1.0, "b"), Erasure("b", None, 2.0), one(2, 3.0, "b")]
-    assert scopes_of(some) == [Scope.of("acme", [key(1), key(2)]), Scope("b")]
+    some = [one(1, 1.0), one(2, 1.0), one(1, 1.0, "b"), Erasure("b", None, 2.0), one(2, 2.0, "b")]
+    assert scopes_of(some) == [
+        Scope("acme", frozenset([key(1), key(2)]), 1.0),
+        Scope("b", frozenset([key(1)]), 1.0),
+        Scope("b", None, 2.0),
+    ]
 
 
 def test_an_erased_namespace_covers_its_parts() -> None:
@@ -260,10 +270,10 @@ def test_an_erased_namespace_covers_its_parts() -> None:
     erasures.record([Erasure("docs/-/a", None, 1.0)])
     erasures.record([Erasure("docs", None, 2.0)])
     for namespace in ("docs", "docs/-/a", "docs/-/a/.b", "docs/-/c"):
-        assert erasures.cover((namespace, key(1)), 1), "a copy that did not see the second is not taken"
-        assert not erasures.cover((namespace, key(1)), 2)
+        assert erasures.cover((namespace, key(1)), 2.0)
+        assert not erasures.cover((namespace, key(1)), 2.1)
         assert erasures.is_known(one(1, 2.0, namespace))
-    assert not erasures.cover(("docs/a", key(1)), 0)
+    assert not erasures.cover(("docs/a", key(1)), 0.0)
     assert Scope("docs").covers(("docs/-/a", key(1)))
     assert not Scope.of("docs", [key(1)]).covers(("docs/-/a", key(1)))
 

@@ -1,10 +1,13 @@
-"""The erasures that a shard has recorded: what caches follow, and what shards that were away obey.
+"""The erasures that a shard has recorded: no chunk that was asked for before one of them is taken or kept.
 
-An erasure names a namespace or a chunk by its key and holds nothing of the chunk. Records are numbered in the
-order in which they came; the latest of a chunk or namespace replaces the one before, and one of a namespace
-replaces those of its chunks. They are in memory, and in the data directory if there is one. Beyond
-`ERASURES_MAX` the namespaces that recorded the most forget their oldest (`forgetting`): a shard that has not
-seen these when it returns has to give up what it holds of those namespaces.
+A record is a tombstone: a namespace or a chunk's key, and the time at which the erasure was asked for. It
+holds nothing of the chunk. Records are numbered in the order in which they came; the latest of a chunk or
+namespace replaces the one before, and one of a namespace replaces those of its chunks. They are in memory,
+and in the data directory if there is one.
+
+The number of records is bounded. A namespace with more than `NAMESPACE_MAX` merges the older half into one
+mark, which costs only shards that have missed some of them, and only chunks of that namespace. Beyond
+`ERASURES_MAX` records in all, those that every known shard has applied are merged. See docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -12,41 +15,36 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
-from kintsugi.core.errors import Unavailable
+from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.callers import EVERY_NAMESPACE
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.private_files import PRIVATE_MODE
+from kintsugi.store.protocol.save_times import AFTER_S
 from kintsugi.store.shard.entry import Address
-from kintsugi.store.shard.erasure.forgetting import (
-    add_marks,
-    choose_to_forget,
-    find_mark,
-)
 
 ERASURES_MAX = 200_000
-FORGOTTEN_AT_ONCE = 1 / 8
-"""Share of `ERASURES_MAX` that makes room at a time: choosing looks at all that is recorded."""
-AFTER_S = 1e-3
-"""So much later than the last erasure of the same chunk does a new one count as asked for, at least: the
-clocks of those who ask may differ."""
+NAMESPACE_MAX = ERASURES_MAX // 16
+"""Records of one namespace."""
+MERGED_AT_ONCE = 1 / 8
+"""Share of `ERASURES_MAX` that makes room at a time."""
+AWAY_S_MAX = 30 * 86_400.0
+"""A shard that has recorded nothing for this long is not waited for."""
 _MAP_BYTES = 1 << 30
 _VALUE = struct.Struct("<dQ?")
 """When it was asked for, its number, and whether another shard told of it."""
-_FORGOTTEN = b"\0forgotten"
-"""The highest of all marks. Earlier versions know no other, and take it for one of every namespace."""
-_PEER = b"\0peer\0"
-_MARK = _PEER + b"\0forgotten\0"
-"""Prefixes of names that no namespace can have. Earlier versions read a mark as a peer that never asks."""
-_NUMBER = struct.Struct("<Q")
+_MARK = struct.Struct("<Qd")
+"""A number, and Unix seconds."""
+_MERGED, _PEER, _TIER = b"\0merged\0", b"\0peer\0", b"\0tier\0"
+"""Prefixes of names that no namespace can have."""
 
 _Name = tuple[str, ChunkKey | None]
 
@@ -59,55 +57,75 @@ class _Record:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A number of an erasure, and a time in Unix seconds."""
+
+    number: int = 0
+    at_s: float = -math.inf
+
+
+@dataclass(frozen=True)
 class ErasureRange:
     """Some of the erasures in their order."""
 
     erasures: Sequence[Erasure]
     next: int
     """The number up to which they were looked at."""
-    forgotten: Mapping[str, int]
-    """As `Erasures.forgotten`, at the same moment."""
+    merged: Mapping[str, Mark]
+    """By namespace, empty for all: the highest number and the latest time of erasures that are no longer kept
+    one by one, where that number is higher than the one asked for."""
 
 
 class Erasures:
-    """Thread-safe. Writes raise `Unavailable` where the disk fails; then nothing is recorded."""
+    """Thread-safe. Writes raise `Unavailable` where the disk fails; then nothing is recorded. Reads do not
+    wait for the disk."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._writing = threading.Lock()
+        """Held over a write and the change in memory after it."""
         self._lock = threading.Lock()
-        self._records: dict[_Name, _Record] = {}
+        """Guards what follows."""
+        self._records: dict[str, dict[ChunkKey | None, _Record]] = {}
         self._order: dict[int, _Name] = {}
         """Names by number, in ascending order."""
-        self.forgotten: dict[str, int] = {}
-        """Up to which number erasures may be forgotten, by pattern (`forgetting`). Replaced, not changed."""
-        self._peers: dict[str, int] = {}
+        self._merged: dict[str, Mark] = {}
+        self._peers: dict[str, Mark] = {}
+        """Up to which number another shard's erasures were applied here, and when that shard told of them."""
+        self._tiers: dict[str, Mark] = {}
+        """Up to which number erasures were applied in a tier."""
+        self._acknowledged: dict[str, int] = {}
+        """Up to which number another shard has applied the erasures of this one, as it said last."""
         self._env = None
         if folder is not None:
             make_folder(folder)
             self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
             sync_folder(folder)
             self._load(self._env)
-        self._last = max([*self._order, *self.forgotten.values()], default=0)
+        self._last = max([*self._order, *(mark.number for mark in self._merged.values())], default=0)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._order)
 
     def _load(self, env: lmdb.Environment) -> None:
-        highest = 0
         with env.begin() as transaction:
             for name, value in transaction.cursor():
-                if name == _FORGOTTEN:
-                    (highest,) = _NUMBER.unpack(value)
-                elif name.startswith(_MARK):
-                    (self.forgotten[name[len(_MARK) :].decode()],) = _NUMBER.unpack(value)
-                elif name.startswith(_PEER):
-                    (self._peers[name[len(_PEER) :].decode()],) = _NUMBER.unpack(value)
+                for prefix, marks in self._marks():
+                    if name.startswith(prefix):
+                        marks[name[len(prefix) :].decode()] = Mark(*_MARK.unpack(value))
+                        break
                 else:
-                    at_s, number, learned = _VALUE.unpack(value)
-                    self._records[_decode_name(name)] = _Record(at_s, number, learned)
-        if highest > max(self.forgotten.values(), default=0):  # an earlier version forgot the oldest of all
-            self.forgotten[EVERY_NAMESPACE] = highest
-        ordered = sorted(self._records.items(), key=lambda item: item[1].number)
-        self._order = {record.number: name for name, record in ordered}
+                    namespace, key = _decode_name(name)
+                    self._records.setdefault(namespace, {})[key] = _Record(*_VALUE.unpack(value))
+        named = [
+            (one.number, (namespace, key))
+            for namespace, some in self._records.items()
+            for key, one in some.items()
+        ]
+        self._order = dict(sorted(named, key=lambda item: item[0]))
+
+    def _marks(self) -> tuple[tuple[bytes, dict[str, Mark]], ...]:
+        return (_MERGED, self._merged), (_PEER, self._peers), (_TIER, self._tiers)
 
     @property
     def newest(self) -> int:
@@ -115,113 +133,181 @@ class Erasures:
         return self._last
 
     def record(
-        self, erasures: Iterable[Erasure], *, peer: str = "", seen: int = 0, places: Sequence[str] = ()
-    ) -> None:
-        """Record erasures, durably on return. With `peer` they were learned from that shard, whose erasures
-        up to the number `seen` have been seen now. `places`: where these, and all that were recorded before,
-        were obeyed; none is named as a shard."""
-        with self._lock:
+        self, erasures: Iterable[Erasure], *, learned: bool = False, tiers: Sequence[str] = ()
+    ) -> float:
+        """Record erasures, durably on return; the latest time of any, in Unix seconds.
+
+        `learned`: another shard has told of them. `tiers`: those of this shard, which apply what is recorded
+        here. Raises `ResourceExhausted` where too many are kept for shards that are away.
+        """
+        given = list(dict.fromkeys(erasures))
+        with self._writing:
+            for namespace in {erasure.namespace for erasure in given}:
+                self._merge_old(namespace, NAMESPACE_MAX - len(given))
+            self._make_room(len(given))
+            number, latest_s = self._last, -math.inf
             changes: dict[_Name, _Record | None] = {}
-            for erasure in erasures:
-                self._last += 1
+            for erasure in given:
+                number += 1
                 namespace, key = erasure.namespace, erasure.key
+                held = self._records.get(namespace, {})
+                replaced = [key, None] if key is not None else list(held)
+                before_s = max((held[one].at_s for one in replaced if one in held), default=-math.inf)
                 if key is None:
-                    replaced = [name for name in self._records if name[0] == namespace]
-                    changes.update(dict.fromkeys(replaced))
-                else:
-                    replaced = [
-                        name for name in ((namespace, key), (namespace, None)) if name in self._records
-                    ]
-                before_s = max((self._records[name].at_s for name in replaced), default=-math.inf)
-                changes[namespace, key] = _Record(_asked_s(erasure, before_s, peer), self._last, bool(peer))
-            numbers = dict.fromkeys(places, self._last) | ({peer: seen} if peer else {})
-            self._change(changes, {_PEER + name.encode(): number for name, number in numbers.items()})
-            self._peers |= numbers
-            if len(self._records) > ERASURES_MAX:
-                self._forget_some()
+                    changes.update(dict.fromkeys((namespace, one) for one in held))
+                at_s = _asked_s(erasure.at_s, before_s, learned)
+                latest_s = max(latest_s, at_s)
+                changes[namespace, key] = _Record(at_s, number, learned)
+            applied = dict.fromkeys(tiers, Mark(number, self._clock()))
+            self._change(changes, {_TIER: applied}, number)
+        return latest_s
 
-    def _forget_some(self) -> None:
-        """Make room for more erasures."""
-        count = max(len(self._records) - ERASURES_MAX, int(ERASURES_MAX * FORGOTTEN_AT_ONCE))
-        recorded = {number: namespace for number, (namespace, _) in self._order.items()}
-        numbers = choose_to_forget(recorded, count)
-        marks = add_marks(self.forgotten, {number: recorded[number] for number in numbers})
-        stored: dict[bytes, int | None] = dict.fromkeys(_MARK + name.encode() for name in self.forgotten)
-        stored |= {_MARK + name.encode(): number for name, number in marks.items()}
-        stored[_FORGOTTEN] = max(marks.values())
-        self._change({self._order[number]: None for number in numbers}, stored)
-        self.forgotten = marks
+    def merge(self, namespace: str, at_s: float) -> None:
+        """Remember that erasures of a namespace until `at_s`, of every one where it is empty, are known no
+        longer one by one. Another shard has told that."""
+        with self._writing:
+            self._change(
+                {}, {_MERGED: {namespace: self._joined(namespace, self._last + 1, at_s)}}, self._last + 1
+            )
 
-    def _change(self, changes: Mapping[_Name, _Record | None], numbers: Mapping[bytes, int | None]) -> None:
-        """Store, or delete where there is None, records and the numbers beside them. Raises `Unavailable`;
-        then nothing changed."""
+    def _joined(self, namespace: str, number: int, at_s: float) -> Mark:
+        before = self._merged.get(namespace, Mark())
+        return Mark(max(before.number, number), max(before.at_s, at_s))
+
+    def _merge_old(self, namespace: str, room: int) -> None:
+        """Merge the older half of a namespace's records where it has more than there is room for."""
+        held = self._records.get(namespace, {})
+        if len(held) > max(room, 1):
+            numbers = sorted(record.number for record in held.values())
+            self._merge(namespace, numbers[: len(numbers) // 2])
+
+    def _merge(self, namespace: str, numbers: Sequence[int]) -> None:
+        names = [self._order[number] for number in numbers]
+        latest_s = max(self._records[name][key].at_s for name, key in names)
+        mark = self._joined(namespace, numbers[-1], latest_s)
+        self._change(dict.fromkeys(names), {_MERGED: {namespace: mark}}, self._last)
+
+    def _make_room(self, count: int) -> None:
+        """Merge records that every known shard has applied where there are too many of all namespaces."""
+        if len(self._order) + count <= ERASURES_MAX:
+            return
+        acknowledged, slowest = self._find_acknowledged()
+        some = max(count, int(ERASURES_MAX * MERGED_AT_ONCE))
+        numbers = [number for number in self._order if number <= acknowledged][:some]
+        if len(numbers) < count:
+            raise ResourceExhausted(
+                f"this shard keeps {len(self._order)} erasures for shards that have not applied them yet; "
+                f"start shard {slowest} again, or wait until it counts as gone, "
+                f"{AWAY_S_MAX / 86_400:.0f} days after its last erasure"
+            )
+        self._merge("", numbers)
+
+    def _find_acknowledged(self) -> tuple[int, str]:
+        """Up to which number every known shard has applied the erasures, and the shard that is behind."""
+        since_s = self._clock() - AWAY_S_MAX
+        with self._lock:
+            waited_for = [peer for peer, mark in self._peers.items() if mark.at_s >= since_s]
+            numbers = {peer: self._acknowledged.get(peer, 0) for peer in waited_for}
+        slowest = min(numbers, key=lambda peer: numbers[peer], default="")
+        return numbers.get(slowest, self._last), slowest
+
+    def _change(
+        self,
+        changes: Mapping[_Name, _Record | None],
+        marks: Mapping[bytes, Mapping[str, Mark]],
+        last: int,
+    ) -> None:
+        """Store, or delete where there is None, records and the marks beside them. Raises `Unavailable`; then
+        nothing changed."""
         if self._env is not None:
-            values = {
-                name: None if number is None else _NUMBER.pack(number) for name, number in numbers.items()
-            }
-            values |= {_encode_name(name): _encode_record(record) for name, record in changes.items()}
+            values = {_encode_name(name): _encode_record(record) for name, record in changes.items()}
+            for prefix, some in marks.items():
+                values |= {
+                    prefix + name.encode(): _MARK.pack(mark.number, mark.at_s) for name, mark in some.items()
+                }
             _write(self._env, values)
-        for name in changes:
-            if (old := self._records.pop(name, None)) is not None:
-                del self._order[old.number]
-        for name, record in changes.items():
-            if record is not None:
-                self._records[name] = record
-                self._order[record.number] = name
+        with self._lock:
+            for namespace, key in changes:
+                held = self._records.get(namespace, {})
+                if (old := held.pop(key, None)) is not None:
+                    del self._order[old.number]
+                if not held:
+                    self._records.pop(namespace, None)
+            for (namespace, key), record in changes.items():
+                if record is not None:
+                    self._records.setdefault(namespace, {})[key] = record
+                    self._order[record.number] = (namespace, key)
+            for prefix, known in self._marks():
+                known.update(marks.get(prefix, {}))
+            self._last = last
 
     def is_known(self, erasure: Erasure) -> bool:
-        """Whether it was obeyed here: the same erasure or a later one of the same chunk is recorded."""
+        """Whether the same erasure, or a later one that covers it, is recorded."""
         with self._lock:
-            names = self._names_covering(erasure.namespace, erasure.key)
-            records = [self._records.get(name) for name in names]
-        return any(record is not None and record.at_s >= erasure.at_s for record in records)
+            return self._latest_s(erasure.namespace, erasure.key) >= erasure.at_s
 
-    def cover(self, address: Address, seen: int) -> bool:
-        """Whether a chunk may have been erased after the erasure with the number `seen`."""
+    def cover(self, address: Address, asked_at_s: float, seen: int = 0) -> bool:
+        """Whether a chunk that was asked for at `asked_at_s` was erased, or may have been by a merged
+        erasure with a number above `seen`."""
         with self._lock:
-            found = [self._records.get(name) for name in self._names_covering(*address)]
-            numbers = [one.number for one in found if one is not None]
-            return max([*numbers, find_mark(self.forgotten, address[0])]) > seen
+            around = ("", *enclosing(address[0]))
+            marks = [self._merged[name] for name in around if name in self._merged]
+            merged_s = max((mark.at_s for mark in marks if mark.number > seen), default=-math.inf)
+            return max(self._latest_s(*address), merged_s) >= asked_at_s
 
-    @staticmethod
-    def _names_covering(namespace: str, key: ChunkKey | None) -> list[_Name]:
-        """The names of the records that a chunk, or all of a namespace, is erased with."""
-        return [(namespace, key), *((name, None) for name in enclosing(namespace))]
+    def _latest_s(self, namespace: str, key: ChunkKey | None) -> float:
+        """When the last erasure was asked for that covers a chunk, or all of a namespace."""
+        names = [(namespace, key), *((name, None) for name in enclosing(namespace))]
+        found = (self._records.get(name, {}).get(one) for name, one in names)
+        return max((record.at_s for record in found if record is not None), default=-math.inf)
 
     def seen_of(self, peer: str) -> int:
-        """The number up to which another shard's erasures were obeyed here; 0: none were asked for."""
+        """The number up to which another shard's erasures were applied here; 0: none were asked for."""
         with self._lock:
-            return self._peers.get(peer, 0)
+            return self._peers.get(peer, Mark()).number
 
-    def obeyed_in(self, place: str) -> int | None:
-        """The number up to which erasures were obeyed in a place; None where none was recorded with it."""
+    def note_seen(self, peer: str, number: int) -> None:
+        """Another shard's erasures were applied here up to a number. Durable on return."""
+        with self._writing:
+            self._change({}, {_PEER: {peer: Mark(number, self._clock())}}, self._last)
+
+    def acknowledge(self, peer: str, number: int) -> None:
+        """Another shard has applied the erasures of this one up to a number."""
         with self._lock:
-            return self._peers.get(place)
+            self._acknowledged[peer] = number
+
+    def applied_in(self, tier: str) -> int:
+        """The number up to which erasures were applied in a tier; 0 for one that was never here."""
+        with self._lock:
+            return self._tiers.get(tier, Mark()).number
 
     def after(self, number: int, limit: int, learned: bool) -> ErasureRange:
         """At most `limit` records with higher numbers; without `learned` none that another shard told of."""
         with self._lock:
             if number >= self._last:
-                return ErasureRange((), number, self.forgotten)
+                return ErasureRange((), number, {})
             numbers = [one for one in self._order if one > number][:limit]
-            found = [(self._order[one], self._records[self._order[one]]) for one in numbers]
-            end, forgotten = numbers[-1] if len(numbers) == limit else self._last, self.forgotten
+            found = [
+                (name, self._records[name[0]][name[1]]) for name in (self._order[one] for one in numbers)
+            ]
+            end = numbers[-1] if len(numbers) == limit else self._last
+            merged = {name: mark for name, mark in self._merged.items() if mark.number > number}
         erasures = [Erasure(*name, at_s=one.at_s) for name, one in found if learned or not one.learned]
-        return ErasureRange(erasures, end, forgotten)
+        return ErasureRange(erasures, end, merged)
 
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
 
 
-def _asked_s(erasure: Erasure, before_s: float, peer: str) -> float:
+def _asked_s(at_s: float, before_s: float, learned: bool) -> float:
     """When an erasure counts as asked for, after others of the same chunk or namespace until `before_s`.
 
     One that another shard told of keeps its time, or two shards would tell each other of ever later ones; so
     does one that is asked for again because its answer was lost.
     """
-    if peer or erasure.at_s >= before_s:
-        return max(erasure.at_s, before_s)
+    if learned or at_s >= before_s:
+        return max(at_s, before_s)
     return before_s + AFTER_S
 
 

@@ -1,7 +1,8 @@
-"""What an erasure covers, and what it found."""
+"""What a deletion or an erasure covers, and what it found."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,10 +22,20 @@ class Scope:
     namespace: str
     keys: frozenset[ChunkKey] | None = None
     """None: all."""
+    until_s: float = math.inf
+    """Unix seconds: chunks whose save was asked for later are left alone."""
 
     @staticmethod
     def of(namespace: str, keys: Iterable[ChunkKey]) -> Scope:
         return Scope(namespace, frozenset(keys))
+
+    @property
+    def is_erasure(self) -> bool:
+        return self.until_s < math.inf
+
+    def takes(self, entry: ChunkEntry) -> bool:
+        """Whether a chunk with an address that it covers was asked for in time."""
+        return entry.manifest.asked_at_s <= self.until_s
 
     def covers(self, address: Address) -> bool:
         namespace, key = address
@@ -48,6 +59,13 @@ class Removed:
             chunks, size_bytes = self.tiers.get(residence.tier.name, (0, 0))
             self.tiers[residence.tier.name] = (chunks + 1, size_bytes + residence.size_bytes)
 
+    def add(self, other: Removed) -> None:
+        """Count what `other` has counted."""
+        self.chunks += other.chunks
+        for name, (chunks, size_bytes) in other.tiers.items():
+            before = self.tiers.get(name, (0, 0))
+            self.tiers[name] = (before[0] + chunks, before[1] + size_bytes)
+
 
 @dataclass(frozen=True)
 class ErasedHere:
@@ -59,15 +77,18 @@ class ErasedHere:
 
 
 def scopes_of(erasures: Iterable[Erasure]) -> list[Scope]:
-    """What erasures cover together, one scope for each namespace."""
-    keys: dict[str, set[ChunkKey] | None] = {}
+    """What erasures cover, one scope for those of a namespace that were asked for at the same time."""
+    keys: dict[tuple[str, float], set[ChunkKey] | None] = {}
     for erasure in erasures:
-        named = keys.setdefault(erasure.namespace, set())
+        named = keys.setdefault((erasure.namespace, erasure.at_s), set())
         if erasure.key is None:
-            keys[erasure.namespace] = None
+            keys[erasure.namespace, erasure.at_s] = None
         elif named is not None:
             named.add(erasure.key)
-    return [Scope(namespace, None if some is None else frozenset(some)) for namespace, some in keys.items()]
+    return [
+        Scope(namespace, None if some is None else frozenset(some), at_s)
+        for (namespace, at_s), some in keys.items()
+    ]
 
 
 def is_in_hand(

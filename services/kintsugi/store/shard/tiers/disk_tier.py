@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kintsugi.core.errors import Corrupted
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, Copying, Residence
@@ -224,10 +225,11 @@ class DiskTier(LowerTier):
             raise
         self._note_read(sum(map(len, frames)), began_s)
 
-    def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
-        """Entries of the catalog, before anything else uses the tier. Chunks that `known` says a faster
-        tier has, damaged records and frames beyond the end of the slab are forgotten. `uses`: by catalog
-        key; what was used long ago leaves first again. Raises `VersionMismatch`; then nothing changed."""
+    def recover(self, is_unwanted: Callable[[ChunkManifest], bool], uses: Mapping[bytes, Use]) -> Recovered:
+        """Entries of the catalog, before anything else uses the tier. Forgets chunks that a faster tier has
+        or that were erased (`is_unwanted`), damaged records, and frames beyond the end of the slab. `uses`:
+        by catalog key; what was used long ago leaves first again. Raises `VersionMismatch`; then nothing
+        changed."""
         kept: list[tuple[ChunkEntry, Residence]] = []
         doomed: list[bytes] = []
         damaged = 0
@@ -236,7 +238,7 @@ class DiskTier(LowerTier):
             if found is None:
                 damaged += 1
                 doomed.append(key)
-            elif known(found[0].address):
+            elif is_unwanted(found[0].manifest):
                 doomed.append(key)
             else:
                 kept.append(found)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
 from kintsugi.store.shard.eviction.policy import EvictionPolicy, Lru
@@ -361,7 +362,7 @@ class ObjectTier(LowerTier):
 
     # Restarts
 
-    def recover(self, known: Callable[[Address], bool], uses: Mapping[bytes, Use]) -> Recovered:
+    def recover(self, is_unwanted: Callable[[ChunkManifest], bool], uses: Mapping[bytes, Use]) -> Recovered:
         """As `DiskTier.recover`. The bucket is not asked: what it has forgotten is found when it is read."""
         kept: list[ChunkEntry] = []
         doomed: list[bytes] = []
@@ -371,7 +372,7 @@ class ObjectTier(LowerTier):
             if found is None or found[1].extents != (Extent(0, found[1].size_bytes),):
                 damaged += 1
                 doomed.append(key)
-            elif known(found[0].address):
+            elif is_unwanted(found[0].manifest):
                 doomed.append(key)
             else:
                 entry, residence = found

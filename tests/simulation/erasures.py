@@ -1,0 +1,320 @@
+"""Gateways and two shards with copies of each other's chunks, under seeded saves, erasures and restarts.
+
+Gateways are the product's `Saver` and `Eraser`, shards its `Shard` with RAM and an SSD tier; engines, the
+network and clocks are simulated. Saves wait and run for as long as the seed says, clocks differ, and shards
+are away and return with what they held. At the end every shard is back, and every copy is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kintsugi.core.errors import NotFound, Unavailable
+from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
+from kintsugi.gateway import erasing
+from kintsugi.gateway.erasing import Eraser, Remembered
+from kintsugi.gateway.saves import Saver
+from kintsugi.gateway.texts.known_chunks import KnownChunks
+from kintsugi.gateway.threaded_store import ThreadedStore
+from kintsugi.store.client.erasing import read_cursor, write_cursor
+from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
+from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S, SaveTimes
+from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
+from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.shard import Shard
+from tests.contracts.store_contract import make_chunk
+
+GATEWAYS, SHARDS, STEPS = 3, 2, 60
+NAMESPACES = ("docs", "docs/-/acme", "other")
+TEXTS = [TokenIds.of(range(100 * number, 100 * number + 40)) for number in range(6)]
+MIB = 1 << 20
+
+
+@dataclass
+class Judgement:
+    """What a seed has shown."""
+
+    asked: int = 0
+    """Erasures that a caller asked for."""
+    made: int = 0
+    """Erasures that gateways asked the store for."""
+    residue: list[str] = field(default_factory=list)
+    """Chunks from before an erasure that can still be read."""
+    lost: list[str] = field(default_factory=list)
+    """Chunks from after every erasure that cannot."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    step: int
+    namespace: str
+    key: ChunkKey | None
+    knows: bool = True
+    """Of a save: whether its gateway had followed every erasure."""
+
+
+class Shards:
+    """The shards that are up, behind the calls of a store that gateways and engines make."""
+
+    def __init__(self, folder: Path) -> None:
+        self._specs = [
+            ShardSpec(MIB, folder / f"{number}", (SsdSpec(folder / f"{number}-disk", 8 * MIB),))
+            for number in range(SHARDS)
+        ]
+        self.up: dict[int, Shard] = {number: open_shard(spec) for number, spec in enumerate(self._specs)}
+        self.erased = 0
+
+    def put(self, namespace: str, tokens: TokenIds, asked_at_s: float) -> None:
+        manifest, frames = _chunk(namespace, tokens)
+        for shard in self.up.values():
+            _put(shard, replace(manifest, asked_at_s=asked_at_s), frames, PutOptions())
+
+    def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
+        self.erased += 1
+        scope = Scope(namespace, None if keys is None else frozenset(keys))
+        gone_at_s = [shard.erase(scope, at_s).gone_at_s for shard in self.up.values()]
+        return [ErasedPlace("shards", 1, 0, max(gone_at_s))]
+
+    def erasures(self, cursor: str) -> ErasurePage:
+        """As `ShardedStore.erasures`."""
+        seen, found = read_cursor(cursor), dict[Erasure, None]()
+        for shard in self.up.values():
+            after = seen.get(shard.shard_id, 0) if cursor else shard.erasures.newest
+            page = shard.erasures.after(after, 1000, learned=False)
+            seen[shard.shard_id] = page.next
+            found |= dict.fromkeys(page.erasures)
+        return ErasurePage(list(found), write_cursor(seen))
+
+    def destroy_keys(self, namespace: str) -> list[ErasedPlace]:
+        return []
+
+    def stop(self, number: int) -> None:
+        self.up.pop(number).close()
+
+    def start(self, number: int) -> None:
+        """Before it serves, a shard applies what the others have recorded."""
+        shard = open_shard(self._specs[number])
+        for other in self.up.values():
+            _catch_up(shard, other)
+        self.up[number] = shard
+
+    def exchange(self) -> None:
+        """Every shard asks the others for erasures, and sends them what they lack."""
+        for shard in self.up.values():
+            for other in self.up.values():
+                if other is not shard:
+                    _catch_up(shard, other)
+        for shard in self.up.values():
+            for other in self.up.values():
+                if other is not shard:
+                    _replicate(shard, other)
+
+    def close(self) -> None:
+        for number in list(self.up):
+            self.stop(number)
+
+
+def _chunk(namespace: str, tokens: TokenIds) -> tuple[Any, list[bytes]]:
+    manifest, frames = make_chunk(tokens.to_list())
+    return replace(manifest, namespace=namespace), frames
+
+
+def _put(shard: Shard, manifest: Any, frames: Sequence[bytes], options: PutOptions) -> None:
+    put = shard.begin_put(manifest, options, wait_s=10.0)
+    if put is not None:
+        for layer, frame in enumerate(frames):
+            put.write(layer, memoryview(frame))
+        shard.commit(put)
+
+
+def _catch_up(shard: Shard, other: Shard) -> None:
+    seen = shard.erasures.seen_of(other.shard_id)
+    other.erasures.acknowledge(shard.shard_id, seen)
+    found = other.erasures.after(seen, 1000, learned=True)
+    if found.next != seen:
+        shard.apply_erasures(other.shard_id, found)
+
+
+def _replicate(shard: Shard, other: Shard) -> None:
+    seen = shard.erasures.seen_of(other.shard_id)
+    frames = {manifest.key: frames for manifest, frames in (_chunk("any", tokens) for tokens in TEXTS)}
+    for entry in shard.table.entries():
+        options = PutOptions(is_copy=True, erasures_seen=seen)
+        _put(other, entry.manifest, frames[entry.manifest.key], options)
+
+
+class Engine:
+    """Keeps every save until it is let go, and puts its chunks then."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._gates: list[asyncio.Event] = []
+
+    async def save(
+        self, request_id: str, namespace: str, chunks: Sequence[TokenIds], *, asked_at_s: float, **_: Any
+    ) -> list[SaveOutcome]:
+        gate = asyncio.Event()
+        self._gates.append(gate)
+        await gate.wait()
+        outcomes = []
+        for tokens in chunks:
+            try:
+                self._shards.put(namespace, tokens, asked_at_s)
+                outcomes.append(SaveOutcome(SaveState.SAVED))
+            except NotFound as error:
+                outcomes.append(SaveOutcome(SaveState.FAILED, str(error)))
+        return outcomes
+
+    def let_go(self, chance: random.Random | None = None) -> bool:
+        """End one save, or all; whether any was running."""
+        gates, self._gates = self._gates, []
+        if chance is not None and gates:
+            chance.shuffle(gates)
+            self._gates = gates[1:]
+            gates = gates[:1]
+        for gate in gates:
+            gate.set()
+        return bool(gates)
+
+
+class _NoResolver:
+    def forget(self, namespace: str, keys: Any) -> None:
+        """Nothing is resolved here."""
+
+
+class Gateways:
+    """Each has a clock of its own, and follows erasures when it is told to."""
+
+    def __init__(self, count: int, shards: Shards, engine: Engine, chance: random.Random) -> None:
+        self.savers, self.erasers, self._stores = [], [], []
+        for _ in range(count):
+            skew_s = chance.uniform(-0.5, 0.5) * CLOCKS_DIFFER_S
+            times = SaveTimes(lambda skew_s=skew_s: time.time() + skew_s)  # type: ignore[misc]
+            saver: Any = Saver(engine, times=times)  # type: ignore[arg-type]
+            store = ThreadedStore(shards)  # type: ignore[arg-type]
+            remembered = Remembered(KnownChunks(), _NoResolver(), saver, None, None, None)  # type: ignore[arg-type]
+            self.savers.append(saver)
+            self.erasers.append(Eraser(store, None, remembered))  # type: ignore[arg-type]
+            self._stores.append(store)
+
+    async def follow(self, number: int) -> None:
+        with suppress(Unavailable):
+            while await self.erasers[number].follow_once():
+                pass
+
+
+class Simulation:
+    """One seed."""
+
+    def __init__(self, folder: Path, seed: int, gateways: int) -> None:
+        self._chance = random.Random(seed)
+        self._shards = Shards(folder)
+        self._engine = Engine(self._shards)
+        self._gateways = Gateways(gateways, self._shards, self._engine, self._chance)
+        self._step = 0
+        self._saves: list[tuple[_Asked, asyncio.Future[SaveOutcome]]] = []
+        self._erasures: list[_Asked] = []
+        self._followed = [True] * gateways
+
+    async def run(self) -> Judgement:
+        for number in range(len(self._followed)):
+            await self._gateways.follow(number)
+        actions = (self._save, self._save, self._save, self._let_go, self._erase, self._follow, self._restart)
+        for self._step in range(STEPS):
+            await self._chance.choice(actions)()
+            await asyncio.sleep(0)
+        await self._settle()
+        judgement = self._judge()
+        self._shards.close()
+        return judgement
+
+    async def _save(self) -> None:
+        number = self._chance.randrange(len(self._followed))
+        namespace, tokens = self._chance.choice(NAMESPACES), self._chance.choice(TEXTS)
+        key = _chunk(namespace, tokens)[0].key
+        (future,) = self._gateways.savers[number].submit(namespace, [(key, tokens)])
+        self._saves.append((_Asked(self._step, namespace, key, self._followed[number]), future))
+        if self._chance.random() < 0.5:  # the engine has it, or it waits
+            await asyncio.sleep(0)
+
+    async def _let_go(self) -> None:
+        self._engine.let_go(self._chance)
+        await asyncio.sleep(0)
+
+    async def _erase(self) -> None:
+        number, namespace = self._chance.randrange(len(self._followed)), self._chance.choice(NAMESPACES)
+        self._erasures.append(_Asked(self._step, namespace, None))
+        self._followed = [other == number and knows for other, knows in enumerate(self._followed)]
+        await self._gateways.erasers[number].erase_namespace(namespace)
+
+    async def _follow(self) -> None:
+        number = self._chance.randrange(len(self._followed))
+        await self._gateways.follow(number)
+        self._followed[number] = True
+
+    async def _restart(self) -> None:
+        """A shard goes, or the one that is away returns."""
+        away = set(range(SHARDS)) - self._shards.up.keys()
+        if away:
+            self._shards.start(away.pop())
+        else:
+            self._shards.stop(self._chance.randrange(SHARDS))
+        self._shards.exchange()
+
+    async def _settle(self) -> None:
+        for number in set(range(SHARDS)) - self._shards.up.keys():
+            self._shards.start(number)
+        for number in range(len(self._followed)):
+            await self._gateways.follow(number)
+        while any(not future.done() for _, future in self._saves):
+            self._engine.let_go()
+            await asyncio.sleep(0)
+        self._shards.exchange()
+        for number in range(SHARDS):  # catalogs, too
+            self._shards.stop(number)
+            self._shards.start(number)
+        for number in range(len(self._followed)):
+            await self._gateways.follow(number)
+        self._shards.exchange()
+
+    def _judge(self) -> Judgement:
+        judgement = Judgement(len(self._erasures), self._shards.erased)
+        for number, shard in self._shards.up.items():
+            for entry in shard.table.entries():
+                address = entry.address
+                saves = [asked for asked, _ in self._saves if (asked.namespace, asked.key) == address]
+                if all(self._is_erased(asked) for asked in saves):
+                    judgement.residue.append(f"{address} in shard {number}")
+        held = {entry.address for shard in self._shards.up.values() for entry in shard.table.entries()}
+        for asked, future in self._saves:
+            stays = asked.knows and not self._is_erased(asked)
+            is_there = (asked.namespace, asked.key) in held and future.result().state is SaveState.SAVED
+            if stays and not is_there:
+                judgement.lost.append(f"{asked} ({future.result()})")
+        return judgement
+
+    def _is_erased(self, save: _Asked) -> bool:
+        return any(
+            erasure.step > save.step and is_within(save.namespace, erasure.namespace)
+            for erasure in self._erasures
+        )
+
+
+def simulate(folder: Path, seed: int, gateways: int = GATEWAYS) -> Judgement:
+    """Run one seed in an empty folder."""
+    waited_s, erasing.FOLLOWED_S = erasing.FOLLOWED_S, 0.0
+    try:
+        return asyncio.run(Simulation(folder, seed, gateways).run())
+    finally:
+        erasing.FOLLOWED_S = waited_s
