@@ -11,6 +11,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.store.client import key_file
+from kintsugi.store.client.grpc_store import GrpcOptions
 from kintsugi.store.client.key_file import (
     KeyFile,
     create_keys,
@@ -19,6 +20,7 @@ from kintsugi.store.client.key_file import (
     retire_keys,
     rotate_keys,
 )
+from kintsugi.store.protocol.interface import DATA_KEYS, KEPT_KEYS
 from kintsugi.store.protocol.keys import DATA_KEYS_MAX, NamespaceKeys, key_id_of
 
 SECRET = "5ec7e7" + "0" * 58
@@ -44,6 +46,39 @@ def test_a_part_of_a_namespace_has_its_keys_and_none_once_they_are_destroyed(pat
     destroy_keys(path, "docs")
     with pytest.raises(PermissionDenied):
         file.find("docs/-/acme")
+
+
+def test_replacing_data_keys_destroys_them_and_keeps_the_names(path: Path) -> None:
+    create_keys(path, "docs")
+    before = rotate_keys(path, "docs")
+    own = create_keys(path, "docs/-/acme")
+    other = create_keys(path, "other")
+    file = KeyFile(path)
+    assert file.replace("docs/-/beta") == 0, "a part without keys of its own uses the namespace's"
+    assert file.find("docs") == before
+    assert file.replace("docs") == 3
+    after, part = file.find("docs"), file.find("docs/-/acme")
+    assert after is not None
+    assert part is not None
+    assert (after.name_key, part.name_key) == (before.name_key, own.name_key)
+    assert not set(after.data_keys + part.data_keys) & set(before.data_keys + own.data_keys)
+    assert file.find("other") == other
+    assert KeyFile(path).find("docs") == after
+
+
+def test_a_receipt_says_what_became_of_data_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_keys(path, "docs")
+    options = GrpcOptions(keys=KeyFile(path))
+    assert GrpcOptions().destroy_keys("docs") == options.destroy_keys("plain") == []
+    (destroyed,) = options.destroy_keys("docs")
+    assert (destroyed.place, destroyed.items) == (DATA_KEYS, 1)
+    monkeypatch.setattr(key_file.os, "replace", read_only)
+    (kept,) = options.destroy_keys("docs")
+    assert (kept.place, kept.items) == (KEPT_KEYS, 0)
+
+
+def read_only(*paths: object) -> None:
+    raise OSError(30, "Read-only file system")
 
 
 def test_a_session_of_a_tenant_has_the_tenants_keys(path: Path) -> None:
