@@ -10,13 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from kintsugi.core.errors import NotFound, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway import erasing
-from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.database import Database
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import DocumentChunk, Key
@@ -177,16 +175,6 @@ def test_a_log_that_somebody_reads_is_no_success(tmp_path: Path, monkeypatch: py
     database.scrub()
     assert files_with_secret(tmp_path) == set()
     database.close()
-
-
-def test_the_index_of_an_earlier_version_goes_with_the_first_erasure(tmp_path: Path) -> None:
-    with lmdb.open(str(tmp_path)) as old, old.begin(write=True) as transaction:
-        transaction.put(b"tenant\0key", SECRET)
-    known = KnownChunks(tmp_path)
-    assert "data.mdb" in files_with_secret(tmp_path)
-    known.erase("tenant", [], time.time())
-    assert files_with_secret(tmp_path) == set()
-    known.close()
 
 
 def test_one_erasure_beside_saves_at_two_gateways_is_made_once(service: MarkedService) -> None:

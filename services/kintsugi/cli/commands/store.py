@@ -117,8 +117,8 @@ def serve(
     peers: Annotated[
         str,
         typer.Option(
-            help="URL of the store (shards://, shardfile://): send its shards what they lack, apply what they "
-            "erased."
+            help="URL of the store (shards://, shardfile://): send its shards what they lack, apply their "
+            "erasures."
         ),
     ] = "",
     metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
