@@ -261,7 +261,8 @@ class Simulation:
     async def _follow(self) -> None:
         number = self._chance.randrange(len(self._followed))
         await self._gateways.follow(number)
-        self._followed[number] = True
+        # A shard that learned of an erasure from one that is away leaves telling gateways to that one.
+        self._followed[number] |= len(self._shards.up) == SHARDS
 
     async def _restart(self) -> None:
         """A shard goes, or the one that is away returns."""
