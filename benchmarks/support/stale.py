@@ -37,6 +37,7 @@ DEPENDS_ON: Mapping[str, Sequence[str]] = {
     "loading": (*_BLEND, *_STORE, "quality"),
     "architectures": (*_BLEND, *_STORE),
     "serving": _SERVICE,
+    "path": _SERVICE,
     "gateway": ("core", "gateway", "sdk", "models", "precompute", *_STORE),
     "routing": ("core", "serving"),
     "clients": _SERVICE,
