@@ -50,7 +50,7 @@ from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from tests.fakes.cache_replay import TraceAccess, rag_trace, read_trace, replay
 
-LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 TOKENS = 512
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "benchmark"}), "bench")
 EVERY_HEAD = HeadRange(0, LAYOUT.num_kv_heads)
@@ -82,7 +82,7 @@ def make_chunk(index: int, tokens: int = TOKENS) -> tuple[ChunkManifest, list[me
     digests = b"".join(digests_of(frame, head) for frame in frames)
     key = ChunkKey.of(SPACE, [index, tokens])
     manifest = ChunkManifest(
-        key, SPACE.digest, SPACE.fingerprint, SPACE.namespace, tokens, LAYOUT, Codec.RAW, None, digests
+        key, SPACE.digest, SPACE.fingerprint, SPACE.namespace, tokens, LAYOUT, Codec.RAW, (), digests
     )
     return manifest, frames
 

@@ -217,13 +217,14 @@ def seeds(name: str) -> list[bytes]:
     lost = pb.FrameHeader(chunk=0, layer=1, lost_reason="absent")
     record = catalog_pb2.CatalogRecord(
         manifest=message,
-        stride=stride_of(MANIFEST.frame_bytes),
-        extents=[catalog_pb2.CatalogExtent(offset=0, frames=3)],
+        extents=[catalog_pb2.CatalogExtent(offset=0, size_bytes=3 * stride_of(MANIFEST.frame_bytes))],
+        charged_bytes=MANIFEST.chunk_bytes,
     )
     manifest, _ = make_mixed_chunk(range(40))
     mixed = catalog_pb2.CatalogRecord(
         manifest=wire.manifest_to_wire(manifest),
         extents=[catalog_pb2.CatalogExtent(offset=0, size_bytes=Strides.of(manifest.frame_runs).size_bytes)],
+        charged_bytes=manifest.chunk_bytes,
     )
     shards = directory_pb2.ShardMap(
         version=1, replicas=1, shards=[directory_pb2.ShardAddress(shard_id="a", address="b:1")], shares=[0.5]

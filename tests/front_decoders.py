@@ -36,7 +36,7 @@ from kintsugi.store.protocol.keys import NamespaceKeys
 from kintsugi.store.protocol.tls import first_expiry_s
 from tests.contracts.store_contract import make_chunk
 
-SMALL = KVLayout(2, 2, 8, "bfloat16")
+SMALL = KVLayout.uniform(2, 2, 8, "bfloat16")
 SMALL_TOKENS = 3
 PIECE = FileRange("memory://decoded-file", "decoded-file", Format.JSONL, "")
 ROOT = "https://docs.example/public"

@@ -82,7 +82,7 @@ def prompt_of(shape: ModelShape, context: int, codec: Codec, dtype: str) -> Prom
     generator = torch.Generator().manual_seed(context)
     token_ids = torch.randint(0, VOCAB, (context,), generator=generator)
     size = (context - QUESTION) // CHUNKS
-    layout = KVLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype)
+    layout = KVLayout.uniform(shape.layers, shape.kv_heads, shape.head_dim, dtype)
     manifests, frames, hits = {}, {}, []
     for index in range(CHUNKS):
         start = index * size
@@ -90,7 +90,7 @@ def prompt_of(shape: ModelShape, context: int, codec: Codec, dtype: str) -> Prom
         drawn = torch.randn(2, size, shape.kv_heads, shape.head_dim, generator=generator).to(DTYPES[dtype])
         frame = encode_frame(drawn[0], drawn[1], codec)
         every_frame = [frame] * shape.layers
-        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, every_frame)
+        manifests[key] = ChunkManifest.of(SPACE, key, (), size, layout, codec, every_frame)
         frames[key] = frame
         hits.append(ChunkHit(start, start + size, key))
     return Prompt(token_ids, tuple(hits), manifests, frames)

@@ -150,7 +150,7 @@ def _kernel_cases(plan: Plan) -> Iterator[tuple[str, Callable[..., float], Case]
 
 def codec_rows(plan: Plan) -> Iterator[Row]:
     tokens, heads, dim = (40, 2, 16) if plan.is_dry else (4096, 8, 128)
-    layout = KVLayout(1, heads, dim, "bfloat16")
+    layout = KVLayout.uniform(1, heads, dim, "bfloat16")
     drawn = torch.randn(2, tokens, heads, dim, generator=torch.Generator().manual_seed(0)).bfloat16()
     for codec in Codec:
         frame = encode_frame(drawn[0], drawn[1], codec)

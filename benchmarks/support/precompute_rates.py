@@ -24,7 +24,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 from tests.fakes.stub_prefiller import StubPrefiller
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "rates")
-LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 """The layout of an 8B model, for its large manifests. Chunks are small here, because nobody reads the
 frames."""
 CHUNK_TOKENS = 512

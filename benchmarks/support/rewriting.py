@@ -52,7 +52,7 @@ def quantised(codec: Codec, first_layer: int = 0) -> Alter:
     def alter(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer < first_layer:
             return key, value
-        layout = KVLayout(1, key.shape[1], key.shape[2], NAMES[key.dtype])
+        layout = KVLayout.uniform(1, key.shape[1], key.shape[2], NAMES[key.dtype])
         return decode_frame(encode_frame(key, value, codec), layout, codec, len(key))
 
     return alter

@@ -17,8 +17,7 @@ import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import (
-    FORMAT,
-    PRIOR_LAYER,
+    SIDE_KIND_MAX,
     ChunkManifest,
     Codec,
     HeadRange,
@@ -26,15 +25,16 @@ from kintsugi.core.layout import (
     LayerGroup,
     Part,
     PartKind,
+    SideKind,
     digests_of,
 )
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
 from kintsugi.store.protocol.chunk_events import ChunkEventType
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, Erasure, LayerFrame
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
 FINGERPRINT = ModelFingerprint.of({"weights": "contract"})
 SPACE = ChunkSpace(FINGERPRINT, "acme")
 MIXED = KVLayout.of_groups(
@@ -46,6 +46,9 @@ MIXED = KVLayout.of_groups(
     "bfloat16",
 )
 """Layers of every kind, which no model has side by side."""
+SCORES = SideKind.SCORES
+SIDE_KINDS = (7, SCORES)
+EVERY_FRAME = range(-SIDE_KINDS[0], MIXED.num_layers)
 Chunk = tuple[ChunkManifest, list[bytes]]
 
 ANY = LengthRange(1, 9)
@@ -74,30 +77,27 @@ def make_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE, seed: int = 0) 
         num_tokens=len(tokens),
         layout=LAYOUT,
         codec=Codec.RAW,
-        anchor=anchor_of(tokens),
+        anchors=anchors_of(tokens),
         digests=b"".join(digests_of(frame, head) for frame in frames),
     )
     return manifest, frames
 
 
 def make_mixed_chunk(tokens: Sequence[int], space: ChunkSpace = SPACE) -> Chunk:
-    """A chunk of `MIXED`, with a prior frame."""
+    """A chunk of `MIXED` with two side frames, of a kind that nobody knows and of scores."""
     count = len(tokens)
-    sizes = [count, *(MIXED.frame_bytes(Codec.RAW, count, layer) for layer in range(MIXED.num_layers))]
+    sizes = [9, count, *(MIXED.frame_bytes(Codec.RAW, count, layer) for layer in range(MIXED.num_layers))]
     generator = np.random.default_rng([1, count])
     frames = [generator.bytes(size) for size in sizes]
-    key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
-    priors = ("deviation",)
-    return ChunkManifest.of(space, key, anchor, count, MIXED, Codec.RAW, frames, priors), frames
+    key, anchors = ChunkKey.of(space, tokens), anchors_of(tokens)
+    return ChunkManifest.of(space, key, anchors, count, MIXED, Codec.RAW, frames, SIDE_KINDS), frames
 
 
 def make_encrypted_chunk(tokens: Sequence[int]) -> Chunk:
     """A chunk whose digests are tags, which no store can check."""
     manifest, frames = make_chunk(tokens)
     tags = np.random.default_rng(len(tokens)).bytes(len(manifest.digests))
-    encrypted = dataclasses.replace(
-        manifest, format=FORMAT, key_id="acme/1", salt=bytes(range(16)), digests=tags
-    )
+    encrypted = dataclasses.replace(manifest, key_id="acme/1", salt=bytes(range(16)), digests=tags)
     return encrypted, frames
 
 
@@ -265,7 +265,7 @@ class StoreContract:
         absent = ChunkKey(b"\1" * 32)
         assert store.lookup("acme", [absent]) == [None]
         assert store.lookup("rival", [manifest.key]) == [None]
-        assert store.lookup_anchors("rival", SPACE.digest, [manifest.anchor or 0]) == {}
+        assert store.lookup_anchors("rival", SPACE.digest, manifest.anchors) == {}
         assert read_all(store, [manifest.key], namespace="rival") == [(0, 0, None)]
         assert store.delete("rival", [manifest.key]) == 0
         assert store.list("rival") == []
@@ -308,46 +308,50 @@ class StoreContract:
         items = read_all(store, [manifest.key], heads=heads, layers=range(1, 3))
         assert items == [(0, layer, frames[layer][start:stop]) for layer in (1, 2)]
 
-    def test_layers_that_differ_read_back_behind_their_priors(self, store: ChunkStore) -> None:
+    def test_layers_that_differ_read_back_behind_the_side_frames(self, store: ChunkStore) -> None:
         manifest, frames = make_mixed_chunk(range(40))
         assert store.put(manifest, frames)
         assert store.lookup("acme", [manifest.key]) == [manifest]
         expected = [(0, layer, frame) for layer, frame in zip(manifest.layers, frames, strict=True)]
-        assert read_all(store, [manifest.key], layers=manifest.layers) == expected
-        assert read_all(store, [manifest.key], layers=range(4)) == expected[1:]
-        assert read_all(store, [manifest.key], layers=range(PRIOR_LAYER, 0)) == expected[:1]
+        assert read_all(store, [manifest.key], layers=EVERY_FRAME) == expected
+        assert read_all(store, [manifest.key], layers=range(-SIDE_KIND_MAX, 4)) == expected
+        assert read_all(store, [manifest.key], layers=range(-SCORES, 4)) == expected[1:]
+        assert read_all(store, [manifest.key], layers=range(4)) == expected[2:]
+        assert read_all(store, [manifest.key], layers=range(-SCORES, 0)) == expected[1:2]
+        assert read_all(store, [manifest.key], layers=range(-1, 1)) == expected[2:3]
 
     @pytest.mark.parametrize("rank", range(4))
     def test_a_rank_reads_its_share_of_every_layer(self, store: ChunkStore, rank: int) -> None:
         manifest, frames = make_mixed_chunk(range(40))
         store.put(manifest, frames)
         shares = [HeadRange.of_rank(heads, rank, 4) for heads in (2, 4, 4, 1)]
-        items = read_all(store, [manifest.key], HeadRange(rank, rank + 1), manifest.layers)
-        assert items[0] == (0, PRIOR_LAYER, frames[0]), "priors are per token, not per head"
+        items = read_all(store, [manifest.key], HeadRange(rank, rank + 1), EVERY_FRAME)
+        whole = [(0, -kind, frame) for kind, frame in zip(SIDE_KINDS, frames, strict=False)]
+        assert items[:2] == whole, "side frames belong to every head"
         for (_, _, data), frame, heads, share in zip(
-            items[1:], frames[1:], (2, 4, 4, 1), shares, strict=True
+            items[2:], frames[2:], (2, 4, 4, 1), shares, strict=True
         ):
             head_bytes = len(frame) // heads
             assert data == frame[share.start * head_bytes : share.stop * head_bytes]
 
-    def test_chunks_without_priors_are_read_beside_others(self, store: ChunkStore) -> None:
-        prior, plain = make_mixed_chunk(range(40)), make_mixed_chunk(range(50))
-        bare = dataclasses.replace(plain[0], priors=(), digests=plain[0].digests[16:])
-        store.put(*prior)
-        store.put(bare, plain[1][1:])
-        keys = [ChunkKey(b"\1" * 32), bare.key, prior[0].key]
-        items = read_all(store, keys, layers=prior[0].layers)
+    def test_chunks_without_side_frames_are_read_beside_others(self, store: ChunkStore) -> None:
+        sided, plain = make_mixed_chunk(range(40)), make_mixed_chunk(range(50))
+        bare = dataclasses.replace(plain[0], side_frames=(), digests=plain[0].digests[32:])
+        store.put(*sided)
+        store.put(bare, plain[1][2:])
+        keys = [ChunkKey(b"\1" * 32), bare.key, sided[0].key]
+        items = read_all(store, keys, layers=EVERY_FRAME)
         assert [(chunk, layer) for chunk, layer, data in items if data is not None] == [
-            (2, PRIOR_LAYER),
+            *((2, -kind) for kind in SIDE_KINDS),
             *((chunk, layer) for layer in range(4) for chunk in (1, 2)),
         ]
-        assert [item for item in items if item[2] is None] == [(0, PRIOR_LAYER, None)]
+        assert [item for item in items if item[2] is None] == [(0, EVERY_FRAME.start, None)]
 
-    def test_damaged_priors_are_refused(self, store: ChunkStore) -> None:
+    def test_damaged_side_frames_are_refused(self, store: ChunkStore) -> None:
         manifest, frames = make_mixed_chunk(range(40))
         with pytest.raises(Corrupted):
-            store.put(manifest, [bytes(40), *frames[1:]])
-        with pytest.raises(InvalidField, match="and a prior frame"):
+            store.put(manifest, [bytes(9), *frames[1:]])
+        with pytest.raises(InvalidField, match="and 2 side frames"):
             store.put(manifest, frames[1:])
         assert store.lookup("acme", [manifest.key]) == [None]
 
@@ -373,8 +377,7 @@ class StoreContract:
         short, long = make_chunk(range(40)), make_chunk(range(90))
         for manifest, frames in (short, long):
             store.put(manifest, frames)
-        anchor = anchor_of(range(40))
-        assert anchor is not None
+        (anchor,) = anchors_of(range(40))
         found = store.lookup_anchors("acme", SPACE.digest, [anchor, 12345])
         assert found == {anchor: [long[0], short[0]]}
 
@@ -382,13 +385,31 @@ class StoreContract:
         manifest, frames = make_chunk(range(40))
         store.put(manifest, frames)
         other = ChunkSpace(FINGERPRINT, "acme", prefix_token_ids=(1,))
-        assert manifest.anchor is not None
-        assert store.lookup_anchors("acme", other.digest, [manifest.anchor]) == {}
+        assert manifest.anchors
+        assert store.lookup_anchors("acme", other.digest, manifest.anchors) == {}
+
+    def test_a_chunk_is_found_by_each_of_its_anchors(self, store: ChunkStore) -> None:
+        manifest, frames = make_chunk(range(40))
+        manifest = dataclasses.replace(manifest, anchors=(*manifest.anchors, 12345))
+        store.put(manifest, frames)
+        found = store.lookup_anchors("acme", SPACE.digest, manifest.anchors)
+        assert found == {anchor: [manifest] for anchor in manifest.anchors}
+        store.delete("acme", [manifest.key])
+        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == {}
+
+    def test_what_a_chunk_was_prepared_behind_is_kept(self, store: ChunkStore) -> None:
+        space = ChunkSpace(FINGERPRINT, "acme", (1,), context_token_ids=(2, 3))
+        manifest, frames = make_chunk(range(40), space)
+        manifest = dataclasses.replace(manifest, context_keys=space.context_keys)
+        store.put(manifest, frames)
+        (held,) = store.lookup("acme", [manifest.key])
+        assert held is not None
+        assert held.context_keys == (ChunkKey.of(space.plain, (2, 3)),)
 
     def test_short_chunks_have_no_anchor(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(5))
         store.put(manifest, frames)
-        assert manifest.anchor is None
+        assert manifest.anchors == ()
         assert store.lookup("acme", [manifest.key]) == [manifest]
 
     def test_deleted_chunks_are_gone(self, store: ChunkStore) -> None:
@@ -396,7 +417,7 @@ class StoreContract:
         store.put(manifest, frames)
         assert store.delete("acme", [manifest.key, ChunkKey(b"\3" * 32)]) == 1
         assert store.lookup("acme", [manifest.key]) == [None]
-        assert store.lookup_anchors("acme", SPACE.digest, [manifest.anchor or 0]) == {}
+        assert store.lookup_anchors("acme", SPACE.digest, manifest.anchors) == {}
 
     def test_listing_pages_in_key_order(self, store: ChunkStore) -> None:
         manifests = []

@@ -21,7 +21,7 @@ import numpy as np
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
@@ -43,7 +43,7 @@ PHRASE = "Seven violet marmots guard the quiet harbour of Oostzaan"
 CORPUS = "library"
 MIB = 1 << 20
 _LAYERS = 4
-_LAYOUT = KVLayout(num_layers=_LAYERS, num_kv_heads=1, head_dim=32, dtype="bfloat16")
+_LAYOUT = KVLayout.uniform(num_layers=_LAYERS, num_kv_heads=1, head_dim=32, dtype="bfloat16")
 
 
 class TellingBackend(StubBackend):
@@ -66,7 +66,7 @@ class TellingBackend(StubBackend):
         data = np.asarray(list(token_ids), "<u4").tobytes()
         frame = (data * (size // len(data) + 1))[:size]
         frames: list[memoryview | bytes] = [frame] * _LAYERS
-        key, anchor = ChunkKey.of(space, token_ids), anchor_of(token_ids)
+        key, anchor = ChunkKey.of(space, token_ids), anchors_of(token_ids)
         manifest = ChunkManifest.of(
             space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames, asked_at_s=asked_at_s
         )

@@ -27,11 +27,11 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchors_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.store.protocol.interface import ChunkStore
 
-_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
+_LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
 """The layout of stored chunks: two bytes of zeros per token for each of K and V."""
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -283,7 +283,7 @@ def _zeros(
     manifest = ChunkManifest.of(
         space,
         ChunkKey.of(space, token_ids),
-        anchor_of(token_ids, space.name_key),
+        anchors_of(token_ids, space.name_key),
         len(token_ids),
         _LAYOUT,
         Codec.RAW,

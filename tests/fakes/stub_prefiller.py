@@ -9,7 +9,7 @@ import numpy as np
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, Codec
-from kintsugi.core.spaces import anchor_of
+from kintsugi.core.spaces import anchors_of
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.worker import FILLED, Prefiller, WorkerSpec, find_copy
 from kintsugi.store.client.registry import open_store
@@ -43,7 +43,7 @@ class StubPrefiller(Prefiller):
         size = layout.frame_bytes(Codec.RAW, len(ids))
         frames = [np.random.default_rng(ids[0] + n).bytes(size) for n in range(layout.num_layers)]
         space = find_copy(self._spec.space, chunk)
-        anchor = anchor_of(ids, space.name_key)
+        anchor = anchors_of(ids, space.name_key)
         manifest = ChunkManifest.of(space, chunk.key, anchor, len(ids), layout, Codec.RAW, frames)
         try:
             self._store.put(manifest, frames)

@@ -43,7 +43,7 @@ def manifest_of(
         num_tokens=len(token_ids),
         layout=layout,
         codec=codec,
-        anchor=None,
+        anchors=(),
         digests=b"".join(digests),
     )
 
@@ -64,7 +64,7 @@ class ToyPrompt:
     loaders: list[LayerLoader] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = KVLayout(self.model.layers, self.model.kv_heads, HEAD_DIM, "float32")
+        layout = KVLayout.uniform(self.model.layers, self.model.kv_heads, HEAD_DIM, "float32")
         self.frames: dict[ChunkKey, list[memoryview]] = {}
         self.manifests: dict[ChunkKey, ChunkManifest] = {}
         self.hits: list[ChunkHit] = []

@@ -2,14 +2,14 @@
 
 A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K
 before V, so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE:
-it is rotated once, at load. Where layers differ in shape, or store something else than K and V, the layout
-has **groups** of consecutive layers that are alike, and a head is its parts in a row, ``[tokens, width]``
-each. Quantised codecs keep a head's scales behind its elements. A digest covers each head of each frame, so
-a rank can verify exactly the bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on
-tensors.
+it is rotated once, at load. A layout has **groups** of consecutive layers that are alike; where a layer
+stores something else than K and V, a head is its parts in a row, ``[tokens, width]`` each. Quantised codecs
+keep a head's scales behind its elements. A digest covers each head of each frame, so a rank can verify
+exactly the bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
 
-A chunk may have a **prior frame** before its layers, ``[priors, tokens]`` of one byte each. It counts as
-layer `PRIOR_LAYER`. See docs/adr/0009.
+A chunk may have **side frames** before its layers: bytes that belong to the whole chunk, told apart by a
+kind. Where layers are numbered, the side frame of kind k is layer -k, so the frames of a chunk ascend. A
+reader skips kinds that it does not need. See docs/adr/0009.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, chain
@@ -28,20 +28,19 @@ import xxhash
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, check_namespace
 
-PLAIN_FORMAT, FORMAT = FORMATS = (2, 3)
-"""How the bytes of a chunk may be laid out. `PLAIN_FORMAT` is a uniform layout and nothing else, `FORMAT`
-holds everything. A chunk is written in the older one where that can hold it: versions that know only that one
-still read it, and an upgrade can be undone."""
+FORMAT = 1
+"""How chunks are laid out. A chunk of another format is refused."""
 
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
-PRIOR_LAYER = -1
-"""The place of the prior frame among the layers: before the first."""
-PRIORS_MAX = 16
 SALT_BYTES = 16
 """Random for every put of an encrypted chunk: no two puts share a chunk key."""
 
 TOKENS_MAX = 1 << 20
+ANCHORS_MAX = 16
+CONTEXT_KEYS_MAX = 64
+SIDE_FRAMES_MAX = 16
+SIDE_KIND_MAX = 255
 LAYERS_MAX = 1024
 HEADS_MAX = 1024
 HEAD_DIM_MAX = 1024
@@ -53,7 +52,7 @@ EXPONENTS_BYTES = 2
 """Two exponents per head: the one that its scales of K count from, and the one for V."""
 SINK_TOKENS = 4
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
-"""What a prior and a namespace key's id may be called."""
+"""What the id of a namespace key may be."""
 
 
 class Codec(IntEnum):
@@ -100,6 +99,23 @@ class PartKind(IntEnum):
     """The key of multi-head latent attention that is rotated, before RoPE; one for all heads."""
 
 
+class SideKind(IntEnum):
+    """What a side frame holds. Ids are on disk and on the wire: never renumber. Stores carry any id from 1 to
+    `SIDE_KIND_MAX`, so a later kind needs no change of theirs."""
+
+    PATCH = 1
+    """The difference that a context makes to the chunk's KV, in low rank."""
+    SCORES = 2
+    """A score for each token."""
+
+
+class SideFrame(NamedTuple):
+    """A frame that belongs to the whole chunk. Ranks read it whole."""
+
+    kind: int
+    size_bytes: int
+
+
 class Part(NamedTuple):
     """One tensor of a head, `[tokens, width]`."""
 
@@ -139,11 +155,6 @@ class LayerGroup:
         """Whether a head is K and V, the parts that quantised codecs encode."""
         return [part.kind for part in self.parts] == [PartKind.K, PartKind.V]
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether a layout of this group alone needs no groups."""
-        return self.has_k_and_v and self.parts[0].width == self.parts[1].width
-
     @cached_property
     def width(self) -> int:
         """Elements of a head per token."""
@@ -169,44 +180,29 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape of a model's KV: what decides a frame's size.
+    """Shape of a model's KV: what decides a frame's size."""
 
-    A layout is *uniform* where every layer stores K and V of one shape. `of_groups` makes any other.
-    """
-
-    num_layers: int
-    """Layers that have a frame."""
-    num_kv_heads: int
-    """Heads of the layer that has most."""
-    head_dim: int
-    """Width of the widest part of any layer."""
+    groups: tuple[LayerGroup, ...]
+    """The layers that have a frame, in order, neighbours of one shape in one group."""
     dtype: str
     """Element type before encoding: a key of `ELEMENT_BYTES`."""
-    groups: tuple[LayerGroup, ...] = ()
-    """The layers in order, neighbours of one shape in one group. Empty for a uniform layout."""
 
     @staticmethod
-    def of_groups(groups: Sequence[LayerGroup], dtype: str) -> KVLayout:
+    def uniform(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
+        """The layout of a model whose layers all store K and V of one shape. Raises `InvalidField`."""
+        parts = (Part(PartKind.K, head_dim), Part(PartKind.V, head_dim))
+        return KVLayout((LayerGroup(num_layers, num_kv_heads, parts),), dtype)
+
+    @staticmethod
+    def of_groups(groups: Iterable[LayerGroup], dtype: str) -> KVLayout:
         """The layout of layers in this order. Joins neighbours of one shape. Raises `InvalidField`."""
-        if not groups:
-            raise InvalidField("layout.groups", "name at least one group of layers")
-        joined = tuple(_join(groups))
-        return KVLayout(
-            sum(group.layers for group in joined),
-            max(group.heads for group in joined),
-            max(part.width for group in joined for part in group.parts),
-            dtype,
-            () if len(joined) == 1 and joined[0].is_uniform else joined,
-        )
+        return KVLayout(tuple(_join(groups)), dtype)
 
     def __post_init__(self) -> None:
-        for name, bound in (
-            ("num_layers", LAYERS_MAX),
-            ("num_kv_heads", HEADS_MAX),
-            ("head_dim", HEAD_DIM_MAX),
-        ):
-            if not 0 < getattr(self, name) <= bound:
-                raise InvalidField(f"layout.{name}", f"{getattr(self, name)} is outside [1, {bound}]")
+        if not self.groups:
+            raise InvalidField("layout.groups", "name at least one group of layers")
+        if self.num_layers > LAYERS_MAX:
+            raise InvalidField("layout.groups", f"{self.num_layers} layers; at most {LAYERS_MAX} are stored")
         if self.dtype not in ELEMENT_BYTES:
             raise InvalidField("layout.dtype", f"{self.dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
         for group in self.groups:
@@ -216,30 +212,27 @@ class KVLayout:
                     f"{group.heads} heads do not divide {self.num_kv_heads}, the most of any layer: ranks "
                     "read the same share of every layer",
                 )
-        if self.groups and not self._groups_agree():
-            raise InvalidField("layout.groups", "disagree with the other fields; use KVLayout.of_groups")
-
-    def _groups_agree(self) -> bool:
-        """Whether the groups are joined, and the other fields are what follows from them."""
-        layers = sum(group.layers for group in self.groups)
-        heads = max(group.heads for group in self.groups)
-        width = max(part.width for group in self.groups for part in group.parts)
-        joined = tuple(_join(self.groups)) == self.groups
-        uniform = len(self.groups) == 1 and self.groups[0].is_uniform
-        fields = (self.num_layers, self.num_kv_heads, self.head_dim)
-        return joined and not uniform and (layers, heads, width) == fields
+        if tuple(_join(self.groups)) != self.groups:
+            raise InvalidField("layout.groups", "neighbours of one shape are one group")
 
     @cached_property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers in order; one group for a uniform layout."""
-        if self.groups:
-            return self.groups
-        parts = (Part(PartKind.K, self.head_dim), Part(PartKind.V, self.head_dim))
-        return (LayerGroup(self.num_layers, self.num_kv_heads, parts),)
+    def num_layers(self) -> int:
+        """Layers that have a frame."""
+        return sum(group.layers for group in self.groups)
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """Heads of the layer that has most."""
+        return max(group.heads for group in self.groups)
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Width of the widest part of any layer."""
+        return max(part.width for group in self.groups for part in group.parts)
 
     @cached_property
     def _group_of_layer(self) -> tuple[LayerGroup, ...]:
-        return tuple(chain.from_iterable([group] * group.layers for group in self.layer_groups))
+        return tuple(chain.from_iterable([group] * group.layers for group in self.groups))
 
     @cached_property
     def _first_heads(self) -> tuple[int, ...]:
@@ -247,57 +240,52 @@ class KVLayout:
         return tuple(accumulate((group.heads for group in self._group_of_layer), initial=0))
 
     def group_of(self, layer: int | None) -> LayerGroup:
-        """The group of a layer, which may be left out for a uniform layout."""
-        if not self.groups:
-            return self.layer_groups[0]
+        """The group of a layer, which may be left out where all layers are alike."""
+        if len(self.groups) == 1:
+            return self.groups[0]
         assert layer is not None, "these layers differ: name one"
         assert layer >= 0
         return self._group_of_layer[layer]
 
     def holds(self, codec: Codec) -> bool:
         """Whether `codec` encodes every layer."""
-        return codec is Codec.RAW or all(group.has_k_and_v for group in self.layer_groups)
+        return codec is Codec.RAW or all(group.has_k_and_v for group in self.groups)
 
     def first_head(self, layer: int) -> int:
         """How many heads the layers before this one have together."""
-        return self._first_heads[layer] if self.groups else layer * self.num_kv_heads
+        return self._first_heads[layer]
 
     def heads_of(self, layer: int | None, heads: HeadRange) -> HeadRange:
         """The heads of a layer that are the same share of it as `heads` is of `num_kv_heads`. For the range
         of a tensor-parallel rank, they are what `HeadRange.of_rank` gives for the layer's own heads."""
-        if not self.groups:
-            return heads
         own = self.group_of(layer).heads
         return HeadRange(heads.start * own // self.num_kv_heads, -(-heads.stop * own // self.num_kv_heads))
 
     def head_bytes(self, codec: Codec, num_tokens: int, layer: int | None = None) -> int:
-        """Bytes of one head of one frame. `layer` may be left out for a uniform layout. Raises `InvalidField`
-        for a codec that does not encode the layer's parts."""
+        """Bytes of one head of one frame. `layer` may be left out where all layers are alike. Raises
+        `InvalidField` for a codec that does not encode the layer's parts."""
         return self.group_of(layer).head_bytes(codec, num_tokens, self.dtype)
 
     def frame_bytes(self, codec: Codec, num_tokens: int, layer: int | None = None) -> int:
-        """Bytes of one layer of a chunk. `layer` may be left out for a uniform layout."""
+        """Bytes of one layer of a chunk. `layer` may be left out where all layers are alike."""
         group = self.group_of(layer)
         return group.heads * group.head_bytes(codec, num_tokens, self.dtype)
 
     def frame_runs(self, codec: Codec, num_tokens: int) -> tuple[tuple[int, int], ...]:
         """For each group, the bytes of a frame and the number of frames."""
-        if not self.groups:
-            return ((self.frame_bytes(codec, num_tokens), self.num_layers),)
         return tuple(
             (group.heads * group.head_bytes(codec, num_tokens, self.dtype), group.layers)
-            for group in self.layer_groups
+            for group in self.groups
         )
 
     def chunk_bytes(self, codec: Codec, num_tokens: int) -> int:
         """Bytes of all layers of a chunk."""
-        if not self.groups:
-            return self.num_layers * self.frame_bytes(codec, num_tokens)
         return sum(size * count for size, count in self.frame_runs(codec, num_tokens))
 
-    @property
+    @cached_property
     def digests_bytes(self) -> int:
-        return sum(group.layers * group.heads for group in self.layer_groups) * DIGEST_BYTES
+        """Bytes of the digests of all layers."""
+        return sum(group.layers * group.heads for group in self.groups) * DIGEST_BYTES
 
 
 def _join(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
@@ -357,37 +345,43 @@ class ChunkManifest:
     num_tokens: int
     layout: KVLayout
     codec: Codec
-    anchor: int | None
+    anchors: tuple[int, ...]
+    """Hashes of some of its tokens, by which it is found in a prompt (`spaces.anchors_of`); none for a chunk
+    that only spans can name."""
     digests: bytes
-    """`DIGEST_BYTES` for the prior frame where there is one, then for each layer and head, row-major."""
-    format: int = PLAIN_FORMAT
-    """One of `FORMATS`. The chunk's record on disk and its manifest on the wire name it."""
+    """`DIGEST_BYTES` for each side frame, then for each layer and head, row-major."""
     key_id: str = ""
     """The namespace key that the frames are encrypted with; the digests are then AES-GCM tags, which only
     its holder can check. Empty: not encrypted."""
     salt: bytes = b""
     """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; else none."""
-    priors: tuple[str, ...] = ()
-    """Names of the rows of the prior frame; without any, there is none."""
+    side_frames: tuple[SideFrame, ...] = ()
+    """In the order in which they are stored: the highest kind first."""
     asked_at_s: float = field(default=0.0, compare=False)
     """When the save was asked for, in Unix seconds. An erasure that was asked for then or later covers the
     chunk. 0 in a put: now, by the store's clock."""
+    context_keys: tuple[ChunkKey, ...] = ()
+    """What the chunk was prefilled behind, apart from the prefix: the keys of those texts as chunks of its
+    plain space. Whoever erases one of them erases this chunk."""
 
     @staticmethod
     def of(
         space: ChunkSpace,
         key: ChunkKey,
-        anchor: int | None,
+        anchors: tuple[int, ...],
         num_tokens: int,
         layout: KVLayout,
         codec: Codec,
         frames: Sequence[memoryview | bytes],
-        priors: tuple[str, ...] = (),
+        side_kinds: Sequence[int] = (),
         asked_at_s: float = 0.0,
     ) -> ChunkManifest:
-        """The manifest of a chunk of `space` whose frames are the prior frame, if there are `priors`, and its
-        layers. Cost: one xxh3 pass over them."""
-        sizes = [len(priors) * num_tokens] if priors else []
+        """The manifest of a chunk of `space`. `frames`: its side frames, one for each of `side_kinds`, which
+        descend, and its layers. Cost: one xxh3 pass over them."""
+        side_frames = tuple(
+            SideFrame(kind, len(frame)) for kind, frame in zip(side_kinds, frames, strict=False)
+        )
+        sizes = [frame.size_bytes for frame in side_frames]
         sizes += [layout.head_bytes(codec, num_tokens, layer) for layer in range(layout.num_layers)]
         if len(frames) != len(sizes):
             raise InvalidField("frames", f"{len(frames)} frames; this chunk has {len(sizes)}")
@@ -399,10 +393,10 @@ class ChunkManifest:
             num_tokens=num_tokens,
             layout=layout,
             codec=codec,
-            anchor=anchor,
+            anchors=anchors,
             digests=b"".join(digests_of(frame, size) for frame, size in zip(frames, sizes, strict=True)),
-            format=FORMAT if priors or layout.groups else PLAIN_FORMAT,
-            priors=priors,
+            side_frames=side_frames,
+            context_keys=space.context_keys,
             asked_at_s=asked_at_s,
         )
 
@@ -412,111 +406,105 @@ class ChunkManifest:
             raise InvalidField("manifest.num_tokens", f"{self.num_tokens} is outside [1, {TOKENS_MAX}]")
         if not 0.0 <= self.asked_at_s < math.inf:
             raise InvalidField("manifest.asked_at_s", f"{self.asked_at_s} is not a time in Unix seconds")
-        if self.format != PLAIN_FORMAT or self.priors or self.key_id or self.salt or self.layout.groups:
-            self._check_format()
-        needed = self.layout.digests_bytes + DIGEST_BYTES * bool(self.priors)
+        salt_bytes = SALT_BYTES if self.key_id else 0
+        if len(self.salt) != salt_bytes:
+            raise InvalidField("manifest.salt", f"has {len(self.salt)} bytes; this chunk needs {salt_bytes}")
+        if self.key_id and not _NAME.fullmatch(self.key_id):
+            raise InvalidField("manifest.key_id", f"{self.key_id!r} does not match {_NAME.pattern}")
+        for name, bound in (("anchors", ANCHORS_MAX), ("context_keys", CONTEXT_KEYS_MAX)):
+            values = getattr(self, name)
+            if len(values) > bound or len(set(values)) < len(values):
+                raise InvalidField(
+                    f"manifest.{name}", f"holds {len(values)}; name at most {bound}, each once"
+                )
+        if self.side_frames:
+            self._check_side_frames()
+        self.layout.frame_runs(self.codec, self.num_tokens)  # raises for a codec that cannot hold the layers
+        needed = self.layout.digests_bytes + DIGEST_BYTES * len(self.side_frames)
         if len(self.digests) != needed:
             raise InvalidField(
                 "manifest.digests", f"has {len(self.digests)} bytes; this layout needs {needed}"
             )
 
+    def _check_side_frames(self) -> None:
+        kinds = [frame.kind for frame in self.side_frames]
+        if len(kinds) > SIDE_FRAMES_MAX or kinds != sorted(set(kinds), reverse=True):
+            raise InvalidField(
+                "manifest.side_frames",
+                f"of kinds {kinds}; name at most {SIDE_FRAMES_MAX}, in descending order",
+            )
+        for kind, size_bytes in self.side_frames:
+            if not 0 < kind <= SIDE_KIND_MAX or size_bytes <= 0:
+                raise InvalidField(
+                    "manifest.side_frames",
+                    f"kind {kind} of {size_bytes} bytes; kinds are 1 to {SIDE_KIND_MAX}, and none is empty",
+                )
+
     @property
     def is_encrypted(self) -> bool:
         return bool(self.key_id)
 
-    def as_plain(self) -> ChunkManifest | None:
-        """The chunk in `PLAIN_FORMAT`, without its priors; None where that cannot hold the layers. (The head
-        ranges of an encrypted chunk are numbered, so it keeps its priors.)"""
-        if self.layout.groups or self.key_id:
-            return None
-        layers = self.digests[DIGEST_BYTES if self.priors else 0 :]
-        return replace(self, format=PLAIN_FORMAT, priors=(), digests=layers)
-
-    def _check_format(self) -> None:
-        """Raise `InvalidField` for what the format cannot hold."""
-        if self.format not in FORMATS:
-            raise InvalidField("manifest.format", f"{self.format} is not one of {FORMATS}")
-        if self.format == PLAIN_FORMAT:
-            raise InvalidField(
-                "manifest.format",
-                f"{PLAIN_FORMAT} holds no layer groups, priors or encrypted frames; write {FORMAT}",
-            )
-        if len(self.priors) > PRIORS_MAX or len(set(self.priors)) < len(self.priors):
-            raise InvalidField("manifest.priors", f"name at most {PRIORS_MAX}, each once")
-        salt_bytes = SALT_BYTES if self.key_id else 0
-        if len(self.salt) != salt_bytes:
-            raise InvalidField("manifest.salt", f"has {len(self.salt)} bytes; this chunk needs {salt_bytes}")
-        if self.key_id:
-            _check_name("manifest.key_id", self.key_id)
-        for name in self.priors:
-            _check_name("manifest.priors", name)
-        self.layout.frame_runs(self.codec, self.num_tokens)  # raises for a codec that cannot hold the layers
-
     @property
     def frame_bytes(self) -> int:
-        """Bytes of the largest frame: of each one, where the layout is uniform and there is no prior."""
-        if not self.layout.groups and not self.priors:
-            return self.layout.frame_bytes(self.codec, self.num_tokens)
+        """Bytes of the largest frame."""
         return max(size for size, _ in self.frame_runs)
 
     @property
     def frame_runs(self) -> tuple[tuple[int, int], ...]:
         """Bytes of a frame and number of such frames in a row, for all frames in order."""
         runs = self.layout.frame_runs(self.codec, self.num_tokens)
-        return ((self.prior_bytes, 1), *runs) if self.priors else runs
-
-    @property
-    def prior_bytes(self) -> int:
-        """Bytes of the prior frame; 0 where there is none."""
-        return len(self.priors) * self.num_tokens
+        return (*((frame.size_bytes, 1) for frame in self.side_frames), *runs)
 
     @property
     def chunk_bytes(self) -> int:
-        return self.layout.chunk_bytes(self.codec, self.num_tokens) + self.prior_bytes
+        """Bytes of all frames."""
+        side_bytes = sum(frame.size_bytes for frame in self.side_frames)
+        return self.layout.chunk_bytes(self.codec, self.num_tokens) + side_bytes
 
     @property
-    def first_layer(self) -> int:
-        """The layer of the first frame: 0, or `PRIOR_LAYER`."""
-        return PRIOR_LAYER if self.priors else 0
-
-    @property
-    def layers(self) -> range:
-        """The layers that have frames, with `PRIOR_LAYER` where there are priors."""
-        return range(self.first_layer, self.layout.num_layers)
+    def layers(self) -> Sequence[int]:
+        """The frames in order: side frames as negative numbers, then layers."""
+        layers = range(self.layout.num_layers)
+        return (*(-frame.kind for frame in self.side_frames), *layers) if self.side_frames else layers
 
     @property
     def num_frames(self) -> int:
-        return self.layout.num_layers - self.first_layer
+        return self.layout.num_layers + len(self.side_frames)
+
+    def place_of(self, layer: int) -> int:
+        """Where the frame of `layer` stands among the chunk's frames."""
+        return len(self.side_frames) + layer if layer >= 0 else self.layers.index(layer)
 
     def frame_bytes_of(self, layer: int) -> int:
-        """Bytes of the frame of `layer`, which may be `PRIOR_LAYER`."""
-        if layer == PRIOR_LAYER:
-            return self.prior_bytes
+        """Bytes of the frame of `layer`, which may be a side frame."""
+        if layer < 0:
+            return self.side_frames[self.place_of(layer)].size_bytes
         return self.layout.frame_bytes(self.codec, self.num_tokens, layer)
 
     def head_range_bytes(self, heads: HeadRange, layer: int | None = None) -> tuple[int, int]:
         """Byte range of `heads` (as `KVLayout.heads_of`) within the frame of `layer`, which may be left out
-        for a uniform layout. The prior frame belongs to every head."""
-        if layer == PRIOR_LAYER:
-            return 0, self.prior_bytes
+        where all layers are alike. A side frame belongs to every head."""
+        if layer is not None and layer < 0:
+            return 0, self.frame_bytes_of(layer)
         heads = self.layout.heads_of(layer, heads)
         size = self.layout.head_bytes(self.codec, self.num_tokens, layer)
         return heads.start * size, heads.stop * size
 
     def range_bytes_max(self, heads: HeadRange) -> int:
         """Bytes of `heads` in the frame where they have most."""
-        layers: Iterable[int | None] = self.layers if self.layout.groups or self.priors else (None,)
-        ranges = (self.head_range_bytes(heads, layer) for layer in layers)
+        ranges = (self.head_range_bytes(heads, layer) for layer in self.layers)
         return max(stop - start for start, stop in ranges)
 
     def head_digests(self, layer: int, heads: HeadRange) -> HeadDigests:
         """The digests of `heads` of the frame of `layer`."""
         assert layer in self.layers
         assert 0 <= heads.start < heads.stop <= self.layout.num_kv_heads
-        if layer == PRIOR_LAYER:
-            return HeadDigests(0, self.prior_bytes, self.digests[:DIGEST_BYTES])
+        if layer < 0:
+            first = self.place_of(layer)
+            digest = self.digests[first * DIGEST_BYTES : (first + 1) * DIGEST_BYTES]
+            return HeadDigests(first, self.frame_bytes_of(layer), digest)
         heads = self.layout.heads_of(layer, heads)
-        first = bool(self.priors) + self.layout.first_head(layer) + heads.start
+        first = len(self.side_frames) + self.layout.first_head(layer) + heads.start
         return HeadDigests(
             first,
             self.layout.head_bytes(self.codec, self.num_tokens, layer),
@@ -532,11 +520,6 @@ class ChunkManifest:
         return bool(self.key_id) or digests_of(frame, size) == expected
 
 
-def _check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise InvalidField(field, f"{name!r} does not match {_NAME.pattern}")
-
-
 def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:
     """xxh3-128 of each head of a frame, concatenated."""
     view = memoryview(frame).cast("B")
@@ -548,9 +531,9 @@ def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:
 def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
     """Raise `InvalidField` unless the frames are exactly those that the manifest announces."""
     if len(frame_sizes) != manifest.num_frames:
-        prior = " and a prior frame" if manifest.priors else ""
+        beside = f" and {len(manifest.side_frames)} side frames" if manifest.side_frames else ""
         raise InvalidField(
-            "frames", f"{len(frame_sizes)} frames for a layout of {manifest.layout.num_layers} layers{prior}"
+            "frames", f"{len(frame_sizes)} frames for a layout of {manifest.layout.num_layers} layers{beside}"
         )
     for index, (layer, size) in enumerate(zip(manifest.layers, frame_sizes, strict=True)):
         needed = manifest.frame_bytes_of(layer)

@@ -53,7 +53,7 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
         kv_heads = _positive(values, "num_key_value_heads", heads)
         head_dim = _positive(values, "head_dim", hidden // heads or 1)
         projections = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        layout = KVLayout(layers, kv_heads, head_dim, stored)
+        layout = KVLayout.uniform(layers, kv_heads, head_dim, stored)
     width = _positive(values, "intermediate_size", 4 * hidden)
     if values.get("num_experts_per_tok"):
         width = _positive(values, "moe_intermediate_size", width)

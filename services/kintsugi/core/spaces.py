@@ -20,7 +20,7 @@ from kintsugi.core.tokens import TokenIds
 KEY_BYTES = 32
 FORMAT_VERSION = 2
 """Bumped when what is stored of a token changes meaning. It is part of every fingerprint, so no request finds
-chunks from before. How a chunk's bytes are laid out has versions of its own, `layout.FORMATS`."""
+chunks from before. How a chunk's bytes are laid out has a number of its own, `layout.FORMAT`."""
 
 ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""
@@ -133,6 +133,11 @@ class ChunkSpace:
         return self.prefix_token_ids + self.context_token_ids
 
     @cached_property
+    def context_keys(self) -> tuple[ChunkKey, ...]:
+        """The key of the context as a chunk of the plain space; none where there is no context."""
+        return (ChunkKey.of(self.plain, self.context_token_ids),) if self.context_token_ids else ()
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes over every field. Without a context it is what it was before contexts existed; without a
         name key, what it was before name keys existed."""
@@ -206,11 +211,10 @@ class ChunkKey:
         return self.hex[:16]
 
 
-def anchor_of(token_ids: Sequence[int], name_key: bytes = b"") -> int | None:
-    """xxh3-64 of the first `ANCHOR_TOKENS` ids, or 64 bits of their keyed blake3 in a space with a name key;
-    None for a shorter chunk, which only spans can name."""
-    anchors = anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key)
-    return anchors[0] if anchors else None
+def anchors_of(token_ids: Sequence[int], name_key: bytes = b"") -> tuple[int, ...]:
+    """The anchors of a chunk: xxh3-64 of its first `ANCHOR_TOKENS` ids, or 64 bits of their keyed blake3 in a
+    space with a name key. None for a shorter chunk, which only spans can name."""
+    return tuple(anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key))
 
 
 def anchors_at_every_offset(token_ids: Sequence[int], name_key: bytes = b"") -> list[int]:

@@ -49,7 +49,7 @@ class SaveJob:
     tokens: JobTokens
     space: ChunkSpace
     key: ChunkKey
-    anchor: int | None
+    anchors: tuple[int, ...]
     chunk_start: int
     chunk_end: int
     tier: str

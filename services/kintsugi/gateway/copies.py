@@ -105,11 +105,12 @@ def _find_others(
     if manifest is None or len(spaces) > 1:
         return []  # not there, or of a space that is no longer served
     (digest,) = spaces
-    anchor = manifest.anchor
-    found = [] if anchor is None else store.lookup_anchors(space.namespace, digest, [anchor]).get(anchor, [])
-    if anchor is None or len(found) >= ANCHOR_CANDIDATES_MAX:
+    first = manifest.anchors[:1]
+    found = [one for some in store.lookup_anchors(space.namespace, digest, first).values() for one in some]
+    if not first or len(found) >= ANCHOR_CANDIDATES_MAX:
         found = [one for one in _list_all(store, space.namespace) if one.space_digest == digest]
-    return [one.key for one in found if (one.num_tokens, one.anchor) == (manifest.num_tokens, anchor)]
+    like = (manifest.num_tokens, manifest.anchors)
+    return [one.key for one in found if (one.num_tokens, one.anchors) == like]
 
 
 def _list_all(store: ChunkStore, namespace: str) -> Iterator[ChunkManifest]:

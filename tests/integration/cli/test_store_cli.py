@@ -138,7 +138,7 @@ def test_a_listing_goes_on_behind_a_full_response(
     with closing(GrpcStore(server.address)) as store:
         for manifest, frames in chunks:
             store.put(manifest, frames)
-    monkeypatch.setattr(wire, "RESPONSE_BYTES_MAX", 2 * len(chunks[0][0].digests))
+    monkeypatch.setattr(wire, "RESPONSE_BYTES_MAX", 2 * wire.manifest_bytes(chunks[0][0]))
     at = ("-n", "acme", "--address", server.address)
     assert all(manifest.key.hex in run("ls", *at) for manifest, _ in chunks)
     assert len(run("ls", "--limit", "3", *at).splitlines()) == 3

@@ -10,7 +10,7 @@ import pytest
 from kintsugi.core.errors import PermissionDenied
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
 from kintsugi.engine.local import LocalEngine
 from kintsugi.store.client import key_file
 from kintsugi.store.client.grpc_store import GrpcStore
@@ -85,7 +85,7 @@ def test_nothing_that_is_stored_confirms_what_it_is(
         assert manifest.key_id == keys.newest_id
         assert manifest.space_digest not in {copy.digest for copy in guessed.copies()}
         assert manifest.key not in {ChunkKey.of(copy, chunk) for copy in guessed.copies() for chunk in CHUNKS}
-        assert manifest.anchor not in {anchor_of(chunk) for chunk in CHUNKS}
+        assert manifest.anchors not in {anchors_of(chunk) for chunk in CHUNKS}
 
 
 def test_a_flipped_bit_costs_a_prefill(engine: LocalEngine, server: ShardServer) -> None:

@@ -1,9 +1,8 @@
-"""A small shard's folder, recorded once per chunk format. Every later version must open or migrate it.
+"""A small shard's folder, recorded once. Every later version must open it.
 
-`python -m tests.integration.store.recorded_folder` writes `recorded/format-N.tar.gz`, the folder as this
-version makes it with the newest format N, and `recorded/format-N.json`, what it holds. Run it once, in the
-commit that makes format N. Never record a released format again: those bytes are on people's disks. The same
-commit gives the same bytes.
+`python -m tests.integration.store.recorded_folder` writes `recorded/format-1.tar.gz`, the folder as this
+version makes it, and `recorded/format-1.json`, what it holds. Never record it again once it is released:
+those bytes are on people's disks. The same commit gives the same bytes.
 
 LMDB's `lock.mdb` is left out: it belongs to one machine, and LMDB makes it anew.
 """
@@ -26,15 +25,15 @@ import blake3
 
 from kintsugi.core.layout import (
     FORMAT,
-    PLAIN_FORMAT,
     ChunkManifest,
     Codec,
     KVLayout,
     LayerGroup,
     Part,
     PartKind,
+    SideKind,
 )
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec
 from kintsugi.store.shard.put import PutOptions
@@ -48,7 +47,7 @@ RECORDED = Path(__file__).parent / "recorded"
 SHARD_ID = "5f0c7f4e-9d0b-4c53-8a4b-0a8f6f4c2d11"
 FINGERPRINT = ModelFingerprint(bytes(range(32)))
 REPORT_NAME, REPORT = "gate", b"a calibration report, as far as a shard knows"
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 MIXED = KVLayout.of_groups(
     [
         LayerGroup(1, 2, (Part(PartKind.KV, 8),)),
@@ -58,9 +57,10 @@ MIXED = KVLayout.of_groups(
     "bfloat16",
 )
 """Every kind of group."""
-PRIORS = ("deviation",)
+SIDE_KINDS = (9, SideKind.PATCH)
+"""One of them is a kind that nobody knows."""
 RAM_BYTES = 2 << 20
-SLAB_BYTES = 22 * BLOCK_BYTES
+SLAB_BYTES = 23 * BLOCK_BYTES
 """So little that the last chunk finds no run for all of its frames."""
 NOW_S = 1.75e9
 DURABLE = PutOptions(durable=True)
@@ -82,13 +82,14 @@ class Recipe:
     namespace: str = "acme"
     options: PutOptions = DURABLE
     layout: KVLayout = LAYOUT
-    priors: tuple[str, ...] = ()
+    side_kinds: tuple[int, ...] = ()
     key_id: str = ""
+    context_token_ids: tuple[int, ...] = ()
 
     def made(self) -> tuple[ChunkManifest, list[bytes]]:
         tokens = range(self.first_token, self.first_token + self.num_tokens)
-        space = ChunkSpace(FINGERPRINT, self.namespace)
-        sizes = {-1: len(self.priors) * self.num_tokens} if self.priors else {}
+        space = ChunkSpace(FINGERPRINT, self.namespace, context_token_ids=self.context_token_ids)
+        sizes = {-kind: 10 + kind for kind in self.side_kinds}
         sizes |= {
             layer: self.layout.frame_bytes(self.codec, self.num_tokens, layer)
             for layer in range(self.layout.num_layers)
@@ -97,63 +98,52 @@ class Recipe:
             blake3.blake3(f"{self.first_token} {layer}".encode()).digest(length=size)
             for layer, size in sizes.items()
         ]
-        key, anchor = ChunkKey.of(space, tokens), anchor_of(tokens)
-        of = (space, key, anchor, self.num_tokens, self.layout, self.codec)
-        manifest = ChunkManifest.of(*of, frames, self.priors)
+        key, anchors = ChunkKey.of(space, tokens), anchors_of(tokens)
+        of = (space, key, anchors, self.num_tokens, self.layout, self.codec)
+        manifest = ChunkManifest.of(*of, frames, self.side_kinds)
         return self._encrypted(manifest) if self.key_id else manifest, frames
 
     def _encrypted(self, manifest: ChunkManifest) -> ChunkManifest:
         tags = blake3.blake3(f"{self.first_token} tags".encode()).digest(length=len(manifest.digests))
         salt = blake3.blake3(f"{self.first_token} salt".encode()).digest(length=16)
-        return replace(manifest, format=FORMAT, key_id=self.key_id, salt=salt, digests=tags)
+        return replace(manifest, key_id=self.key_id, salt=salt, digests=tags)
 
 
 DELETED = Recipe(9000, 40, Codec.RAW)
 """It leaves a hole of one run in the slab."""
-PLAIN_KEPT = (
+KEPT = (
     Recipe(1000, 40, Codec.RAW),
     Recipe(2000, 41, Codec.INT8, options=PutOptions(durable=True, recompute_ms=12.5)),
-    Recipe(3000, 42, Codec.FP8, options=PutOptions(durable=True, ttl_s=1e12)),
+    Recipe(3000, 42, Codec.FP8, options=PutOptions(durable=True, ttl_s=1e12), context_token_ids=(1, 2)),
     Recipe(4000, 7, Codec.INT8_SINKS),  # too short for an anchor
-    Recipe(5000, 43, Codec.FP8_SINKS),
-    Recipe(6000, 80, Codec.RAW, "rival/team"),  # frames of two blocks
+    Recipe(5000, 43, Codec.FP8_SINKS, key_id="acme/1"),
+    Recipe(6000, 80, Codec.RAW, "rival/team", layout=MIXED, side_kinds=SIDE_KINDS),  # frames of two blocks
 )
-KEPT = {
-    PLAIN_FORMAT: PLAIN_KEPT,
-    FORMAT: (
-        Recipe(1000, 40, Codec.RAW),  # in the plain format
-        Recipe(2000, 41, Codec.INT8, priors=PRIORS),
-        Recipe(3000, 42, Codec.RAW, layout=MIXED, priors=PRIORS),
-        Recipe(4000, 43, Codec.RAW, key_id="acme/1"),
-        Recipe(6000, 80, Codec.RAW, "rival/team", layout=MIXED, priors=PRIORS),
-    ),
-}
-"""The chunks of a folder by its newest format; the last finds no run for all of its frames."""
+"""The last finds no run for all of its frames."""
 
 
-def make(folder: Path, version: int = FORMAT) -> dict[str, Any]:
-    """Write the folder with chunks up to this format as this version does; what it then holds."""
-    kept = KEPT[version]
+def make(folder: Path) -> dict[str, Any]:
+    """Write the folder as this version does; what it then holds."""
     home = Home(folder / "data", SHARD_ID)
     disk = DiskTier("ssd0", Home(folder / "disk/kintsugi-tier", SHARD_ID), SLAB_BYTES)
     shard = Shard(RamTier(RAM_BYTES), [disk], SHARD_ID, home=home, wall_clock=lambda: NOW_S)
     with closing(shard):
         shard.reports.put(FINGERPRINT, REPORT_NAME, REPORT)
-        for recipe in (DELETED, *kept[:-1]):
+        for recipe in (DELETED, *KEPT[:-1]):
             _put(shard, recipe)
         shard.delete(DELETED.namespace, [DELETED.made()[0].key])
         for flushed in shard.flush_writers():
             flushed.result(10.0)
-        entry = _put(shard, kept[-1])
+        entry = _put(shard, KEPT[-1])
         assert entry.disk is not None
         assert len(entry.disk.extents) == 2
-        for uses, recipe in enumerate(kept):
+        for uses, recipe in enumerate(KEPT):
             for _ in range(uses):
                 shard.lookup(recipe.namespace, [recipe.made()[0].key])
     return {
         "shard_id": SHARD_ID,
         "report": REPORT.decode(),
-        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(kept)],
+        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(KEPT)],
     }
 
 
@@ -177,33 +167,29 @@ def _contents(recipe: Recipe, uses: int) -> dict[str, Any]:
 def contents(
     manifest: ChunkManifest, frames: Sequence[bytes], uses: int, recompute_ms: float, expires_at_s: float
 ) -> dict[str, Any]:
-    """A chunk as `format-N.json` says it."""
-    chunk = {
+    """A chunk as `format-1.json` says it."""
+    groups = [
+        [group.layers, group.heads, [[part.kind.name, part.width] for part in group.parts]]
+        for group in manifest.layout.groups
+    ]
+    return {
         "namespace": manifest.namespace,
         "key": manifest.key.hex,
         "space_digest": manifest.space_digest.hex(),
         "fingerprint": manifest.fingerprint.hex,
         "num_tokens": manifest.num_tokens,
+        "groups": groups,
         "codec": int(manifest.codec),
-        "anchor": manifest.anchor,
+        "anchors": list(manifest.anchors),
+        "side_frames": [list(frame) for frame in manifest.side_frames],
+        "context_keys": [key.hex for key in manifest.context_keys],
+        "key_id": manifest.key_id,
+        "salt": manifest.salt.hex(),
+        "digests": manifest.digests.hex(),
         "uses": uses,
         "recompute_ms": recompute_ms,
         "expires_at_s": None if math.isinf(expires_at_s) else expires_at_s,
         "frames_blake3": [blake3.blake3(frame).hexdigest() for frame in frames],
-    }
-    if manifest.format == PLAIN_FORMAT:
-        return chunk
-    groups = [
-        [group.layers, group.heads, [[part.kind.name, part.width] for part in group.parts]]
-        for group in manifest.layout.groups
-    ]
-    return chunk | {
-        "format": manifest.format,
-        "groups": groups,
-        "priors": list(manifest.priors),
-        "key_id": manifest.key_id,
-        "salt": manifest.salt.hex(),
-        "digests": manifest.digests.hex(),
     }
 
 

@@ -138,7 +138,7 @@ def test_a_restart_finds_what_was_durable(tmp_path: Path) -> None:
         found = shard.lookup("acme", [manifest.key for manifest, _ in chunks])
         assert [entry.manifest if entry else None for entry in found] == [None] + [m for m, _ in chunks[1:]]
         assert all(shard.verify("acme", [manifest.key for manifest, _ in chunks[1:]]).values())
-        anchor = chunks[1][0].anchor
+        (anchor,) = chunks[1][0].anchors
         assert anchor is not None
         assert shard.lookup_anchors("acme", chunks[1][0].space_digest, [anchor]) == {anchor: [chunks[1][0]]}
     finally:

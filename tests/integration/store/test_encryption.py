@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
-from kintsugi.core.layout import FORMAT, ChunkManifest, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.store.client import key_file as key_file_module
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -86,7 +86,7 @@ class _PlainManifests(GrpcStore):
             return stored
         put = self._as_given[stored.key]
         assert stored.is_encrypted
-        tagged = replace(put, format=FORMAT, key_id=stored.key_id, salt=stored.salt, digests=stored.digests)
+        tagged = replace(put, key_id=stored.key_id, salt=stored.salt, digests=stored.digests)
         assert stored == tagged
         assert stored.digests != put.digests
         return put
@@ -188,7 +188,7 @@ def test_an_unencrypted_chunk_does_not_count_in_a_namespace_with_keys(
     forger, ours = opened(server), opened(server, key_path)
     forger.put(manifest, frames)
     assert ours.lookup("acme", [manifest.key]) == [None]
-    assert ours.lookup_anchors("acme", manifest.space_digest, [manifest.anchor or 0]) == {}
+    assert ours.lookup_anchors("acme", manifest.space_digest, manifest.anchors) == {}
     assert read_all(ours, [manifest.key]) == [(0, 0, None)]
     assert ours.put(manifest, frames), "it is replaced"
     assert read_all(ours, [manifest.key]) == as_written(frames)

@@ -18,7 +18,7 @@ import pytest
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.deploy import StoreSpec, TierSpec
 from kintsugi.core.errors import VersionMismatch
-from kintsugi.core.layout import FORMATS, PLAIN_FORMAT, ChunkManifest, Codec, HeadRange
+from kintsugi.core.layout import FORMAT, ChunkManifest, Codec, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.serving.store_shard import claim_shard
@@ -31,7 +31,7 @@ from kintsugi.store.shard.workers import tier_writer
 from tests.contracts.store_contract import Chunk, make_encrypted_chunk, make_mixed_chunk
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
-OTHER = FORMATS[-1] + 1
+OTHER = FORMAT + 1
 """A format of a later version."""
 
 
@@ -84,10 +84,10 @@ def test_a_folder_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
         open_shard(spec(tmp_path, ssd_mib=(32,)))  # and the slab does not grow
     assert str(refused.value) == (
         f"{tmp_path / 'disk0/kintsugi-tier'} holds 5 chunks of format {OTHER}; this version of kintsugi "
-        "reads formats 2 and 3. Nothing was changed: use the version that wrote them, or name another folder"
+        "reads format 1. Nothing was changed: use the version that wrote them, or name another folder"
     )
     assert digests_below(tmp_path) == before
-    stamp(tmp_path / "disk0", PLAIN_FORMAT)
+    stamp(tmp_path / "disk0", FORMAT)
     assert intact(spec(tmp_path), keys) == 5
 
 
@@ -95,13 +95,13 @@ def test_a_folder_with_one_chunk_of_another_version_is_refused(tmp_path: Path) -
     filled(spec(tmp_path))
     stamp(tmp_path / "disk0", OTHER, 2)
     before = digests_below(tmp_path)
-    with pytest.raises(VersionMismatch, match=f"3 chunks of format 2 and 2 chunks of format {OTHER};"):
+    with pytest.raises(VersionMismatch, match=f"3 chunks of format 1 and 2 chunks of format {OTHER};"):
         open_shard(spec(tmp_path))
     assert digests_below(tmp_path) == before
 
 
 @pytest.mark.parametrize("make", [make_mixed_chunk, make_encrypted_chunk])
-def test_chunks_of_both_formats_survive_a_restart_side_by_side(
+def test_chunks_of_every_shape_survive_a_restart_side_by_side(
     make: Callable[[range], Chunk], tmp_path: Path
 ) -> None:
     chunks = [*many(3, tokens=40), make(range(5000, 5300))]
@@ -116,7 +116,7 @@ def test_chunks_of_both_formats_survive_a_restart_side_by_side(
             assert entry is not None
             assert entry.manifest == manifest
             assert entry.disk is not None
-            reading = shard.open("acme", [manifest.key], manifest.layers, every_head(manifest))
+            reading = shard.open("acme", [manifest.key], every_frame(manifest), every_head(manifest))
             (held,) = reading.chunks
             assert held is not None
             read = [bytes(frame_of(shard, held, layer)) for layer in manifest.layers]
@@ -145,11 +145,15 @@ def test_frames_of_several_sizes_are_demoted_and_promoted(
         assert shard.verify("acme", keys) == dict.fromkeys(keys, True)
         manifest, frames = chunks[0]
         assert shard.lookup("acme", keys[:1])[0] is not None
-        reading = shard.open("acme", keys[:1], manifest.layers, every_head(manifest))
+        reading = shard.open("acme", keys[:1], every_frame(manifest), every_head(manifest))
         (held,) = reading.chunks
         assert held is not None
         assert [bytes(frame_of(shard, held, layer)) for layer in manifest.layers] == frames
         shard.close_reading(reading)
+
+
+def every_frame(manifest: ChunkManifest) -> range:
+    return range(manifest.layers[0], manifest.layout.num_layers)
 
 
 def every_head(manifest: ChunkManifest) -> HeadRange:
@@ -165,15 +169,34 @@ def frame_of(shard: Shard, chunk: HeldChunk, layer: int) -> memoryview:
     return chunk.frame(layer)
 
 
-def test_plain_chunks_are_written_as_the_version_before_reads_them(tmp_path: Path) -> None:
-    """So an upgrade can be undone until something is stored that only format 3 holds."""
-    filled(spec(tmp_path))
-    records: list[pb.CatalogRecord] = []
-    rewrite(tmp_path / "disk0", records.append)
-    assert {record.manifest.format_version for record in records} == {PLAIN_FORMAT}
-    for record in records:
-        assert record.stride > 0
-        assert all(extent.frames and not extent.size_bytes for extent in record.extents)
+def test_what_a_namespace_is_charged_is_recorded(tmp_path: Path) -> None:
+    """So it is given back as it was taken, whatever a later version charges."""
+    (key,) = filled(spec(tmp_path), stop=1)
+    (manifest, _) = many(1, tokens=40)[0]
+    more = manifest.chunk_bytes + 100
+
+    def charge(record: pb.CatalogRecord) -> None:
+        assert record.charged_bytes == manifest.chunk_bytes
+        record.charged_bytes = more
+
+    rewrite(tmp_path / "disk0", charge)
+    with closing(open_shard(spec(tmp_path))) as shard:
+        entry = shard.table.get(("acme", key))
+        assert entry is not None
+        assert entry.charged_bytes == more
+        assert shard.disks[0].bytes_by_namespace == {"acme": more}
+        shard.delete("acme", [key])
+        assert shard.disks[0].bytes_by_namespace == {}
+
+
+def test_a_record_that_charges_less_than_its_frames_costs_its_chunk_alone(tmp_path: Path) -> None:
+    keys = filled(spec(tmp_path))
+
+    def charge_nothing(record: pb.CatalogRecord) -> None:
+        record.charged_bytes = 0
+
+    rewrite(tmp_path / "disk0", charge_nothing, 1)
+    assert intact(spec(tmp_path), keys) == 4
 
 
 def test_a_chunk_in_an_unknown_codec_is_not_deleted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.core.layout import PRIOR_LAYER, SALT_BYTES, ChunkManifest, HeadRange
+from kintsugi.core.layout import SALT_BYTES, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
@@ -29,7 +29,14 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from tests.contracts.store_contract import MIXED, make_chunk, make_encrypted_chunk, make_mixed_chunk, read_all
+from tests.contracts.store_contract import (
+    EVERY_FRAME,
+    MIXED,
+    make_chunk,
+    make_encrypted_chunk,
+    make_mixed_chunk,
+    read_all,
+)
 
 CHUNKS = 12
 
@@ -97,16 +104,16 @@ def check_placed(fleet: Fleet, chunks: dict[ChunkKey, list[bytes]]) -> None:
             store.close()
 
 
-def test_a_chunk_is_copied_with_its_priors(fleet: Fleet) -> None:
+def test_a_chunk_is_copied_with_its_side_frames(fleet: Fleet) -> None:
     first, second = fleet.start(), fleet.start()
     manifest, frames = make_mixed_chunk(range(40))
     assert fleet.show(first).put(manifest, frames)
     fleet.show(first, second)
     fleet.settle()
     assert fleet.holders(manifest.key) == {"shard-0", "shard-1"}
-    layers, heads = range(PRIOR_LAYER, MIXED.num_layers), HeadRange(0, MIXED.num_kv_heads)
+    heads = HeadRange(0, MIXED.num_kv_heads)
     store = GrpcStore(second.address)
-    assert [data for _, _, data in read_all(store, [manifest.key], heads, layers)] == frames
+    assert [data for _, _, data in read_all(store, [manifest.key], heads, EVERY_FRAME)] == frames
     store.close()
 
 

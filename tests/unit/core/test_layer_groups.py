@@ -1,4 +1,4 @@
-"""Layouts whose layers differ, prior frames, and what format 3 adds to a manifest."""
+"""Layouts whose layers differ, side frames, and what a manifest refuses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import (
+    ANCHORS_MAX,
+    CONTEXT_KEYS_MAX,
     DIGEST_BYTES,
-    FORMAT,
-    PLAIN_FORMAT,
-    PRIOR_LAYER,
-    PRIORS_MAX,
+    SIDE_FRAMES_MAX,
+    SIDE_KIND_MAX,
     ChunkManifest,
     Codec,
     HeadRange,
@@ -23,6 +23,8 @@ from kintsugi.core.layout import (
     LayerGroup,
     Part,
     PartKind,
+    SideFrame,
+    SideKind,
     check_frames,
 )
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
@@ -45,16 +47,16 @@ MIXED = KVLayout.of_groups(
 """Windows of small heads, and a layer whose K is its V."""
 
 
-def frames_of(layout: KVLayout, priors: int = 0) -> list[bytes]:
-    sizes = [priors * TOKENS] if priors else []
+def frames_of(layout: KVLayout, num_side_frames: int = 0) -> list[bytes]:
+    sizes = [TOKENS + place for place in range(num_side_frames)]
     sizes += [layout.frame_bytes(Codec.RAW, TOKENS, layer) for layer in range(layout.num_layers)]
     return [bytes((index * 31 + i) % 251 for i in range(size)) for index, size in enumerate(sizes)]
 
 
-def manifest_of(layout: KVLayout, priors: tuple[str, ...] = ()) -> ChunkManifest:
+def manifest_of(layout: KVLayout, side_kinds: tuple[int, ...] = ()) -> ChunkManifest:
     key = ChunkKey.of(SPACE, range(TOKENS))
-    frames = frames_of(layout, len(priors))
-    return ChunkManifest.of(SPACE, key, None, TOKENS, layout, Codec.RAW, frames, priors)
+    frames = frames_of(layout, len(side_kinds))
+    return ChunkManifest.of(SPACE, key, (), TOKENS, layout, Codec.RAW, frames, side_kinds)
 
 
 class TestGroups:
@@ -85,13 +87,13 @@ class TestGroups:
         head_dim=st.sampled_from([8, 64, 128]),
         tokens=st.integers(1, 600),
     )
-    def test_one_group_of_k_and_v_is_what_it_always_was(
+    def test_one_group_of_k_and_v_is_the_uniform_layout(
         self, codec: Codec, layers: int, heads: int, head_dim: int, tokens: int
     ) -> None:
-        plain = KVLayout(layers, heads, head_dim, "bfloat16")
+        plain = KVLayout.uniform(layers, heads, head_dim, "bfloat16")
         parts = [k_and_v(1, heads, head_dim) for _ in range(layers)]
         assert KVLayout.of_groups(parts, "bfloat16") == plain
-        assert plain.layer_groups == (k_and_v(layers, heads, head_dim),)
+        assert plain.groups == (k_and_v(layers, heads, head_dim),)
         assert plain.frame_runs(codec, tokens) == ((plain.frame_bytes(codec, tokens), layers),)
 
     def test_neighbours_of_one_shape_are_joined(self) -> None:
@@ -120,9 +122,8 @@ class TestGroups:
             lambda: LayerGroup(1, 1, (Part(PartKind.V, 8), Part(PartKind.K, 8))),
             lambda: LayerGroup(1, 1, (Part(PartKind.K, 8), Part(PartKind.K, 8))),
             lambda: KVLayout.of_groups([k_and_v(1, 8, 8), k_and_v(1, 3, 8)], "bfloat16"),
-            lambda: KVLayout(2, 1, 8, "bfloat16", (k_and_v(2, 1, 8),)),  # uniform
-            lambda: KVLayout(2, 1, 512, "bfloat16", (mla(1), mla(1))),  # not joined
-            lambda: dataclasses.replace(MIXED, num_layers=3),
+            lambda: KVLayout((mla(1), mla(1)), "bfloat16"),  # not joined
+            lambda: KVLayout.of_groups([mla(1024), k_and_v(1, 1, 8)], "bfloat16"),
         ],
     )
     def test_impossible_groups_are_refused(self, make: Any) -> None:
@@ -149,7 +150,7 @@ class TestRanks:
         assert layout.heads_of(1, asked) == HeadRange.of_rank(own, rank, world_size)
 
     def test_byte_ranges_and_digests_follow(self) -> None:
-        manifest = manifest_of(MIXED, ("deviation",))
+        manifest = manifest_of(MIXED, (SideKind.SCORES,))
         frames = frames_of(MIXED, 1)
         for world_size in (1, 2, 4, 8, 16):
             for rank in range(world_size):
@@ -162,51 +163,36 @@ class TestRanks:
                     assert not manifest.frame_is_intact(layer, heads, memoryview(damaged))
 
 
-class TestPriors:
-    def test_the_prior_frame_comes_before_the_layers(self) -> None:
-        manifest = manifest_of(KVLayout(2, 1, 8, "bfloat16"), ("deviation", "head"))
-        assert list(manifest.layers) == [PRIOR_LAYER, 0, 1]
-        assert manifest.frame_bytes_of(PRIOR_LAYER) == 2 * TOKENS
-        assert manifest.frame_runs == ((2 * TOKENS, 1), (2 * 8 * 2 * TOKENS, 2))
-        assert manifest.chunk_bytes == 2 * TOKENS + 2 * 2 * 8 * 2 * TOKENS
-        assert manifest.num_frames == 3
+class TestSideFrames:
+    def test_they_come_before_the_layers_in_descending_kinds(self) -> None:
+        manifest = manifest_of(KVLayout.uniform(2, 1, 8, "bfloat16"), (9, SideKind.PATCH))
+        assert list(manifest.layers) == [-9, -1, 0, 1]
+        assert [manifest.place_of(layer) for layer in manifest.layers] == [0, 1, 2, 3]
+        assert [manifest.frame_bytes_of(layer) for layer in (-9, -1)] == [TOKENS, TOKENS + 1]
+        assert manifest.frame_runs == ((TOKENS, 1), (TOKENS + 1, 1), (2 * 8 * 2 * TOKENS, 2))
+        assert manifest.chunk_bytes == 2 * TOKENS + 1 + 2 * 2 * 8 * 2 * TOKENS
+        assert manifest.num_frames == 4
 
-    def test_without_priors_there_is_none(self) -> None:
-        manifest = manifest_of(KVLayout(2, 1, 8, "bfloat16"))
+    def test_most_chunks_have_none(self) -> None:
+        manifest = manifest_of(KVLayout.uniform(2, 1, 8, "bfloat16"))
         assert list(manifest.layers) == [0, 1]
         with pytest.raises(AssertionError):
-            manifest.head_digests(PRIOR_LAYER, HeadRange(0, 1))
+            manifest.head_digests(-1, HeadRange(0, 1))
 
-    def test_frames_are_counted_with_it(self) -> None:
-        manifest = manifest_of(MIXED, ("deviation",))
+    def test_frames_are_counted_with_them(self) -> None:
+        manifest = manifest_of(MIXED, (SideKind.SCORES,))
         sizes = [len(frame) for frame in frames_of(MIXED, 1)]
         check_frames(manifest, sizes)
-        with pytest.raises(InvalidField, match="4 frames for a layout of 4 layers and a prior frame"):
+        with pytest.raises(InvalidField, match="4 frames for a layout of 4 layers and 1 side frames"):
             check_frames(manifest, sizes[1:])
         with pytest.raises(InvalidField, match=r"frames\[3\]: has 641 bytes; the manifest needs 640"):
             check_frames(manifest, [*sizes[:3], 641, sizes[4]])
 
 
-class TestFormat:
-    def test_what_format_2_can_hold_is_written_in_format_2(self) -> None:
-        uniform = KVLayout(2, 1, 8, "bfloat16")
-        assert manifest_of(uniform).format == PLAIN_FORMAT == 2
-        assert manifest_of(MIXED).format == FORMAT == 3
-        assert manifest_of(uniform, ("deviation",)).format == FORMAT
-
-    def test_what_format_2_cannot_hold_does_not_become_plain(self) -> None:
-        uniform = manifest_of(KVLayout(2, 1, 8, "bfloat16"))
-        assert uniform.as_plain() == uniform
-        plain = manifest_of(uniform.layout, ("deviation",)).as_plain()
-        assert plain is not None
-        assert (plain.format, plain.priors, len(plain.digests)) == (2, (), len(uniform.digests))
-        assert manifest_of(MIXED).as_plain() is None
-        encrypted = dataclasses.replace(uniform, format=FORMAT, key_id="acme/1", salt=bytes(16))
-        assert encrypted.as_plain() is None
-
+class TestManifest:
     def test_digests_are_numbered_through_the_chunk(self) -> None:
         """The nonces of an encrypted chunk are these numbers."""
-        manifest = manifest_of(MIXED, ("deviation",))
+        manifest = manifest_of(MIXED, (SideKind.SCORES,))
         firsts = [manifest.head_digests(layer, HeadRange(0, 8)).first for layer in manifest.layers]
         assert firsts == [0, 1, 9, 17, 19]
         assert manifest.head_digests(2, HeadRange(4, 8)).first == 18
@@ -214,7 +200,7 @@ class TestFormat:
     def test_an_encrypted_chunk_is_checked_by_length(self) -> None:
         """Its digests are tags, which only the holder of the key can check."""
         manifest = dataclasses.replace(
-            manifest_of(MIXED), format=FORMAT, key_id="acme/1", salt=bytes(16), digests=bytes(26 * 16)
+            manifest_of(MIXED), key_id="acme/1", salt=bytes(16), digests=bytes(26 * 16)
         )
         frame = memoryview(frames_of(MIXED)[0])
         assert manifest.frame_is_intact(0, HeadRange(0, 8), frame)
@@ -223,17 +209,30 @@ class TestFormat:
     @pytest.mark.parametrize(
         ("change", "field"),
         [
-            ({"format": 4}, "manifest.format"),
-            ({"format": 2, "key_id": "k", "salt": bytes(16)}, "manifest.format"),
-            ({"format": 2, "salt": bytes(16)}, "manifest.format"),
             ({"salt": bytes(16)}, "manifest.salt"),
             ({"key_id": "k"}, "manifest.salt"),
             ({"key_id": "k", "salt": bytes(15)}, "manifest.salt"),
             ({"key_id": "no spaces", "salt": bytes(16)}, "manifest.key_id"),
-            ({"priors": ("",)}, "manifest.priors"),
-            ({"priors": ("deviation", "deviation")}, "manifest.priors"),
-            ({"priors": tuple(f"p{n}" for n in range(PRIORS_MAX + 1))}, "manifest.priors"),
-            ({"priors": ("deviation",)}, "manifest.digests"),
+            ({"side_frames": (SideFrame(1, 5), SideFrame(1, 5))}, "manifest.side_frames"),
+            ({"side_frames": (SideFrame(1, 5), SideFrame(2, 5))}, "manifest.side_frames"),
+            ({"side_frames": (SideFrame(0, 5),)}, "manifest.side_frames"),
+            ({"side_frames": (SideFrame(SIDE_KIND_MAX + 1, 5),)}, "manifest.side_frames"),
+            ({"side_frames": (SideFrame(1, 0),)}, "manifest.side_frames"),
+            (
+                {"side_frames": tuple(SideFrame(kind, 5) for kind in range(SIDE_FRAMES_MAX + 1, 0, -1))},
+                "manifest.side_frames",
+            ),
+            ({"side_frames": (SideFrame(1, 5),)}, "manifest.digests"),
+            ({"anchors": tuple(range(ANCHORS_MAX + 1))}, "manifest.anchors"),
+            ({"anchors": (5, 5)}, "manifest.anchors"),
+            ({"asked_at_s": -1.0}, "manifest.asked_at_s"),
+            ({"asked_at_s": float("inf")}, "manifest.asked_at_s"),
+            ({"asked_at_s": float("nan")}, "manifest.asked_at_s"),
+            ({"context_keys": (ChunkKey(bytes(32)),) * 2}, "manifest.context_keys"),
+            (
+                {"context_keys": tuple(ChunkKey(bytes([n]) * 32) for n in range(CONTEXT_KEYS_MAX + 1))},
+                "manifest.context_keys",
+            ),
             ({"codec": Codec.INT8}, "codec"),
         ],
     )
@@ -242,10 +241,12 @@ class TestFormat:
             dataclasses.replace(manifest_of(MIXED), **change)
         assert raised.value.field == field
 
-    @pytest.mark.parametrize("change", [{"layout": MIXED}, {"priors": ("deviation",)}])
-    def test_format_2_holds_uniform_layers_alone(self, change: dict[str, Any]) -> None:
-        with pytest.raises(InvalidField, match=r"manifest.format: 2 holds no layer groups.* write 3"):
-            dataclasses.replace(manifest_of(KVLayout(2, 1, 8, "bfloat16")), **change)
+    def test_a_prepared_chunk_names_its_context(self) -> None:
+        space = dataclasses.replace(SPACE, prefix_token_ids=(1,), context_token_ids=(2, 3))
+        layout = KVLayout.uniform(2, 1, 8, "bfloat16")
+        of = (ChunkKey.of(space, range(TOKENS)), (), TOKENS, layout, Codec.RAW, frames_of(layout))
+        assert ChunkManifest.of(space, *of).context_keys == (ChunkKey.of(space.plain, (2, 3)),)
+        assert ChunkManifest.of(space.plain, *of).context_keys == ()
 
 
 def test_part_ids_never_change() -> None:
@@ -256,3 +257,7 @@ def test_part_ids_never_change() -> None:
         "LATENT": 4,
         "ROTARY": 5,
     }
+
+
+def test_ids_of_side_frames_never_change() -> None:
+    assert {kind.name: kind.value for kind in SideKind} == {"PATCH": 1, "SCORES": 2}

@@ -23,7 +23,7 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 
-SMALL = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
+SMALL = KVLayout.uniform(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "layout"}), "acme")
 TOKENS = 5
 
@@ -38,7 +38,7 @@ def manifest_of(frames: list[bytes]) -> ChunkManifest:
         num_tokens=TOKENS,
         layout=SMALL,
         codec=Codec.RAW,
-        anchor=None,
+        anchors=(),
         digests=b"".join(digests_of(frame, head_bytes) for frame in frames),
     )
 
@@ -50,7 +50,7 @@ def frames_of_bytes() -> list[bytes]:
 
 class TestSizes:
     def test_mistral_7b_takes_128_kib_per_token(self) -> None:
-        layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+        layout = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
         assert layout.head_bytes(Codec.RAW, 1) == 512
         assert layout.frame_bytes(Codec.RAW, 1) == 4096
         assert layout.chunk_bytes(Codec.RAW, 1) == 128 << 10
@@ -59,7 +59,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])
     def test_eight_bits_take_half_and_their_scales(self, codec: Codec) -> None:
-        layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+        layout = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
         assert layout.head_bytes(codec, 512) == 2 * 512 * 128 + 2 + 128 + 512
         assert layout.head_bytes(codec, 1) == 2 * 128 + 2 + 128 + 1
 
@@ -75,7 +75,7 @@ class TestSizes:
         tokens=st.integers(12, 8192),
     )
     def test_quantised_chunks_are_a_little_over_half(self, codec: Codec, head_dim: int, tokens: int) -> None:
-        layout = KVLayout(4, 2, head_dim, "bfloat16")
+        layout = KVLayout.uniform(4, 2, head_dim, "bfloat16")
         assert 0.5 < layout.chunk_bytes(codec, tokens) / layout.chunk_bytes(Codec.RAW, tokens) <= 0.53
 
     @given(
@@ -84,7 +84,7 @@ class TestSizes:
         tokens=st.integers(104, 8192),
     )
     def test_sinks_weigh_in_short_chunks(self, codec: Codec, head_dim: int, tokens: int) -> None:
-        layout = KVLayout(4, 2, head_dim, "bfloat16")
+        layout = KVLayout.uniform(4, 2, head_dim, "bfloat16")
         assert 0.5 < layout.chunk_bytes(codec, tokens) / layout.chunk_bytes(Codec.RAW, tokens) <= 0.53
 
     def test_fp32_takes_twice_as_much(self) -> None:
@@ -92,21 +92,22 @@ class TestSizes:
         assert wide.frame_bytes(Codec.RAW, 7) == 2 * SMALL.frame_bytes(Codec.RAW, 7)
 
     @pytest.mark.parametrize(
-        ("field", "value"),
+        ("field", "value", "named"),
         [
-            ("num_layers", 0),
-            ("num_layers", 1025),
-            ("num_kv_heads", -1),
-            ("num_kv_heads", 1025),
-            ("head_dim", 0),
-            ("head_dim", 1025),
-            ("dtype", "int8"),
+            ("num_layers", 0, "groups"),
+            ("num_layers", 1025, "groups"),
+            ("num_kv_heads", -1, "groups"),
+            ("num_kv_heads", 1025, "groups"),
+            ("head_dim", 0, "groups"),
+            ("head_dim", 1025, "groups"),
+            ("dtype", "int8", "dtype"),
         ],
     )
-    def test_an_impossible_layout_is_refused(self, field: str, value: Any) -> None:
+    def test_an_impossible_layout_is_refused(self, field: str, value: Any, named: str) -> None:
+        shape = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "dtype": "bfloat16"}
         with pytest.raises(InvalidField) as raised:
-            dataclasses.replace(SMALL, **{field: value})
-        assert raised.value.field == f"layout.{field}"
+            KVLayout.uniform(**shape | {field: value})
+        assert raised.value.field == f"layout.{named}"
 
 
 class TestHeadRange:

@@ -91,7 +91,7 @@ def test_float32_is_served_as_bfloat16_unless_told() -> None:
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"torch_dtype": "float8"}, "layout.dtype"),
-        ({"num_hidden_layers": 10**6}, "layout.num_layers"),
+        ({"num_hidden_layers": 10**6}, "layout.groups"),
     ],
 )
 def test_a_config_that_is_no_decoders_is_refused(change: dict[str, object], field: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchors_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.store.client.ram import RamStore
@@ -18,12 +18,12 @@ SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme", PREFIX, True, 
 CHUNKS = [tuple(range(100 * n, 100 * n + 40)) for n in (1, 2, 3)]
 PROMPT = [*PREFIX, *CHUNKS[0], *CHUNKS[1], 5, *CHUNKS[2], 6]
 SPANS = (Span(2, 42), Span(42, 82), Span(83, 123))
-LAYOUT = KVLayout(1, 1, 2, "float32")
+LAYOUT = KVLayout.uniform(1, 1, 2, "float32")
 
 
 def put(store: RamStore, space: ChunkSpace, chunk: tuple[int, ...]) -> None:
     frames = [bytes(LAYOUT.frame_bytes(Codec.RAW, len(chunk)))]
-    key, anchor = ChunkKey.of(space, chunk), anchor_of(chunk)
+    key, anchor = ChunkKey.of(space, chunk), anchors_of(chunk)
     store.put(ChunkManifest.of(space, key, anchor, len(chunk), LAYOUT, Codec.RAW, frames), frames)
 
 

@@ -18,7 +18,7 @@ from kintsugi.fusor.codecs import encode_frame
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 LAYERS, TOKENS, HEADS, DIM = 3, 20, 2, 16
-LAYOUT = KVLayout(LAYERS, HEADS, DIM, "bfloat16")
+LAYOUT = KVLayout.uniform(LAYERS, HEADS, DIM, "bfloat16")
 
 Layer = tuple[Tensor, Tensor]
 

@@ -33,7 +33,7 @@ def kv(shape: tuple[int, int, int], dtype: str = "float32", seed: int = 0) -> tu
 
 
 def layout_of(shape: tuple[int, int, int], dtype: str = "float32") -> KVLayout:
-    return KVLayout(1, shape[1], shape[2], dtype)
+    return KVLayout.uniform(1, shape[1], shape[2], dtype)
 
 
 def test_every_element_type_of_a_layout_has_a_dtype() -> None:

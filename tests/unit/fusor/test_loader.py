@@ -52,7 +52,7 @@ class Chunks:
     ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.layers = layers
-        layout = KVLayout(layers, heads, HEAD_DIM, "float32")
+        layout = KVLayout.uniform(layers, heads, HEAD_DIM, "float32")
         self.keys = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
         self.values = [torch.randn(layers, n, heads, HEAD_DIM, generator=generator) for n in lengths]
         self.frames = [

@@ -17,7 +17,7 @@ from kintsugi.fusor.sliced import PassStatus
 from tests.fakes.toy_stack import HEAD_DIM, KV_HEADS, VOCAB, ToyModel, ToyStack
 
 LAYERS = 3
-LAYOUT = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, "float32")
+LAYOUT = KVLayout.uniform(LAYERS, KV_HEADS, HEAD_DIM, "float32")
 STEPS_MAX = 10_000
 
 

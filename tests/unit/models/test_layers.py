@@ -40,7 +40,7 @@ def test_a_llama_is_uniform() -> None:
         "llama", num_hidden_layers=3, hidden_size=128, num_attention_heads=4, num_key_value_heads=2
     )
     assert model.declines == ()
-    assert model.layout("bfloat16") == KVLayout(3, 2, 32, "bfloat16")
+    assert model.layout("bfloat16") == KVLayout.uniform(3, 2, 32, "bfloat16")
 
 
 def test_a_model_without_kv_heads_has_one_for_each_query_head() -> None:
@@ -113,7 +113,7 @@ def test_longrope_rotates_by_factors_that_the_engine_s_length_chooses(
 
 def test_a_latent_is_stored_once_for_all_heads() -> None:
     model = described("deepseek_v3", num_hidden_layers=2)
-    group = model.layout("bfloat16").layer_groups[0]
+    group = model.layout("bfloat16").groups[0]
     assert (group.heads, group.parts) == (1, (Part(PartKind.LATENT, 512), Part(PartKind.ROTARY, 64)))
     assert model.declines == ()
 

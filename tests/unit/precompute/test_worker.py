@@ -16,7 +16,7 @@ from kintsugi.store.client.registry import open_store
 from tests.fakes.stub_prefiller import StubPrefiller
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme")
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 
 
 def spec(name: str) -> WorkerSpec:

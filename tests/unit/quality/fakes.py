@@ -23,7 +23,7 @@ from tests.unit.core.test_report import BINDING, DOMAIN, QUIET, SEARCH, entry
 
 VOCABULARY = 8
 RIGHT = 5
-LAYOUT = KVLayout(1, 1, 2, "float32")
+LAYOUT = KVLayout.uniform(1, 1, 2, "float32")
 
 
 class WordTokenizer:

@@ -19,7 +19,7 @@ import lmdb
 import pytest
 import torch
 
-from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind
+from kintsugi.core.layout import ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind, SideKind
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import (
@@ -32,7 +32,7 @@ from kintsugi.core.report import (
     Search,
     Thresholds,
 )
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchor_of, token_bytes
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of, token_bytes
 from kintsugi.fusor.codecs import decode_frame, encode_frame
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.ledger_chunks import PendingChunk, pack_tokens
@@ -47,14 +47,14 @@ from kintsugi.store.shard.tiers.home import Home
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "abc"}), "acme")
 TOKENS = list(range(40))
 KEY = ChunkKey.of(SPACE, TOKENS)
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="bfloat16")
-MANIFEST = ChunkManifest.of(SPACE, KEY, anchor_of(TOKENS), len(TOKENS), LAYOUT, Codec.RAW, [bytes(320)])
+LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=2, dtype="bfloat16")
+MANIFEST = ChunkManifest.of(SPACE, KEY, anchors_of(TOKENS), len(TOKENS), LAYOUT, Codec.RAW, [bytes(320)])
 RECORD = pb.CatalogRecord(
     manifest=wire.manifest_to_wire(MANIFEST),
-    stride=4096,
-    extents=[pb.CatalogExtent(offset=8192, frames=1)],
+    extents=[pb.CatalogExtent(offset=8192, size_bytes=4096)],
     expires_at_s=1.5,
     recompute_ms=2.5,
+    charged_bytes=320,
 )
 BINDING = Binding.of(SPACE.fingerprint, (0,), "raw", "0.32.0", "0.1.0")
 TEXT = "The quick brown fox jumps over the lazy dog again."
@@ -73,31 +73,35 @@ def rows_of(folder: Path) -> dict[str, bytes]:
 def test_manifest() -> None:
     data = wire.manifest_to_wire(MANIFEST).SerializeToString(deterministic=True)
     assert data.hex() == (
-        "08021220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
+        "08011220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
         "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
-        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a10080110011802220862666c6f617431364001"
-        "496d2ee672839d503452101e876e21af74efa05db942e18c2a13f6"
+        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a1c0a0862666c6f617431361210080110011a04"
+        "080110021a040802100240014a086d2ee672839d503452101e876e21af74efa05db942e18c2a13f6"
     )
     assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == MANIFEST
 
 
-def test_manifest_of_format_3() -> None:
+def test_manifest_of_every_field() -> None:
     groups = [LayerGroup(1, 2, (Part(PartKind.KV, 4),)), LayerGroup(1, 1, (Part(PartKind.LATENT, 8),))]
     layout = KVLayout.of_groups(groups, "bfloat16")
     frames = [bytes(40), bytes(640), bytes(640)]
-    of = (SPACE, KEY, anchor_of(TOKENS), len(TOKENS), layout, Codec.RAW, frames, ("deviation",))
-    manifest = replace(ChunkManifest.of(*of), key_id="acme/1", salt=bytes(range(16)))
+    of = (SPACE, KEY, anchors_of(TOKENS), len(TOKENS), layout, Codec.RAW, frames, (SideKind.SCORES,))
+    context = (ChunkKey(bytes(range(32))),)
+    made = ChunkManifest.of(*of, asked_at_s=1.5)
+    manifest = replace(made, key_id="acme/1", salt=bytes(range(16)), context_keys=context)
     data = wire.manifest_to_wire(manifest).SerializeToString(deterministic=True)
     assert data.hex() == (
-        "08031220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
+        "08011220c790502b79928a6650accf5079439f452b9e44ceb1990d0093c3e080dae1dac91a20f29341407014"
         "3d6abd438c08d0d2cdc4e3be29d8568cb02e576cc17a0e564c7e22207f2c8f8af05b545511c82df09ba368dc"
-        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a28080210021808220862666c6f617431362a0a"
-        "080110021a04080310042a0a080110011a04080410084001496d2ee672839d50345240ce62b44e257dbdc811"
-        "4ddfda264d5aa91e876e21af74efa05db942e18c2a13f61e876e21af74efa05db942e18c2a13f64b33be84d1"
-        "1f6584ed82700d9ce6e10c5a09646576696174696f6e620661636d652f316a10000102030405060708090a0b"
-        "0c0d0e0f"
+        "9dda658f6d4bc88e8b6d2977cd4874792a0461636d6530283a220a0862666c6f61743136120a080110021a04"
+        "08031004120a080110011a040804100840014a086d2ee672839d50345240ce62b44e257dbdc8114ddfda264d"
+        "5aa91e876e21af74efa05db942e18c2a13f61e876e21af74efa05db942e18c2a13f64b33be84d11f6584ed82"
+        "700d9ce6e10c5a0408021028620661636d652f316a10000102030405060708090a0b0c0d0e0f710000000000"
+        "00f83f7a2000010203"
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     )
-    assert wire.manifest_from_wire(store_pb2.Manifest.FromString(data)) == manifest
+    read = wire.manifest_from_wire(store_pb2.Manifest.FromString(data))
+    assert (read, read.asked_at_s) == (manifest, 1.5)
 
 
 def test_catalog_record(tmp_path: Path) -> None:
@@ -105,7 +109,7 @@ def test_catalog_record(tmp_path: Path) -> None:
     catalog.apply([(("acme", KEY), RECORD)])
     catalog.close()
     ((name, value),) = rows_of(tmp_path).items()
-    assert (name, digest(value)) == (f"{b'acme'.hex()}00{KEY.hex}", "a90f7a51f026c996fbb4116f576a3759")
+    assert (name, digest(value)) == (f"{b'acme'.hex()}00{KEY.hex}", "ae648a0ae64f1fdbd8bd933f26b37cdd")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_catalog_record(tmp_path: Path) -> None:
     ],
 )
 def test_frame(codec: Codec, frame: str) -> None:
-    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=2, dtype="bfloat16")
+    layout = KVLayout.uniform(num_layers=1, num_kv_heads=2, head_dim=2, dtype="bfloat16")
     key = torch.arange(-12, 12).reshape(6, 2, 2).to(torch.bfloat16)
     encoded = encode_frame(key, key / 3, codec)
     assert encoded.hex() == frame

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.discovery.backlog import Recurring
 from kintsugi.engine.config import EngineConfig
@@ -184,7 +184,7 @@ class IdleSaves:
             JobTokens(f"discovered-{key}", token_ids, part.start, block_ids),
             copy,
             key,
-            anchor_of(segment.token_ids, copy.name_key),
+            anchors_of(segment.token_ids, copy.name_key),
             len(lead),
             part.num_positions,
             tier="",

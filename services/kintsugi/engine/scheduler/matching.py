@@ -16,7 +16,14 @@ from kintsugi.core.exchange import MatchedChunk, PromptMatch
 from kintsugi.core.layout import ChunkManifest, Codec
 from kintsugi.core.plan import ChunkHit, ChunkSource, exact_end
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of, anchors_at_every_offset
+from kintsugi.core.spaces import (
+    ANCHOR_TOKENS,
+    ChunkKey,
+    ChunkSpace,
+    Span,
+    anchors_at_every_offset,
+    anchors_of,
+)
 from kintsugi.core.tokens import TokenIds
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -221,11 +228,11 @@ def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key
     """Anchors by offset, ascending."""
     if offsets is None:
         return dict(enumerate(anchors_at_every_offset(token_ids, name_key)))
-    found = (
-        (offset, anchor_of(token_ids[offset : offset + ANCHOR_TOKENS], name_key))
+    return {
+        offset: anchor
         for offset in sorted(offsets)
-    )
-    return {offset: anchor for offset, anchor in found if anchor is not None}
+        for anchor in anchors_of(token_ids[offset : offset + ANCHOR_TOKENS], name_key)
+    }
 
 
 def _wanted_anchors(

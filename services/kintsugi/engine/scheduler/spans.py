@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidSpan
 from kintsugi.core.request import KintsugiParams, Op, check_spans
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchor_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_of
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.protocol import JobTokens, SaveJob
 
@@ -51,7 +51,7 @@ def save_job(
         tokens,
         space,
         span.key,
-        anchor_of(prompt[span.start : span.end], space.name_key),
+        anchors_of(prompt[span.start : span.end], space.name_key),
         span.start,
         span.end,
         params.tier,

@@ -112,7 +112,7 @@ def _prepare(model: LoadedModel) -> _Fixture:
     (frames,) = save.frames
     space = ChunkSpace(ModelFingerprint(bytes(32)), "self-test", tuple(token_ids[:PREFIX].tolist()))
     key = ChunkKey.of(space, token_ids[PREFIX : PREFIX + CHUNK].tolist())
-    manifest = ChunkManifest.of(space, key, None, CHUNK, model.layout, Codec.RAW, frames)
+    manifest = ChunkManifest.of(space, key, (), CHUNK, model.layout, Codec.RAW, frames)
     store = RamStore()
     store.put(manifest, frames)
     return _Fixture(model, token_ids, blocks, manifest, store)

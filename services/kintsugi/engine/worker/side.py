@@ -536,7 +536,7 @@ class WorkerSide:
         manifest = ChunkManifest.of(
             job.space,
             job.key,
-            job.anchor,
+            job.anchors,
             job.chunk_end - job.chunk_start,
             self._model.layout,
             self._codec,

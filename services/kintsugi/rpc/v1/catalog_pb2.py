@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kintsugi.rpc.v1 import store_pb2 as kintsugi_dot_rpc_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkintsugi/rpc/v1/catalog.proto\x12\x0fkintsugi.rpc.v1\x1a\x1bkintsugi/rpc/v1/store.proto\"C\n\rCatalogExtent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06\x66rames\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\xa9\x01\n\rCatalogRecord\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Manifest\x12\x0e\n\x06stride\x18\x02 \x01(\r\x12/\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x1e.kintsugi.rpc.v1.CatalogExtent\x12\x14\n\x0c\x65xpires_at_s\x18\x04 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x05 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkintsugi/rpc/v1/catalog.proto\x12\x0fkintsugi.rpc.v1\x1a\x1bkintsugi/rpc/v1/store.proto\"3\n\rCatalogExtent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"\xb0\x01\n\rCatalogRecord\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.kintsugi.rpc.v1.Manifest\x12/\n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x1e.kintsugi.rpc.v1.CatalogExtent\x12\x14\n\x0c\x65xpires_at_s\x18\x03 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x04 \x01(\x01\x12\x15\n\rcharged_bytes\x18\x05 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kintsugi.rpc.v1.catalog_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CATALOGEXTENT']._serialized_start=79
-  _globals['_CATALOGEXTENT']._serialized_end=146
-  _globals['_CATALOGRECORD']._serialized_start=149
-  _globals['_CATALOGRECORD']._serialized_end=318
+  _globals['_CATALOGEXTENT']._serialized_end=130
+  _globals['_CATALOGRECORD']._serialized_start=133
+  _globals['_CATALOGRECORD']._serialized_end=309
 # @@protoc_insertion_point(module_scope)

@@ -18,21 +18,17 @@ class CatalogExtent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFSET_FIELD_NUMBER: builtins.int
-    FRAMES_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     offset: builtins.int
-    frames: builtins.int
-    """Format 2."""
     size_bytes: builtins.int
-    """Format 3: frames of any size in a row, each padded to whole blocks."""
+    """Frames of any size in a row, each padded to whole blocks."""
     def __init__(
         self,
         *,
         offset: builtins.int = ...,
-        frames: builtins.int = ...,
         size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___CatalogExtent = CatalogExtent
 
@@ -41,15 +37,15 @@ class CatalogRecord(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: builtins.int
-    STRIDE_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
     EXPIRES_AT_S_FIELD_NUMBER: builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
-    stride: builtins.int
-    """Format 2: bytes from one frame to the next."""
+    CHARGED_BYTES_FIELD_NUMBER: builtins.int
     expires_at_s: builtins.float
     """Unix seconds; 0: never."""
     recompute_ms: builtins.float
+    charged_bytes: builtins.int
+    """What the namespace is charged for each copy."""
     @property
     def manifest(self) -> kintsugi.rpc.v1.store_pb2.Manifest: ...
     @property
@@ -58,12 +54,12 @@ class CatalogRecord(google.protobuf.message.Message):
         self,
         *,
         manifest: kintsugi.rpc.v1.store_pb2.Manifest | None = ...,
-        stride: builtins.int = ...,
         extents: collections.abc.Iterable[global___CatalogExtent] | None = ...,
         expires_at_s: builtins.float = ...,
         recompute_ms: builtins.float = ...,
+        charged_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expires_at_s", b"expires_at_s", "extents", b"extents", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "stride", b"stride"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["charged_bytes", b"charged_bytes", "expires_at_s", b"expires_at_s", "extents", b"extents", "manifest", b"manifest", "recompute_ms", b"recompute_ms"]) -> None: ...
 
 global___CatalogRecord = CatalogRecord

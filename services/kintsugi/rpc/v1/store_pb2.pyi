@@ -4,7 +4,8 @@ isort:skip_file
 The chunk KV store's public wire.
 
 A *frame* is one layer of one chunk, head-major `[kv_heads, 2, tokens, head_dim]`, pre-encoded: the
-store never decodes it. A chunk may have a *prior frame* before its layers. Bulk messages put their payload last (field 15), so that a sender appends the
+store never decodes it. A chunk may have *side frames* before its layers; the side frame of kind k is layer
+-k wherever layers are numbered. Bulk messages put their payload last (field 15), so that a sender appends the
 bytes to a small header and a receiver takes a view of them: neither serialises a frame.
 
 Every call carries the metadata `kintsugi-protocol: <version>`. A shard speaks its own version and the
@@ -144,33 +145,43 @@ global___LayerGroup = LayerGroup
 class Layout(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NUM_LAYERS_FIELD_NUMBER: builtins.int
-    NUM_KV_HEADS_FIELD_NUMBER: builtins.int
-    HEAD_DIM_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
-    num_layers: builtins.int
-    num_kv_heads: builtins.int
-    """With groups: of the layer that has most."""
-    head_dim: builtins.int
-    """With groups: the widest part."""
     dtype: builtins.str
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LayerGroup]:
-        """Where layers differ, or store other parts than K and V of `head_dim`. Format 3."""
+        """The layers in order, neighbours of one shape in one group."""
 
     def __init__(
         self,
         *,
-        num_layers: builtins.int = ...,
-        num_kv_heads: builtins.int = ...,
-        head_dim: builtins.int = ...,
         dtype: builtins.str = ...,
         groups: collections.abc.Iterable[global___LayerGroup] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "groups", b"groups"]) -> None: ...
 
 global___Layout = Layout
+
+@typing.final
+class SideFrame(google.protobuf.message.Message):
+    """A frame that belongs to the whole chunk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    kind: builtins.int
+    """1 to 255; 1: a patch, 2: scores. A reader skips what it does not know."""
+    size_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        kind: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___SideFrame = SideFrame
 
 @typing.final
 class Manifest(google.protobuf.message.Message):
@@ -184,24 +195,24 @@ class Manifest(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     CODEC_FIELD_NUMBER: builtins.int
-    ANCHOR_FIELD_NUMBER: builtins.int
+    ANCHORS_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
-    PRIORS_FIELD_NUMBER: builtins.int
+    SIDE_FRAMES_FIELD_NUMBER: builtins.int
     KEY_ID_FIELD_NUMBER: builtins.int
     SALT_FIELD_NUMBER: builtins.int
     ASKED_AT_S_FIELD_NUMBER: builtins.int
+    CONTEXT_KEYS_FIELD_NUMBER: builtins.int
     format_version: builtins.int
-    """2, or 3 for a chunk with layer groups, priors or encrypted frames."""
+    """1. Any other is refused."""
     key: builtins.bytes
     space_digest: builtins.bytes
     fingerprint: builtins.bytes
     namespace: builtins.str
     num_tokens: builtins.int
     codec: builtins.int
-    anchor: builtins.int
     digests: builtins.bytes
-    """xxh3-128 of the prior frame, if there is one, then per (layer, kv head), row-major. AES-GCM tags instead
-    where `key_id` is not empty.
+    """xxh3-128 of each side frame, then per (layer, kv head), row-major. AES-GCM tags instead where `key_id` is
+    not empty.
     """
     key_id: builtins.str
     """The namespace key that the frames are encrypted with. Empty: they are not."""
@@ -214,8 +225,14 @@ class Manifest(google.protobuf.message.Message):
     @property
     def layout(self) -> global___Layout: ...
     @property
-    def priors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The rows of the prior frame, `[priors, tokens]` of one byte each. Without any, there is none."""
+    def anchors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def side_frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SideFrame]:
+        """In the order in which they are stored: the highest kind first."""
+
+    @property
+    def context_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The keys of what the chunk was prefilled behind, apart from the prefix."""
 
     def __init__(
         self,
@@ -228,16 +245,16 @@ class Manifest(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         layout: global___Layout | None = ...,
         codec: builtins.int = ...,
-        anchor: builtins.int | None = ...,
+        anchors: collections.abc.Iterable[builtins.int] | None = ...,
         digests: builtins.bytes = ...,
-        priors: collections.abc.Iterable[builtins.str] | None = ...,
+        side_frames: collections.abc.Iterable[global___SideFrame] | None = ...,
         key_id: builtins.str = ...,
         salt: builtins.bytes = ...,
         asked_at_s: builtins.float = ...,
+        context_keys: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_anchor", b"_anchor", "anchor", b"anchor", "asked_at_s", b"asked_at_s", "codec", b"codec", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "priors", b"priors", "salt", b"salt", "space_digest", b"space_digest"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_anchor", b"_anchor"]) -> typing.Literal["anchor"] | None: ...
+    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["anchors", b"anchors", "asked_at_s", b"asked_at_s", "codec", b"codec", "context_keys", b"context_keys", "digests", b"digests", "fingerprint", b"fingerprint", "format_version", b"format_version", "key", b"key", "key_id", b"key_id", "layout", b"layout", "namespace", b"namespace", "num_tokens", b"num_tokens", "salt", b"salt", "side_frames", b"side_frames", "space_digest", b"space_digest"]) -> None: ...
 
 global___Manifest = Manifest
 
@@ -416,14 +433,11 @@ class PutChunkKVRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     FIRST_LAYER_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
-    PRIOR_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     first_layer: builtins.int
     """The payload holds whole frames, the first of them of this layer."""
     commit: builtins.bool
     """In the last message alone."""
-    prior: builtins.bool
-    """The payload's first frame is the prior frame, and `first_layer` is 0."""
     payload: builtins.bytes
     @property
     def header(self) -> global___PutHeader:
@@ -435,11 +449,10 @@ class PutChunkKVRequest(google.protobuf.message.Message):
         header: global___PutHeader | None = ...,
         first_layer: builtins.int = ...,
         commit: builtins.bool = ...,
-        prior: builtins.bool = ...,
         payload: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_header", b"_header", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_header", b"_header", "commit", b"commit", "first_layer", b"first_layer", "header", b"header", "payload", b"payload", "prior", b"prior"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_header", b"_header", "commit", b"commit", "first_layer", b"first_layer", "header", b"header", "payload", b"payload"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_header", b"_header"]) -> typing.Literal["header"] | None: ...
 
 global___PutChunkKVRequest = PutChunkKVRequest
@@ -471,17 +484,15 @@ class StreamLayersRequest(google.protobuf.message.Message):
     HEAD_START_FIELD_NUMBER: builtins.int
     HEAD_STOP_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
-    PRIOR_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     layer_start: builtins.int
+    """Below 0: the side frames of kinds up to -layer_start as well, of the chunks that have some."""
     layer_stop: builtins.int
     head_start: builtins.int
     """Of the layer that has most heads; of any other, the same share is read."""
     head_stop: builtins.int
     deadline_ms: builtins.int
     """Bound on the wait for each layer, in milliseconds."""
-    prior: builtins.bool
-    """Send the prior frames first, of the chunks that have one. `layer_start` is 0."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -494,9 +505,8 @@ class StreamLayersRequest(google.protobuf.message.Message):
         head_start: builtins.int = ...,
         head_stop: builtins.int = ...,
         deadline_ms: builtins.int = ...,
-        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "head_start", b"head_start", "head_stop", b"head_stop", "keys", b"keys", "layer_start", b"layer_start", "layer_stop", b"layer_stop", "namespace", b"namespace", "prior", b"prior"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["deadline_ms", b"deadline_ms", "head_start", b"head_start", "head_stop", b"head_stop", "keys", b"keys", "layer_start", b"layer_start", "layer_stop", b"layer_stop", "namespace", b"namespace"]) -> None: ...
 
 global___StreamLayersRequest = StreamLayersRequest
 
@@ -508,7 +518,6 @@ class FrameHeader(google.protobuf.message.Message):
     LAYER_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LOST_REASON_FIELD_NUMBER: builtins.int
-    PRIOR_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     """Index into the request's keys."""
     layer: builtins.int
@@ -516,8 +525,6 @@ class FrameHeader(google.protobuf.message.Message):
     """Bytes of this frame in the payload, in order."""
     lost_reason: builtins.str
     """Not empty: in place of a frame; no later frame of this chunk follows."""
-    prior: builtins.bool
-    """The prior frame; `layer` is 0."""
     def __init__(
         self,
         *,
@@ -525,9 +532,8 @@ class FrameHeader(google.protobuf.message.Message):
         layer: builtins.int = ...,
         size_bytes: builtins.int = ...,
         lost_reason: builtins.str = ...,
-        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "prior", b"prior", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___FrameHeader = FrameHeader
 
@@ -1201,7 +1207,6 @@ class StatsResponse(google.protobuf.message.Message):
     QUARANTINED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     BYTES_READ_FIELD_NUMBER: builtins.int
-    FORMATS_FIELD_NUMBER: builtins.int
     shard_id: builtins.str
     protocol_version: builtins.int
     format_version: builtins.int
@@ -1216,10 +1221,6 @@ class StatsResponse(google.protobuf.message.Message):
     def bytes_read(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Bytes read by path: `grpc`, `shared-memory`."""
 
-    @property
-    def formats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The formats of chunks that this shard stores. Empty: `format_version` alone."""
-
     def __init__(
         self,
         *,
@@ -1233,9 +1234,8 @@ class StatsResponse(google.protobuf.message.Message):
         quarantined: builtins.int = ...,
         draining: builtins.bool = ...,
         bytes_read: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        formats: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_read", b"bytes_read", "chunks", b"chunks", "draining", b"draining", "format_version", b"format_version", "formats", b"formats", "hits", b"hits", "misses", b"misses", "protocol_version", b"protocol_version", "quarantined", b"quarantined", "shard_id", b"shard_id", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_read", b"bytes_read", "chunks", b"chunks", "draining", b"draining", "format_version", b"format_version", "hits", b"hits", "misses", b"misses", "protocol_version", b"protocol_version", "quarantined", b"quarantined", "shard_id", b"shard_id", "tiers", b"tiers"]) -> None: ...
 
 global___StatsResponse = StatsResponse
 
@@ -1383,7 +1383,6 @@ class FrameDescriptor(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LOST_REASON_FIELD_NUMBER: builtins.int
-    PRIOR_FIELD_NUMBER: builtins.int
     chunk: builtins.int
     layer: builtins.int
     offset: builtins.int
@@ -1391,8 +1390,6 @@ class FrameDescriptor(google.protobuf.message.Message):
     size_bytes: builtins.int
     lost_reason: builtins.str
     """Not empty: in place of a frame; no later frame of this chunk follows."""
-    prior: builtins.bool
-    """The prior frame; `layer` is 0."""
     def __init__(
         self,
         *,
@@ -1401,9 +1398,8 @@ class FrameDescriptor(google.protobuf.message.Message):
         offset: builtins.int = ...,
         size_bytes: builtins.int = ...,
         lost_reason: builtins.str = ...,
-        prior: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "offset", b"offset", "prior", b"prior", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "layer", b"layer", "lost_reason", b"lost_reason", "offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___FrameDescriptor = FrameDescriptor
 

@@ -4,7 +4,8 @@ isort:skip_file
 The chunk KV store's public wire.
 
 A *frame* is one layer of one chunk, head-major `[kv_heads, 2, tokens, head_dim]`, pre-encoded: the
-store never decodes it. A chunk may have a *prior frame* before its layers. Bulk messages put their payload last (field 15), so that a sender appends the
+store never decodes it. A chunk may have *side frames* before its layers; the side frame of kind k is layer
+-k wherever layers are numbered. Bulk messages put their payload last (field 15), so that a sender appends the
 bytes to a small header and a receiver takes a view of them: neither serialises a frame.
 
 Every call carries the metadata `kintsugi-protocol: <version>`. A shard speaks its own version and the

@@ -147,8 +147,7 @@ def put_messages(
     yield pb.PutChunkKVRequest(header=header).SerializeToString()
     first = 0
     for stop in _message_ends(views):
-        layer, is_prior = wire.layer_to_wire(manifest.first_layer + first)
-        request = pb.PutChunkKVRequest(first_layer=layer, prior=is_prior, commit=stop == len(views))
+        request = pb.PutChunkKVRequest(first_layer=manifest.layers[first], commit=stop == len(views))
         yield wire.with_payload(request.SerializeToString(), views[first:stop])
         first = stop
 

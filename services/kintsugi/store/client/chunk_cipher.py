@@ -4,9 +4,8 @@ Each head range is encrypted with AES-256-GCM, so a tensor-parallel rank decrypt
 stands in the manifest where an unencrypted chunk has the head's digest; sizes and offsets are the same. A
 chunk's own key is derived from the namespace's data key, a random salt, the chunk key, the codec, the number
 of tokens and the layout, so a shard cannot pass off one chunk or encoding as another. The nonce is the number
-of the head range within the chunk: no two puts share a salt, so no nonce is used twice under one key. The
-prior frame has a number of its own, so that a chunk may lose it; the names of its rows are authenticated with
-it.
+of the head range within the chunk: no two puts share a salt, so no nonce is used twice under one key. Side
+frames have the highest numbers, by their kinds, so that a shard cannot pass off one kind as another.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import (
     DIGEST_BYTES,
-    FORMAT,
-    PRIOR_LAYER,
     SALT_BYTES,
     ChunkManifest,
     HeadRange,
@@ -36,8 +33,8 @@ from kintsugi.store.protocol.interface import Buffer
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, NamespaceKeys
 
 NONCE_BYTES = 12
-PRIOR_NUMBER = (1 << 8 * NONCE_BYTES) - 1
-"""The prior frame's number: no head range has it."""
+NUMBERS = 1 << 8 * NONCE_BYTES
+"""The side frame of kind k has the number `NUMBERS` - k: no head range has it."""
 
 
 class ChunkCipher:
@@ -48,10 +45,9 @@ class ChunkCipher:
         assert manifest.is_encrypted
         self._manifest = manifest
         layout = manifest.layout
-        shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype)
         groups = (f"{one.layers},{one.heads},{_describe(one.parts)}" for one in layout.groups)
         facts = "\0".join(
-            map(str, ("kintsugi-chunk", int(manifest.codec), manifest.num_tokens, *shape, *groups))
+            map(str, ("kintsugi-chunk", int(manifest.codec), manifest.num_tokens, layout.dtype, *groups))
         )
         info = manifest.key.digest + facts.encode()
         kdf = HKDF(algorithm=SHA256(), length=DATA_KEY_BYTES, salt=manifest.salt, info=info)
@@ -60,11 +56,9 @@ class ChunkCipher:
     def encrypt_frame(self, layer: int, frame: memoryview, into: memoryview) -> bytes:
         """Encrypt a whole frame into a buffer of the same size. Returns the tags of its heads."""
         heads = HeadRange(0, self._manifest.layout.num_kv_heads)
-        tags, name = bytearray(), self._name(layer)
+        tags = bytearray()
         for number, part in self._parts(layer, heads):
             encryptor = Cipher(self._aes, GCM(_nonce_of(number))).encryptor()
-            if name:
-                encryptor.authenticate_additional_data(name)
             encryptor.update_into(frame[part], into[part])
             encryptor.finalize()
             tags += encryptor.tag
@@ -79,12 +73,10 @@ class ChunkCipher:
         start, stop = self._manifest.head_range_bytes(heads, layer)
         if not data.nbytes == into.nbytes == stop - start:
             return False
-        tags, name = self._manifest.head_digests(layer, heads).digests, self._name(layer)
+        tags = self._manifest.head_digests(layer, heads).digests
         for place, (number, part) in enumerate(self._parts(layer, heads)):
             tag = tags[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
             decryptor = Cipher(self._aes, GCM(_nonce_of(number), tag)).decryptor()
-            if name:
-                decryptor.authenticate_additional_data(name)
             decryptor.update_into(data[part], into[part])
             try:
                 decryptor.finalize()
@@ -95,16 +87,12 @@ class ChunkCipher:
     def _parts(self, layer: int, heads: HeadRange) -> list[tuple[int, slice]]:
         """The number of each head range within the chunk, and where it lies in the bytes of `heads`."""
         manifest = self._manifest
-        if layer == PRIOR_LAYER:
-            return [(PRIOR_NUMBER, slice(0, manifest.prior_bytes))]
+        if layer < 0:
+            return [(NUMBERS + layer, slice(0, manifest.frame_bytes_of(layer)))]
         heads = manifest.layout.heads_of(layer, heads)
         size = manifest.layout.head_bytes(manifest.codec, manifest.num_tokens, layer)
         first = manifest.layout.first_head(layer) + heads.start
         return [(first + head, slice(head * size, (head + 1) * size)) for head in range(len(heads))]
-
-    def _name(self, layer: int) -> bytes:
-        """What is authenticated with a frame and not part of it."""
-        return "\0".join(self._manifest.priors).encode() if layer == PRIOR_LAYER else b""
 
 
 def _describe(parts: Sequence[Part]) -> str:
@@ -128,7 +116,7 @@ def encrypt_chunk(
         if not manifest.frame_is_intact(layer, every_head, memoryview(frame).cast("B")):
             raise Corrupted(f"the frame of layer {layer} does not match the manifest's digest; send it again")
     key_id = keys.newest_id
-    salted = replace(manifest, format=FORMAT, key_id=key_id, salt=os.urandom(SALT_BYTES))
+    salted = replace(manifest, key_id=key_id, salt=os.urandom(SALT_BYTES))
     cipher = ChunkCipher(keys.by_id[key_id], salted)
     encrypted = [memoryview(bytearray(memoryview(frame).nbytes)) for frame in frames]
     tags = [

@@ -24,7 +24,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
+from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
@@ -41,7 +41,6 @@ from kintsugi.store.client.erasing import (
     read_cursor,
     write_cursor,
 )
-from kintsugi.store.client.formats import StoredFormats
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.client.manifests import RecentManifests
 from kintsugi.store.client.received import Received
@@ -148,7 +147,6 @@ class GrpcStore(ChunkStore):
         self._calls = ShardCalls(address, self._options.tls, self._options.token_file)
         self._manifests = RecentManifests()
         self._same_host = SameHost()
-        self._formats = StoredFormats(self._stats)
         self._reads = CircuitBreaker(backs_off=True)
         """Counts streams alone: a shard may answer lookups, and hang in what it sends. A prompt waits for
         every probe."""
@@ -238,14 +236,10 @@ class GrpcStore(ChunkStore):
         tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        """As `ChunkStore.put`. Raises `FormatNotStored` for a chunk that a shard of an earlier version cannot
-        hold."""
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         keys = self._options.find_keys(manifest.namespace)
         if keys is not None and not manifest.is_encrypted:
             manifest, frames = encrypt_chunk(keys, manifest, frames)
-        # Behind encryption, which needs a later format.
-        manifest, frames = self._formats.fit(self.address, manifest, frames)
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
@@ -272,9 +266,7 @@ class GrpcStore(ChunkStore):
         erasures_seen: int = 0,
     ) -> bool:
         """Hand a chunk to another shard, as it is stored; whether it took it. `ttl_s` 0: the chunk does not
-        expire. `erasures_seen`: the number up to which that shard's erasures are applied here. Raises
-        `FormatNotStored`, as `put`."""
-        manifest, frames = self._formats.fit(self.address, manifest, frames)
+        expire. `erasures_seen`: the number up to which that shard's erasures are applied here."""
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             recompute_ms=recompute_ms,
@@ -327,9 +319,8 @@ class GrpcStore(ChunkStore):
         request = pb.StreamLayersRequest(
             namespace=namespace,
             keys=[key.digest for key in keys],
-            layer_start=max(layers.start, 0),
+            layer_start=layers.start,
             layer_stop=layers.stop,
-            prior=layers.start == PRIOR_LAYER,
             head_start=heads.start,
             head_stop=heads.stop,
             deadline_ms=max(1, int(deadline_s * 1000)),

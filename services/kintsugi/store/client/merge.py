@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
-from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.store.client.directory import ShardAddress
 from kintsugi.store.client.grpc_store import LeftAlone
 from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
@@ -67,7 +67,7 @@ class _Merge:
         self._open_part = open_part
         self._failures = failures
         self._rank = [0] * len(owners)
-        self._done: list[int] = [PRIOR_LAYER - 1] * len(owners)
+        self._done: list[float] = [-math.inf] * len(owners)
         """The last layer that was yielded, for each chunk."""
         self._lost: set[int] = set()
         self._unanswered: set[int] = set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange, check_frames
+from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
@@ -147,8 +147,8 @@ class RamStore(ChunkStore):
             if ttl_s:
                 self._expiring[address] = None
             self._bytes_used += manifest.chunk_bytes
-            if manifest.anchor is not None:
-                self._by_anchor.setdefault(_anchor_address(manifest), []).append(manifest.key)
+            for anchor in _anchor_addresses(manifest):
+                self._by_anchor.setdefault(anchor, []).append(manifest.key)
             self._log(ChunkEventType.STORED, manifest)
         return True
 
@@ -174,11 +174,11 @@ class RamStore(ChunkStore):
         self._expiring.pop(address, None)
         manifest = chunk.manifest
         self._bytes_used -= manifest.chunk_bytes
-        if manifest.anchor is not None:
-            keys = self._by_anchor[_anchor_address(manifest)]
+        for anchor in _anchor_addresses(manifest):
+            keys = self._by_anchor[anchor]
             keys.remove(manifest.key)
             if not keys:
-                del self._by_anchor[_anchor_address(manifest)]
+                del self._by_anchor[anchor]
         self._log(ChunkEventType.REMOVED, manifest)
         return True
 
@@ -199,9 +199,7 @@ class RamStore(ChunkStore):
         lost: set[int] = set()
         for layer in layers:
             for index, chunk in enumerate(chunks):
-                if index in lost or (
-                    layer == PRIOR_LAYER and chunk is not None and not chunk.manifest.priors
-                ):
+                if index in lost or (chunk is not None and layer not in chunk.manifest.layers):
                     continue
                 item = self._frame(index, chunk, layer, heads)
                 if isinstance(item, ChunkLost):
@@ -217,7 +215,7 @@ class RamStore(ChunkStore):
         if chunk is None:
             return ChunkLost(index, layer, "absent")
         start, stop = chunk.manifest.head_range_bytes(heads, layer)
-        data = chunk.frames[layer - chunk.manifest.first_layer][start:stop]
+        data = chunk.frames[chunk.manifest.place_of(layer)][start:stop]
         if not chunk.manifest.frame_is_intact(layer, heads, data):
             return ChunkLost(index, layer, "digest mismatch")
         return LayerFrame(index, layer, data)
@@ -296,6 +294,5 @@ def _check_ttl(ttl_s: float) -> None:
         raise InvalidField("ttl_s", f"{ttl_s} is not positive")
 
 
-def _anchor_address(manifest: ChunkManifest) -> tuple[str, bytes, int]:
-    assert manifest.anchor is not None
-    return manifest.namespace, manifest.space_digest, manifest.anchor
+def _anchor_addresses(manifest: ChunkManifest) -> builtins.list[tuple[str, bytes, int]]:
+    return [(manifest.namespace, manifest.space_digest, anchor) for anchor in manifest.anchors]

@@ -48,7 +48,7 @@ class Received:
         """What to yield for a frame that came with its bytes; None if its chunk is lost already."""
 
         def verify(manifest: ChunkManifest) -> memoryview | None:
-            layer, cipher = wire.layer_of(header), self._ciphers.get(header.chunk)
+            layer, cipher = header.layer, self._ciphers.get(header.chunk)
             if cipher is None:
                 return data if manifest.frame_is_intact(layer, self._heads, data) else None
             into = self._room(len(data))
@@ -87,7 +87,7 @@ class Received:
         manifest = self._manifests[frame.chunk]
         if frame.chunk in self._lost:
             return None
-        layer = wire.layer_of(frame)
+        layer = frame.layer
         reason = frame.lost_reason or "absent"
         if manifest is not None and not frame.lost_reason:
             if is_readable(self._keys, manifest):
@@ -105,7 +105,7 @@ class Received:
         self, frame: pb.FrameHeader | pb.FrameDescriptor, manifest: ChunkManifest, read: _ReadFrame
     ) -> memoryview | None:
         """The frame's bytes; None where they are damaged."""
-        layer = wire.layer_of(frame)
+        layer = frame.layer
         self._decrypt_by(frame.chunk, manifest)
         data = read(manifest) if layer in manifest.layers else None
         if data is None and manifest.is_encrypted and frame.chunk not in self._intact:

@@ -15,7 +15,6 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.arena import GENERATION_BYTES, ArenaMap
 from kintsugi.store.client.chunk_cipher import ChunkCipher
-from kintsugi.store.protocol import wire
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class FrameLease:
     ) -> bool:
         """Copy a frame, or decrypt it with `cipher`, and return whether its digests or tags match. Raises
         `DeadlineExceeded` after the lease."""
-        layer = wire.layer_of(frame)
+        layer = frame.layer
         start, stop = manifest.head_range_bytes(heads, layer)
         held = self._arena.holds(frame.offset, frame.size_bytes)
         has_generation = self._arena.holds(self._first.generation_offset, GENERATION_BYTES)

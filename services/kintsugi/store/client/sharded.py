@@ -32,7 +32,6 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
 from kintsugi.store.client.erasing import ShardErasures, read_cursor, write_cursor
-from kintsugi.store.client.formats import FormatNotStored
 from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.protocol.breaker import CircuitBreaker
@@ -250,11 +249,8 @@ class ShardedStore(ChunkStore):
         tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        def put(store: GrpcStore) -> bool | FormatNotStored:
-            try:
-                return store.put(manifest, frames, recompute_ms, tier, ttl_s)
-            except FormatNotStored as error:  # not a failure: the shard serves what it can hold
-                return error
+        def put(store: GrpcStore) -> bool:
+            return store.put(manifest, frames, recompute_ms, tier, ttl_s)
 
         owners = self.shard_map().owners(manifest.key)
         keys = self._options.find_keys(manifest.namespace)
@@ -266,10 +262,7 @@ class ShardedStore(ChunkStore):
             raise Unavailable(
                 f"none of the {len(owners)} shards that own chunk {manifest.key} answers; {_SEE_SHARDS}"
             )
-        refusals = [answer for answer in answers if isinstance(answer, FormatNotStored)]
-        if len(refusals) == len(answers):
-            raise refusals[0]
-        return any(answer is True for answer in answers)
+        return any(answers)
 
     def stream(
         self,

@@ -159,7 +159,7 @@ class ChunkStore(ABC):
         tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        """Store one chunk: `frames` holds its layers in order, behind the prior frame where it has priors.
+        """Store one chunk: `frames` holds its layers in order, behind its side frames where it has some.
         Returns whether it was new; one that is there stays as it is, and is kept as by `retain`.
         `recompute_ms` is the time that computing it took, which placement and eviction weigh; 0: unknown.
         `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its
@@ -184,9 +184,9 @@ class ChunkStore(ABC):
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield frames, verified against their digests, layer by layer: layer i of every chunk comes before
-        layer i + 1 of any. With `layers` from `PRIOR_LAYER` on, the prior frames come first, of the chunks
-        that have one. `heads` are those of the layer that has most; of the others, the same share is read.
-        Encrypted frames are verified by whoever decrypts them.
+        layer i + 1 of any. With `layers` from below 0, the side frames of those kinds come first, of the
+        chunks that have some. `heads` are those of the layer that has most; of the others, the same share is
+        read. Encrypted frames are verified by whoever decrypts them.
 
         Nothing is read before the iterator is advanced; closing it early frees what it holds. Raises
         `DeadlineExceeded` if a layer takes longer than `deadline_s`."""

@@ -15,16 +15,15 @@ from google.protobuf.message import DecodeError, Message
 
 from kintsugi.core.errors import InvalidField, VersionMismatch
 from kintsugi.core.layout import (
-    FORMATS,
+    FORMAT,
     LAYERS_MAX,
-    PLAIN_FORMAT,
-    PRIOR_LAYER,
     ChunkManifest,
     Codec,
     KVLayout,
     LayerGroup,
     Part,
     PartKind,
+    SideFrame,
 )
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
@@ -62,6 +61,8 @@ _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in Par
 _EVENT_TYPES = {kind: pb.ChunkEventType.Value(f"CHUNK_EVENT_TYPE_{kind.name}") for kind in ChunkEventType}
 _EVENT_TYPES_READ = {number: kind for kind, number in _EVENT_TYPES.items()}
 _GROUP_BYTES_MAX = 64
+_FIELD_BYTES_MAX = 34
+"""An anchor, a side frame or the key of a context."""
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -76,39 +77,29 @@ the next. A shard does not: it would hold as much for every client that puts."""
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
     layout = manifest.layout
-    message = pb.Manifest(
-        format_version=manifest.format,
+    return pb.Manifest(
+        format_version=FORMAT,
         key=manifest.key.digest,
         space_digest=manifest.space_digest,
         fingerprint=manifest.fingerprint.digest,
         namespace=manifest.namespace,
         num_tokens=manifest.num_tokens,
-        layout=pb.Layout(
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            dtype=layout.dtype,
-        ),
+        layout=pb.Layout(dtype=layout.dtype, groups=map(_group_to_wire, layout.groups)),
         codec=int(manifest.codec),
-        anchor=manifest.anchor,
+        anchors=manifest.anchors,
         digests=manifest.digests,
+        side_frames=[pb.SideFrame(kind=kind, size_bytes=size) for kind, size in manifest.side_frames],
+        key_id=manifest.key_id,
+        salt=manifest.salt,
+        context_keys=[key.digest for key in manifest.context_keys],
         asked_at_s=manifest.asked_at_s,
     )
-    if manifest.format != PLAIN_FORMAT:
-        message.layout.groups.extend(map(_group_to_wire, layout.groups))
-        message.priors.extend(manifest.priors)
-        message.key_id, message.salt = manifest.key_id, manifest.salt
-    return message
 
 
 def manifest_bytes(manifest: ChunkManifest) -> int:
     """About how many bytes a manifest has on the wire, apart from some hundred that every one has."""
-    size = len(manifest.digests)
-    if manifest.format != PLAIN_FORMAT:
-        size += _GROUP_BYTES_MAX * len(manifest.layout.groups) + sum(
-            len(name) + 2 for name in manifest.priors
-        )
-    return size
+    fields = len(manifest.anchors) + len(manifest.side_frames) + len(manifest.context_keys)
+    return len(manifest.digests) + _GROUP_BYTES_MAX * len(manifest.layout.groups) + _FIELD_BYTES_MAX * fields
 
 
 def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:
@@ -118,32 +109,28 @@ def _group_to_wire(group: LayerGroup) -> pb.LayerGroup:
 
 def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
     """Raises `VersionMismatch` for a format of another build, `InvalidField` for anything malformed."""
-    if wire.format_version not in FORMATS:
+    if wire.format_version != FORMAT:
         raise VersionMismatch(
-            f"manifest.format_version: {wire.format_version} is not one of those that this build reads "
-            f"({', '.join(map(str, FORMATS))})"
+            f"manifest.format_version: {wire.format_version} is not {FORMAT}, the one that this build reads"
         )
     for name in ("space_digest", "fingerprint"):
         size = len(getattr(wire, name))
         if size != DIGEST_BYTES:
             raise InvalidField(f"manifest.{name}", f"has {size} bytes; a digest has {DIGEST_BYTES}")
-    layout = wire.layout
-    newer = wire.format_version != PLAIN_FORMAT  # the plain format has none of the later fields
-    groups = _groups(layout.groups) if newer else ()
     manifest = ChunkManifest(
         key=ChunkKey(wire.key),
         space_digest=wire.space_digest,
         fingerprint=ModelFingerprint(wire.fingerprint),
         namespace=wire.namespace,
         num_tokens=wire.num_tokens,
-        layout=_layout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype, groups),
+        layout=_layout(wire.layout.SerializeToString()),
         codec=_codec(wire.codec),
-        anchor=wire.anchor if wire.HasField("anchor") else None,
+        anchors=tuple(wire.anchors),
         digests=wire.digests,
-        format=wire.format_version,
-        key_id=wire.key_id if newer else "",
-        salt=wire.salt if newer else b"",
-        priors=tuple(wire.priors) if newer else (),
+        key_id=wire.key_id,
+        salt=wire.salt,
+        side_frames=tuple(SideFrame(frame.kind, frame.size_bytes) for frame in wire.side_frames),
+        context_keys=tuple(map(ChunkKey, wire.context_keys)),
         asked_at_s=wire.asked_at_s,
     )
     if len(manifest.digests) > DIGESTS_BYTES_MAX:
@@ -160,22 +147,20 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
 
 
 @lru_cache(maxsize=256)
-def _layout(
-    num_layers: int, num_kv_heads: int, head_dim: int, dtype: str, groups: tuple[LayerGroup, ...]
-) -> KVLayout:
-    """A catalog of 100,000 chunks has a handful of layouts."""
-    return KVLayout(num_layers, num_kv_heads, head_dim, dtype, groups)
-
-
-def _groups(groups: Sequence[pb.LayerGroup]) -> tuple[LayerGroup, ...]:
-    if len(groups) > LAYERS_MAX:
-        raise InvalidField("layout.groups", f"{len(groups)} groups; at most {LAYERS_MAX} layers are stored")
-    return tuple(
+def _layout(serialized: bytes) -> KVLayout:
+    """A catalog of 100,000 chunks has a handful of layouts. Raises `InvalidField`."""
+    layout = pb.Layout.FromString(serialized)
+    if len(layout.groups) > LAYERS_MAX:
+        raise InvalidField(
+            "layout.groups", f"{len(layout.groups)} groups; at most {LAYERS_MAX} layers are stored"
+        )
+    groups = [
         LayerGroup(
             group.layers, group.heads, tuple(Part(_part_kind(part.kind), part.width) for part in group.parts)
         )
-        for group in groups
-    )
+        for group in layout.groups
+    ]
+    return KVLayout(tuple(groups), layout.dtype)
 
 
 def _part_kind(value: int) -> PartKind:
@@ -192,16 +177,6 @@ def _codec(value: int) -> Codec:
     except ValueError:
         known = ", ".join(f"{codec.value} ({codec.name.lower()})" for codec in Codec)
         raise InvalidField("manifest.codec", f"{value} is unknown; this build knows {known}") from None
-
-
-def layer_to_wire(layer: int) -> tuple[int, bool]:
-    """A layer's number, and whether it is the prior frame instead."""
-    return (0, True) if layer == PRIOR_LAYER else (layer, False)
-
-
-def layer_of(frame: pb.FrameHeader | pb.FrameDescriptor) -> int:
-    """The layer of a frame, `PRIOR_LAYER` for the prior frame."""
-    return PRIOR_LAYER if frame.prior else frame.layer
 
 
 def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.layout import PRIOR_LAYER, ChunkManifest, HeadRange
+from kintsugi.core.layout import SIDE_KIND_MAX, ChunkManifest, HeadRange
 from kintsugi.core.namespaces.parts import enclosing
 from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
@@ -99,10 +99,10 @@ def bytes_to_evict(needed_bytes: int, capacity_bytes: int) -> int:
 
 
 def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
-    """Raise `InvalidField` unless the chunk has these layers and heads. `PRIOR_LAYER` may be asked of any
-    chunk: those without priors just have none to send."""
+    """Raise `InvalidField` unless the chunk has these layers and heads. Side frames may be asked of any
+    chunk: those that have none of a kind send none."""
     layout = manifest.layout
-    if not PRIOR_LAYER <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
+    if not -SIDE_KIND_MAX <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
         raise InvalidField("layers", f"[{layers.start}, {layers.stop}) is outside [0, {layout.num_layers})")
     if not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
         raise InvalidField("heads", f"[{heads.start}, {heads.stop}) is outside [0, {layout.num_kv_heads})")

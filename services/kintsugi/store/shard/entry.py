@@ -68,13 +68,13 @@ class CopyTier(ABC):
     def admit(self, entry: ChunkEntry) -> None:
         """Count the copy of an entry, and order it among the others."""
         self.chunks += 1
-        self._count(entry.manifest.namespace, entry.manifest.chunk_bytes)
+        self._count(entry.manifest.namespace, entry.charged_bytes)
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
         """Stop counting the copy of an entry, which the policy may have given up before."""
         self.chunks -= 1
-        self._count(entry.manifest.namespace, -entry.manifest.chunk_bytes)
+        self._count(entry.manifest.namespace, -entry.charged_bytes)
         self.policy.remove(entry)
 
     def _count(self, namespace: str, size_bytes: int) -> None:
@@ -138,6 +138,8 @@ class ChunkEntry:
     expires_at_s: float = math.inf
     """Unix seconds."""
     recompute_ms: float = 0.0
+    recorded_bytes: int = 0
+    """What its record charges its namespace for each copy; 0: it came with no record."""
     ram: Residence | None = None
     disk: Residence | None = None
     writing: Future[None] | None = None
@@ -152,6 +154,12 @@ class ChunkEntry:
     """Unix seconds: when it was put or last used."""
     moved_s: float = -math.inf
     """When it last began to move to another SSD tier by being read, on the shard's monotonic clock."""
+
+    @property
+    def charged_bytes(self) -> int:
+        """What its namespace is charged for each copy. It is recorded, so that it is given back as it was
+        taken, whatever a later version charges."""
+        return self.recorded_bytes or self.manifest.chunk_bytes
 
     @property
     def address(self) -> Address:

@@ -46,9 +46,8 @@ class Index:
         self._entries[entry.address] = entry
         insort(self._keys.setdefault(namespace, []), key.digest)
         used = self.bytes_by_namespace.get(namespace, 0)
-        self.bytes_by_namespace[namespace] = used + entry.manifest.chunk_bytes
-        anchor = _anchor(entry.manifest)
-        if anchor is not None:
+        self.bytes_by_namespace[namespace] = used + entry.charged_bytes
+        for anchor in _anchors(entry.manifest):
             self._by_anchor.setdefault(anchor, []).append(entry)
         self._events.add(ChunkEventType.STORED, namespace, key, entry.manifest.num_tokens)
 
@@ -57,11 +56,10 @@ class Index:
         del self._entries[entry.address]
         keys = self._keys[namespace]
         del keys[bisect_left(keys, key.digest)]
-        self.bytes_by_namespace[namespace] -= entry.manifest.chunk_bytes
+        self.bytes_by_namespace[namespace] -= entry.charged_bytes
         if not keys:
             del self._keys[namespace], self.bytes_by_namespace[namespace]
-        anchor = _anchor(entry.manifest)
-        if anchor is not None:
+        for anchor in _anchors(entry.manifest):
             entries = self._by_anchor[anchor]
             entries.remove(entry)
             if not entries:
@@ -71,7 +69,7 @@ class Index:
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """Chunks of a space by the anchor that they begin with, longest first."""
+        """Chunks of a space by each of their anchors, longest first."""
         found: dict[int, list[ChunkManifest]] = {}
         for anchor in set(anchors):
             entries = self._by_anchor.get((namespace, space_digest, anchor), ())
@@ -92,7 +90,5 @@ class Index:
         return [(name, ChunkKey(key)) for name in names for key in self._keys[name]]
 
 
-def _anchor(manifest: ChunkManifest) -> _Anchor | None:
-    if manifest.anchor is None:
-        return None
-    return manifest.namespace, manifest.space_digest, manifest.anchor
+def _anchors(manifest: ChunkManifest) -> list[_Anchor]:
+    return [(manifest.namespace, manifest.space_digest, anchor) for anchor in manifest.anchors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -79,46 +80,49 @@ class ChunkPut:
         self.is_erased = False
         """Whether its chunk was deleted since it began: its commit has no effect."""
         self._ram = ram
-        self._next_layer = entry.manifest.first_layer
+        self._next = 0
+        """Place of the next frame."""
 
     @property
     def complete(self) -> bool:
-        return self._next_layer == self.entry.manifest.layout.num_layers
+        return self._next == self.entry.manifest.num_frames
 
     def write(self, first_layer: int, payload: memoryview) -> None:
-        """Copy whole frames, the first of them of `first_layer`; `PRIOR_LAYER` is the first of all.
+        """Copy whole frames, the first of them of `first_layer`, which may be a side frame.
 
         Raises `InvalidField` for frames out of order, too many or cut, `Corrupted` for a wrong digest.
         """
         manifest = self.entry.manifest
-        if first_layer != self._next_layer:
-            raise InvalidField("first_layer", f"{first_layer}; layer {self._next_layer} comes next")
-        stop = self._stop_layer(len(payload))
+        layers = manifest.layers[self._next :]
+        if not layers or first_layer != layers[0]:
+            follows = f"layer {layers[0]} comes next" if layers else "all frames are there"
+            raise InvalidField("first_layer", f"{first_layer}; {follows}")
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
-        for layer in range(first_layer, stop):
-            size, index = manifest.frame_bytes_of(layer), layer - manifest.first_layer
+        for layer in layers[: self._count_frames(layers, len(payload))]:
+            size, index = manifest.frame_bytes_of(layer), self._next
             place = self._ram.frame(self.residence, index, 0, size)
             place[:] = payload[:size]
             self._ram.clear_padding(self.residence, index, size)
             if not manifest.frame_is_intact(layer, every_head, place):
                 raise Corrupted(f"frames[{index}] does not match the manifest's digest; send it again")
             payload = payload[size:]
-            self._next_layer += 1
+            self._next += 1
 
-    def _stop_layer(self, payload_bytes: int) -> int:
-        """The layer after those that a payload holds. Raises `InvalidField` where it does not hold whole
+    def _count_frames(self, layers: Sequence[int], payload_bytes: int) -> int:
+        """How many frames of ``layers`` a payload holds. Raises `InvalidField` where it does not hold whole
         frames."""
-        manifest = self.entry.manifest
-        layer, left = self._next_layer, payload_bytes
+        count, left = 0, payload_bytes
         while left:
-            if layer == manifest.layout.num_layers:
+            if count == len(layers):
                 raise InvalidField(
                     "payload",
-                    f"has {left} bytes too many from layer {self._next_layer}; there are {layer} layers",
+                    f"has {left} bytes too many from layer {layers[0]}; the last layer is {layers[-1]}",
                 )
-            size = manifest.frame_bytes_of(layer)
+            size = self.entry.manifest.frame_bytes_of(layers[count])
             if left < size:
-                raise InvalidField("payload", f"ends after {left} of the {size} bytes of layer {layer}")
+                raise InvalidField(
+                    "payload", f"ends after {left} of the {size} bytes of layer {layers[count]}"
+                )
             left -= size
-            layer += 1
-        return layer
+            count += 1
+        return count

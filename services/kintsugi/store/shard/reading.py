@@ -28,7 +28,7 @@ class HeldChunk:
 
     def ready(self, layer: int) -> bool:
         """Whether a layer is in RAM; `lost` says whether it ever will be. `EntryTable.await_layer` waits."""
-        return layer - self.manifest.first_layer not in self.residence.unloaded
+        return self.manifest.place_of(layer) not in self.residence.unloaded
 
     @property
     def lost(self) -> str:
@@ -38,7 +38,7 @@ class HeldChunk:
         """The bytes of one layer's heads, in place."""
         tier = self.residence.tier
         assert isinstance(tier, RamTier)
-        index = layer - self.manifest.first_layer
+        index = self.manifest.place_of(layer)
         return tier.frame(self.residence, index, *self.manifest.head_range_bytes(self.heads, layer))
 
     def read(self, layer: int) -> memoryview:
@@ -48,7 +48,7 @@ class HeldChunk:
         """
         tier = self.residence.tier
         assert isinstance(tier, DiskTier)
-        index = layer - self.manifest.first_layer
+        index = self.manifest.place_of(layer)
         frame = memoryview(mmap.mmap(-1, self.residence.strides.each[index]))
         try:
             tier.read(self.residence, index, [frame])

@@ -25,8 +25,8 @@ from kintsugi.core.errors import (
     ResourceExhausted,
     VersionMismatch,
 )
-from kintsugi.core.layout import FORMATS, PRIOR_LAYER, ChunkManifest, HeadRange
-from kintsugi.core.spaces import FORMAT_VERSION, ChunkKey, ModelFingerprint
+from kintsugi.core.layout import FORMAT, ChunkManifest, HeadRange
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.chunk_events import EVENTS_MAX
@@ -232,7 +232,7 @@ class ChunkStoreService:
         """Write one message's frames; True once it commits."""
         request, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if payload:
-            put.write(PRIOR_LAYER if request.prior else request.first_layer, payload)
+            put.write(request.first_layer, payload)
         return request.commit
 
     @_answers
@@ -263,9 +263,7 @@ class ChunkStoreService:
     async def _open_stream(self, request: pb.StreamLayersRequest) -> AsyncIterator[LayerStream]:
         """Hold the chunks of a request in place for the `with` block. Raises `_Cut`."""
         keys = wire.keys_from_wire(request.keys)
-        if request.prior and request.layer_start:
-            raise InvalidField("layer_start", f"{request.layer_start}; priors come before layer 0")
-        layers = range(PRIOR_LAYER if request.prior else request.layer_start, request.layer_stop)
+        layers = range(request.layer_start, request.layer_stop)
         heads = HeadRange(request.head_start, request.head_stop)
         reading = self.shard.open(request.namespace, keys, layers, heads)
         try:
@@ -520,8 +518,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
     return pb.StatsResponse(
         shard_id=shard.shard_id,
         protocol_version=wire.PROTOCOL_VERSION,
-        format_version=FORMAT_VERSION,
-        formats=FORMATS,
+        format_version=FORMAT,
         chunks=len(shard),
         tiers=[
             pb.TierStats(

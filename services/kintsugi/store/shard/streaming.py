@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from kintsugi.core.errors import Corrupted, DeadlineExceeded, ResourceExhausted
-from kintsugi.core.layout import PRIOR_LAYER
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.reading import HeldChunk, Reading
@@ -85,19 +84,17 @@ class LayerStream:
         await _write_message(context, message.SerializeToString())
 
     def _descriptor(self, item: _Ready) -> pb.FrameDescriptor:
-        layer, is_prior = wire.layer_to_wire(item.layer)
         if item.frame is None:
-            return pb.FrameDescriptor(chunk=item.chunk, layer=layer, lost_reason=item.lost, prior=is_prior)
+            return pb.FrameDescriptor(chunk=item.chunk, layer=item.layer, lost_reason=item.lost)
         held = self._reading.chunks[item.chunk]
         assert held is not None
         start, _ = held.manifest.head_range_bytes(held.heads, item.layer)
-        offset = held.residence.offsets[item.layer - held.manifest.first_layer] + start
+        offset = held.residence.offsets[held.manifest.place_of(item.layer)] + start
         return pb.FrameDescriptor(
             chunk=item.chunk,
-            layer=layer,
+            layer=item.layer,
             offset=self._shard.ram.arena.file_offset(offset),
             size_bytes=len(item.frame),
-            prior=is_prior,
         )
 
     async def _items(self) -> AsyncIterator[_Ready | None]:
@@ -106,9 +103,7 @@ class LayerStream:
         for layer in self._layers:
             expires_s = time.monotonic() + self._deadline_s
             for index, chunk in enumerate(self._reading.chunks):
-                if index in lost or (
-                    layer == PRIOR_LAYER and chunk is not None and not chunk.manifest.priors
-                ):
+                if index in lost or (chunk is not None and layer not in chunk.manifest.layers):
                     continue
                 frame: memoryview | str | None = "absent" if chunk is None else _frame_in_place(chunk, layer)
                 if chunk is not None and frame is None:
@@ -173,11 +168,8 @@ class _Batch:
     def add(self, item: _Ready) -> bool:
         """Add a frame; whether the batch has reached the target size of a message."""
         size = 0 if item.frame is None else len(item.frame)
-        layer, is_prior = wire.layer_to_wire(item.layer)
         self._headers.append(
-            pb.FrameHeader(
-                chunk=item.chunk, layer=layer, size_bytes=size, lost_reason=item.lost, prior=is_prior
-            )
+            pb.FrameHeader(chunk=item.chunk, layer=item.layer, size_bytes=size, lost_reason=item.lost)
         )
         if item.frame is not None:
             self._views.append(item.frame)

@@ -193,7 +193,7 @@ def _copy(store: ChunkStore, namespace: str, source: ChunkKey, target: ChunkKey)
     # Copied as they come: a frame's memory is the stream's.
     frames = [bytes(item.data) for item in stream if isinstance(item, LayerFrame)]
     assert store.delete(namespace, [target]) == 1
-    assert store.put(dataclasses.replace(held, key=target, anchor=replaced.anchor), frames)
+    assert store.put(dataclasses.replace(held, key=target, anchors=replaced.anchors), frames)
 
 
 def _within(condition: Callable[[], bool]) -> bool:

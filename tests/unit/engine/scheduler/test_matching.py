@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import ChunkSource
-from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchor_of
+from kintsugi.core.spaces import ANCHOR_TOKENS, ChunkKey, ChunkSpace, Span, anchors_of
 from kintsugi.engine.scheduler.matching import (
     in_codecs,
     match_content,
@@ -58,7 +58,7 @@ def test_equal_anchors_with_other_tokens_behind_are_no_match() -> None:
 def test_a_manifest_that_lies_about_its_anchor_is_no_match() -> None:
     store = RamStore()
     manifest, frames = make_chunk(list(range(60)))
-    store.put(dataclasses.replace(manifest, anchor=anchor_of(range(500, 560))), frames)
+    store.put(dataclasses.replace(manifest, anchors=anchors_of(range(500, 560))), frames)
     assert match_content(store, SPACE, list(range(500, 600))).spans == ()
 
 
@@ -117,7 +117,7 @@ def test_shared_chunks_are_used_where_the_own_space_has_none(name_key: bytes) ->
     shared_space = dataclasses.replace(SHARED_SPACE, name_key=name_key)
     store = store_of(own)
     manifest, frames = make_chunk(theirs, shared_space)
-    store.put(dataclasses.replace(manifest, anchor=anchor_of(theirs, name_key)), frames)
+    store.put(dataclasses.replace(manifest, anchors=anchors_of(theirs, name_key)), frames)
     prompt = [9, *own, 9, *theirs, 9]
     for match in (
         match_content(store, SPACE, prompt, shared_space),

@@ -44,10 +44,10 @@ FIRST, SECOND = Span(32, 64), Span(64, 96)
 
 def hold(side: SchedulerSide, store: StubStore, span: Span) -> None:
     """Let the store find a chunk."""
-    layout = KVLayout(1, 1, 8, "float32")
+    layout = KVLayout.uniform(1, 1, 8, "float32")
     space = side._space("acme")
     key = ChunkKey.of(space, LONG[span.start : span.end])
-    of = (key, space.digest, space.fingerprint, "acme", span.num_tokens, layout, Codec.RAW, None)
+    of = (key, space.digest, space.fingerprint, "acme", span.num_tokens, layout, Codec.RAW, ())
     manifest = ChunkManifest(*of, digests=bytes(layout.digests_bytes))
     store.held[key] = Found(manifest, ChunkSource())
 

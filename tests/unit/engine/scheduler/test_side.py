@@ -320,11 +320,11 @@ def test_with_a_context_the_first_chunk_has_the_plain_copys_key(side: SchedulerS
 
 def hold_chunks(side: SchedulerSide, store: StubStore, namespace: str = "acme") -> None:
     """Let the store find both chunks of `PROMPT`."""
-    layout = KVLayout(1, 1, 8, "float32")
+    layout = KVLayout.uniform(1, 1, 8, "float32")
     space = side._space(namespace)
     for tokens in (PROMPT[:32], PROMPT[32:64]):
         key = ChunkKey.of(space, tokens)
-        of = (key, space.digest, space.fingerprint, namespace, 32, layout, Codec.RAW, None)
+        of = (key, space.digest, space.fingerprint, namespace, 32, layout, Codec.RAW, ())
         manifest = ChunkManifest(*of, digests=bytes(layout.digests_bytes))
         store.held[key] = Found(manifest, ChunkSource())
 

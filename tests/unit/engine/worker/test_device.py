@@ -223,7 +223,7 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
     """``missed``: a chunk, by its place, that is not hit."""
     generator = torch.Generator().manual_seed(5)
     token_ids = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
-    layout, store = KVLayout(num_layers, KV_HEADS, HEAD_DIM, "float32"), RamStore()
+    layout, store = KVLayout.uniform(num_layers, KV_HEADS, HEAD_DIM, "float32"), RamStore()
     manifests, hits, chunks, start = {}, [], [], PREFIX
     for place, size in enumerate(CHUNKS):
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
@@ -231,7 +231,7 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
             encode_frame(*torch.randn(2, size, KV_HEADS, HEAD_DIM, generator=generator), codec)
             for _ in range(num_layers)
         ]
-        manifests[key] = ChunkManifest.of(SPACE, key, None, size, layout, codec, frames)
+        manifests[key] = ChunkManifest.of(SPACE, key, (), size, layout, codec, frames)
         store.put(manifests[key], frames)
         chunks.append(range(start, start + size))
         if place != missed:

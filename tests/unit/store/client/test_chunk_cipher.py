@@ -10,11 +10,11 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import DIGEST_BYTES, PLAIN_FORMAT, ChunkManifest, HeadRange
+from kintsugi.core.layout import DIGEST_BYTES, ChunkManifest, HeadRange, KVLayout, SideFrame
 from kintsugi.store.client import chunk_cipher
 from kintsugi.store.client.chunk_cipher import ChunkCipher, encrypt_chunk, is_readable
 from kintsugi.store.protocol.keys import NamespaceKeys, key_id_of
-from tests.contracts.store_contract import LAYOUT, make_chunk
+from tests.contracts.store_contract import LAYOUT, make_chunk, make_mixed_chunk
 
 DATA_KEY = bytes(range(32))
 KEYS = NamespaceKeys(bytes(32), (DATA_KEY,))
@@ -38,7 +38,7 @@ def test_every_head_range_is_aes_gcm_under_a_key_of_the_chunk() -> None:
     encrypted, ciphertexts = encrypt_chunk(KEYS, manifest, frames)
     assert encrypted.key_id == key_id_of(DATA_KEY) == hkdf(DATA_KEY, bytes(32), b"kintsugi-key-id", 8).hex()
     assert encrypted.salt == SALT
-    info = manifest.key.digest + b"kintsugi-chunk\x001\x0040\x003\x004\x0016\x00bfloat16"
+    info = manifest.key.digest + b"kintsugi-chunk\x001\x0040\x00bfloat16\x003,4,1:16,2:16"
     gcm = AESGCM(hkdf(DATA_KEY, SALT, info, 32))
     size = LAYOUT.head_bytes(manifest.codec, manifest.num_tokens)
     for number in range(LAYOUT.num_layers * HEADS):
@@ -52,7 +52,7 @@ def test_every_head_range_is_aes_gcm_under_a_key_of_the_chunk() -> None:
 def test_all_but_salt_key_id_and_tags_is_as_it_was() -> None:
     manifest, frames = make_chunk(range(40))
     encrypted, ciphertexts = encrypt_chunk(KEYS, manifest, frames)
-    decrypted = replace(encrypted, format=PLAIN_FORMAT, key_id="", salt=b"", digests=manifest.digests)
+    decrypted = replace(encrypted, key_id="", salt=b"", digests=manifest.digests)
     assert decrypted == manifest
     assert [len(one) for one in ciphertexts] == [len(one) for one in frames]
 
@@ -84,7 +84,7 @@ def test_any_range_of_heads_is_decrypted_by_itself(layer: int, heads: HeadRange)
         {"key": make_chunk(range(41))[0].key},
         {"salt": bytes(16)},
         {"layout": replace(LAYOUT, dtype="float16")},
-        {"layout": replace(LAYOUT, num_layers=6, num_kv_heads=2)},
+        {"layout": KVLayout.uniform(6, 2, 16, "bfloat16")},
     ],
     ids=["key", "salt", "dtype", "shape"],
 )
@@ -97,6 +97,17 @@ def test_what_the_manifest_says_is_verified_with_the_bytes(change: dict[str, obj
     data = bytes(ciphertexts[0][:stop])
     assert read(encrypted, 0, one_head, data) is not None
     assert read(forged, 0, one_head, data) is None
+
+
+def test_a_side_frame_is_not_read_as_one_of_another_kind() -> None:
+    manifest, frames = make_mixed_chunk(range(40))
+    encrypted, ciphertexts = encrypt_chunk(KEYS, manifest, frames)
+    unknown, scores = manifest.side_frames
+    every_head = HeadRange(0, manifest.layout.num_kv_heads)
+    data = bytes(ciphertexts[1])
+    assert read(encrypted, -scores.kind, every_head, data) == frames[1]
+    forged = replace(encrypted, side_frames=(unknown, SideFrame(scores.kind + 1, scores.size_bytes)))
+    assert read(forged, -scores.kind - 1, every_head, data) is None
 
 
 def test_damaged_frames_are_not_encrypted() -> None:

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField, KintsugiError, VersionMismatch
-from kintsugi.core.layout import PRIORS_MAX, ChunkManifest, Codec, KVLayout, LayerGroup, Part, PartKind
+from kintsugi.core.layout import (
+    ANCHORS_MAX,
+    CONTEXT_KEYS_MAX,
+    SIDE_FRAMES_MAX,
+    ChunkManifest,
+    Codec,
+    KVLayout,
+    LayerGroup,
+    Part,
+    PartKind,
+)
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
@@ -30,10 +40,10 @@ def test_a_manifest_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize("make", [make_mixed_chunk, make_encrypted_chunk])
-def test_a_manifest_of_format_3_survives_the_wire(make: Callable[[range], Chunk]) -> None:
+def test_a_manifest_of_every_shape_survives_the_wire(make: Callable[[range], Chunk]) -> None:
     manifest, _ = make(range(40))
     message = wire.manifest_to_wire(manifest)
-    assert message.format_version == 3
+    assert message.format_version == 1
     assert wire.manifest_from_wire(pb.Manifest.FromString(message.SerializeToString())) == manifest
 
 
@@ -41,11 +51,14 @@ def test_no_manifest_is_much_larger_than_is_counted() -> None:
     """Responses are bounded by what is counted."""
     widest = [LayerGroup(1, 1, tuple(Part(kind, width) for kind in PartKind)) for width in (1023, 1024)]
     layout = KVLayout.of_groups(widest * 512, "bfloat16")
-    priors = tuple(f"{number:0128}" for number in range(PRIORS_MAX))
-    frames = [bytes(16), *(bytes(layout.frame_bytes(Codec.RAW, 1, layer)) for layer in range(1024))]
+    kinds = tuple(range(200, 200 - SIDE_FRAMES_MAX, -1))
+    frames = [bytes(16)] * len(kinds)
+    frames += [bytes(layout.frame_bytes(Codec.RAW, 1, layer)) for layer in range(1024)]
+    anchors = tuple(range(ANCHORS_MAX))
+    context_keys = tuple(ChunkKey(bytes([number]) * 32) for number in range(CONTEXT_KEYS_MAX))
     space = ChunkSpace(FINGERPRINT, "n" * 128)
-    manifest = ChunkManifest.of(space, ChunkKey.of(space, [1]), 1, 1, layout, Codec.RAW, frames, priors)
-    manifest = replace(manifest, key_id="k" * 128, salt=bytes(16))
+    manifest = ChunkManifest.of(space, ChunkKey.of(space, [1]), anchors, 1, layout, Codec.RAW, frames, kinds)
+    manifest = replace(manifest, key_id="k" * 128, salt=bytes(16), context_keys=context_keys)
     for each in (manifest, make_chunk(range(40))[0]):
         counted, size = wire.manifest_bytes(each), wire.manifest_to_wire(each).ByteSize()
         assert counted / 2 < size < counted + 600
@@ -53,24 +66,24 @@ def test_no_manifest_is_much_larger_than_is_counted() -> None:
 
 def test_groups_that_cannot_be_are_refused() -> None:
     manifest, _ = make_mixed_chunk(range(40))
-    unknown, many, other = (wire.manifest_to_wire(manifest) for _ in range(3))
+    unknown, many, none = (wire.manifest_to_wire(manifest) for _ in range(3))
     unknown.layout.groups[0].parts[0].kind = 77  # type: ignore[assignment]
     many.layout.groups.extend([many.layout.groups[0]] * 1024)
-    other.layout.num_layers += 1
-    for message, problem in ((unknown, "part 77 is unknown"), (many, "at most 1024"), (other, "disagree")):
+    del none.layout.groups[:]
+    for message, problem in ((unknown, "part 77 is unknown"), (many, "at most 1024"), (none, "at least one")):
         with pytest.raises(InvalidField, match=problem):
             wire.manifest_from_wire(message)
 
 
 def test_digests_of_a_model_that_cannot_be_are_refused() -> None:
     message = wire.manifest_to_wire(make_chunk(range(5))[0])
-    message.layout.num_layers, message.layout.num_kv_heads, message.layout.head_dim = 1024, 65, 1
+    message.layout.groups[0].layers, message.layout.groups[0].heads = 1024, 65
     message.digests = bytes(1024 * 65 * 16)
     with pytest.raises(InvalidField, match=str(wire.DIGESTS_BYTES_MAX)):
         wire.manifest_from_wire(message)
 
 
-@given(st.lists(st.binary(max_size=300), max_size=5), st.integers(0, 2**32 - 1), st.booleans())
+@given(st.lists(st.binary(max_size=300), max_size=5), st.integers(-(2**31), 2**31 - 1), st.booleans())
 def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: int, commit: bool) -> None:
     request = pb.PutChunkKVRequest(first_layer=layer, commit=commit)
     message = wire.with_payload(request.SerializeToString(), parts)
@@ -82,7 +95,8 @@ def test_a_payload_is_appended_and_split_off_again(parts: list[bytes], layer: in
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [
-        ("format_version", 99, VersionMismatch),
+        ("format_version", 0, VersionMismatch),
+        ("format_version", 2, VersionMismatch),
         ("codec", 77, InvalidField),
         ("key", b"short", InvalidField),
         ("namespace", "", InvalidField),
@@ -102,6 +116,7 @@ def test_a_wrong_manifest_says_what_is_wrong(field: str, value: object, error: t
 def test_a_frame_too_large_to_carry_is_refused_before_anything_is_allocated() -> None:
     manifest = wire.manifest_to_wire(make_chunk(range(40))[0])
     manifest.num_tokens = 1 << 20
-    manifest.layout.head_dim = 1024
+    for part in manifest.layout.groups[0].parts:
+        part.width = 1024
     with pytest.raises(InvalidField, match="shorter"):
         wire.manifest_from_wire(manifest)

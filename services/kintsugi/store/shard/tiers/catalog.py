@@ -21,7 +21,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from kintsugi.core.errors import VersionMismatch
-from kintsugi.core.layout import FORMATS
+from kintsugi.core.layout import FORMAT
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol.durable_files import sync_folder
@@ -61,16 +61,15 @@ def check_format(path: Path) -> None:
         with env.begin() as transaction:
             records = (_decode_catalog_record(key, value) for key, value in transaction.cursor())
             formats = Counter(r.manifest.format_version for r in records if r is not None)
-    if formats.keys() - set(FORMATS):
+    if formats.keys() - {FORMAT}:
         raise VersionMismatch(_refusal(path.parent, formats))
 
 
 def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
     """Why a folder with chunks of these formats is refused, and what to do."""
     held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
-    read = " and ".join(map(str, FORMATS))
     return (
-        f"{folder} holds {held}; this version of kintsugi reads formats {read}. "
+        f"{folder} holds {held}; this version of kintsugi reads format {FORMAT}. "
         "Nothing was changed: use the version that wrote them, or name another folder"
     )
 

@@ -21,7 +21,7 @@ from tests.contracts.store_contract import make_chunk
 MANIFEST, _ = make_chunk(range(40))
 KEY = catalog_key(("acme", MANIFEST.key))
 RECORD = pb.CatalogRecord(
-    manifest=wire.manifest_to_wire(MANIFEST), stride=12288, extents=[pb.CatalogExtent(offset=0, frames=3)]
+    manifest=wire.manifest_to_wire(MANIFEST), extents=[pb.CatalogExtent(offset=0, size_bytes=3 * 12288)]
 )
 
 
