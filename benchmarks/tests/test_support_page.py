@@ -94,7 +94,7 @@ def test_the_page_has_what_each_row_found() -> None:
     assert r"| B | recurrent: layer 0 has a state \| a conv; serve another |" in text
     assert "| D | wrong | ratio 1: the tokens differ |" in text
     assert "1 classes are exact, 0 of them at any ratio" in text
-    assert "1 of the 3 text-generating classes in the registry of vLLM 0.32.0 were not asked" in text
+    assert "1 of the 3 text-generating classes in the registry of vLLM 0.32.0 were not tried" in text
     assert "| no config | C |" in text
 
 
