@@ -1,8 +1,8 @@
-{{/* The BlendService's name, and the beginning of every other. */}}
+{{/* The BlendService's name, which is the prefix of all other names. */}}
 {{- define "kintsugi.name" -}}
 {{- $name := default .Release.Name .Values.service.name -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$" $name) -}}
-{{- fail (printf "%q cannot name a BlendService: set service.name to at most 40 of a-z, 0-9 and -, beginning with a letter" $name) -}}
+{{- fail (printf "%q is not a valid name of a BlendService: set service.name to at most 40 characters of a-z, 0-9 and -, beginning with a letter" $name) -}}
 {{- end -}}
 {{- $name -}}
 {{- end }}
@@ -17,7 +17,7 @@ app.kubernetes.io/part-of: kintsugi
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* The labels of pods that never change. Call with (list $ component). */}}
+{{/* The immutable labels of pods. Call with (list $ component). */}}
 {{- define "kintsugi.selector" -}}
 {{- $root := first . -}}
 app.kubernetes.io/name: kintsugi-{{ last . }}
@@ -25,7 +25,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ last . }}
 {{- end }}
 
-{{/* The registry's folder of images. The schema has refused an empty one, unless it was told not to look. */}}
+{{/* Registry and folder of the images. The schema refuses an empty value, unless validation is skipped. */}}
 {{- define "kintsugi.repository" -}}
 {{- if not .Values.image.repository -}}
 {{- fail "image.repository is not set: make images REPOSITORY=registry/kintsugi builds them; push them, set image.repository=registry/kintsugi" -}}
@@ -47,12 +47,12 @@ app.kubernetes.io/component: {{ last . }}
 {{- if eq $serving "auto" -}}
 {{- $serving = ternary "serving-gpu" "serving-cpu" (gt (int .Values.engines.gpus) 0) -}}
 {{- else if ne (eq $serving "serving-gpu") (gt (int .Values.engines.gpus) 0) -}}
-{{- fail (printf "image.serving is %s, and engines.gpus %d: change one of them" $serving (int .Values.engines.gpus)) -}}
+{{- fail (printf "image.serving is %s, but engines.gpus is %d: change one of them" $serving (int .Values.engines.gpus)) -}}
 {{- end -}}
 {{- printf "%s/%s" (include "kintsugi.repository" .) $serving -}}
 {{- end }}
 
-{{/* The Secret with hashed tokens; empty where anybody is served. */}}
+{{/* The Secret with hashed tokens; empty without authentication. */}}
 {{- define "kintsugi.tokensSecret" -}}
 {{- if .Values.gateway.tokensSecret -}}
 {{- .Values.gateway.tokensSecret -}}
@@ -61,12 +61,12 @@ app.kubernetes.io/component: {{ last . }}
 {{- end -}}
 {{- end }}
 
-{{/* "true" where no Secret with tokens is named, and one is wanted. */}}
+{{/* "true" if the chart has to create a token. */}}
 {{- define "kintsugi.makesToken" -}}
 {{- and .Values.service.enabled (not .Values.gateway.tokensSecret) (not .Values.gateway.insecure) -}}
 {{- end }}
 
-{{/* The Secret with a token that may be used; empty where the chart knows none. */}}
+{{/* The Secret with a token for clients; empty if the chart knows none. */}}
 {{- define "kintsugi.clientSecret" -}}
 {{- if .Values.test.tokenSecret -}}
 {{- .Values.test.tokenSecret -}}
@@ -75,7 +75,7 @@ app.kubernetes.io/component: {{ last . }}
 {{- end -}}
 {{- end }}
 
-{{/* What the chart's own pods look like to the `restricted` pod security standard. */}}
+{{/* The security context of the chart's own pods, as the `restricted` pod security standard requires. */}}
 {{- define "kintsugi.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532
