@@ -1,4 +1,4 @@
-"""The segments that wait to be saved, and how many tokens saving may compute.
+"""The segments that wait to be saved, and the token budget for saving them.
 
 Saving earns tokens: a share of the tokens of every prompt seen, at most `EARNED_MAX` ahead. So what
 discovery computes is bounded by the traffic, whatever the traffic is. First come, first served, and no
@@ -17,40 +17,41 @@ from kintsugi.core.tokens import TokenIds
 TOKENS_MAX = 1 << 20
 """4 MiB of token ids."""
 SEGMENT_TOKENS_MIN = 256
-"""A shorter segment takes as much room: so no more than 4,096 wait."""
+"""Minimum charge of a segment, so that at most 4,096 wait."""
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
-"""What of it a namespace and its parts may take together: who makes many parts has no more."""
+"""Share of the room for one namespace, including its parts, however many there are."""
 EARNED_MAX = 1 << 16
-"""Tokens that saving may be ahead: an idle hour is not made up for at once."""
+"""Maximum unspent budget in tokens, so that saving does not catch up on an idle hour at once."""
 
 
 @dataclass(frozen=True)
 class Recurring:
-    """A segment that was seen often enough, in the space of its request."""
+    """A segment that was seen often enough to be saved, in the chunk space of its request."""
 
     space: ChunkSpace
     token_ids: TokenIds
     shared: str
-    """The namespace whose chunks the request could use, too; empty: none."""
+    """Further namespace whose chunks the request could use; empty: none."""
     salt: str
-    """That of the request's namespace when it was seen; another one now means that something was erased."""
+    """Salt of the request's namespace when the segment was seen. A different salt now means that something
+    was erased since."""
     ttl_s: float
-    """How long it is to be kept."""
+    """Lifetime of the saved chunk."""
     asked_at_s: float
     """When it was seen, as in `ChunkManifest`."""
 
     @property
     def name(self) -> ChunkKey:
-        """The key that clients know the chunk by."""
+        """The chunk's key as clients compute it."""
         return ChunkKey.of(self.space, self.token_ids)
 
     def is_alike(self, other: Recurring) -> bool:
-        """Whether both are saved behind the same text, of requests with the same rights."""
+        """Whether both are saved behind the same text and come from requests with the same rights."""
         return (self.space, self.shared, self.salt) == (other.space, other.shared, other.salt)
 
 
 class Backlog:
-    """Not thread-safe."""
+    """A queue with a token budget. Not thread-safe."""
 
     def __init__(self, share: float) -> None:
         """``share``: tokens that saving may compute per token of prompts."""
@@ -58,19 +59,19 @@ class Backlog:
         self._earned = 0.0
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
         self._tokens: Counter[str] = Counter()
-        """What waits, by namespace; that of parts with their base."""
+        """Waiting segments by namespace; segments of a part count for its base namespace."""
         self.num_refused = 0
-        """Segments for which there was no room."""
+        """Number of segments that were dropped for lack of room."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def earn(self, prompt_tokens: int) -> None:
-        """A prompt of so many tokens was seen."""
+        """Increase the budget for a prompt of this many tokens."""
         self._earned = min(self._earned + self._share * prompt_tokens, EARNED_MAX)
 
     def add(self, segment: Recurring) -> bool:
-        """Whether the segment waits now: not if it did before, and not if there is no room."""
+        """Add a segment. Returns False if it already waits, or if there is no room."""
         room, base = _room_of(segment), base_of(segment.space.namespace)
         is_full = self._tokens.total() + room > TOKENS_MAX or self._tokens[base] + room > NAMESPACE_TOKENS_MAX
         if segment.name in self._waiting:
@@ -84,12 +85,12 @@ class Backlog:
 
     @property
     def is_due(self) -> bool:
-        """Whether a segment waits and saving has earned something."""
+        """Whether a segment waits and the budget is positive."""
         return bool(self._waiting) and self._earned > 0
 
     def take(self, tokens_max: int) -> list[Recurring]:
-        """The segment that waited longest, and those behind it that can be saved together with it, as long as
-        they have at most ``tokens_max`` tokens together. All of them leave."""
+        """Remove and return the oldest segment, and later ones that can be saved together with it, up to
+        ``tokens_max`` tokens in total."""
         taken: list[Recurring] = []
         room = tokens_max
         for segment in self._waiting.values():
@@ -109,7 +110,7 @@ class Backlog:
             del self._tokens[base]
 
     def spend(self, computed_tokens: int) -> None:
-        """A save computes so many tokens. The last ones before there is nothing left may overdraw."""
+        """Decrease the budget by the tokens that a save computes. The last save may overdraw it."""
         self._earned -= computed_tokens
 
 

@@ -1,4 +1,4 @@
-"""Cuts token ids into segments at boundaries that their content decides.
+"""Cuts token ids into segments at content-defined boundaries.
 
 Whether a position is a boundary depends on the tokens within `REACH_TOKENS` of it and on nothing before them:
 the same passage is cut alike wherever it stands, and an insertion moves no other boundary. Only text without
@@ -32,7 +32,7 @@ TOKENS_MIN = 64
 TOKENS_MAX = 1024
 BLOCK_TOKENS_MIN = 128
 WHOLE_TOKENS_MAX = 384
-"""A block of up to this many tokens is one segment: passages of the usual size stay whole."""
+"""A block of up to this many tokens is one segment, so that passages of usual size stay whole."""
 RADIUS_TOKENS = 127
 """Below `2 * TOKENS_MIN`: so candidates of two blocks, each `TOKENS_MIN` away from what parts them, never
 compete, and a block's cuts depend on the block alone."""
@@ -78,7 +78,7 @@ def cut_chunks(prompt: RagPrompt, classes: TokenClasses) -> RagPrompt:
 
 
 def find_boundaries(ids: npt.NDArray[np.uint32], classes: TokenClasses) -> _Positions:
-    """The positions, ascending and within `[1, len)`, at which a segment ends and the next one begins."""
+    """The boundaries between segments: ascending positions within `[1, len)`."""
     edges = np.concatenate(([0], classes.find_separators(ids), [len(ids)]))
     gaps = np.diff(edges)
     is_block = gaps >= BLOCK_TOKENS_MIN
@@ -95,7 +95,7 @@ def find_boundaries(ids: npt.NDArray[np.uint32], classes: TokenClasses) -> _Posi
 
 
 def _near(fixed: _Positions, num_tokens: int) -> npt.NDArray[np.bool_]:
-    """Which of the positions `[0, num_tokens]` are nearer than `TOKENS_MIN` to a fixed boundary."""
+    """Mask of the positions `[0, num_tokens]` that are nearer than `TOKENS_MIN` to a fixed boundary."""
     steps = np.zeros(num_tokens + 2, np.intp)
     np.add.at(steps, np.maximum(fixed - TOKENS_MIN + 1, 0), 1)
     np.add.at(steps, np.minimum(fixed + TOKENS_MIN, num_tokens + 1), -1)
@@ -114,7 +114,7 @@ def _hashes(ids: npt.NDArray[np.uint32]) -> _Hashes:
 
 
 def _mix(ids: npt.NDArray[np.uint32]) -> _Hashes:
-    """64 random bits for each token id: splitmix64, in place of a table for every vocabulary."""
+    """64 pseudo-random bits for each token id (splitmix64), without a table per vocabulary."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -122,7 +122,7 @@ def _mix(ids: npt.NDArray[np.uint32]) -> _Hashes:
 
 
 def _peaks(scores: _Hashes) -> _Positions:
-    """Where a score is above 0 and above every other within `RADIUS_TOKENS`."""
+    """Positions whose score is above 0 and above all others within `RADIUS_TOKENS`."""
     padding = np.zeros(RADIUS_TOKENS, np.uint64)
     highest = np.concatenate((padding, scores, padding))
     width = 1
@@ -137,7 +137,7 @@ def _peaks(scores: _Hashes) -> _Positions:
 
 
 def _split_long(edges: _Positions) -> _Positions:
-    """The edges, and more of them where two stand more than `TOKENS_MAX` apart."""
+    """The edges, with further edges between two that are more than `TOKENS_MAX` apart."""
     sizes = np.diff(edges)
     if not len(sizes) or sizes.max() <= TOKENS_MAX:
         return edges

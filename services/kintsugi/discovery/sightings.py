@@ -1,4 +1,4 @@
-"""How often segments were seen, per namespace and in bounded memory.
+"""Counts how often segments were seen, per namespace and in bounded memory.
 
 Each namespace has a count-min sketch of its own, so no count depends on another namespace's prompts. Where
 memory is short, the owner whose sketches take most gives up the one that was idle longest, so that nobody can
@@ -26,7 +26,7 @@ WIDTH_MIN = 1 << 12
 WIDTH_MAX = 1 << 22
 GROWTH = 4
 FULL_SHARE = 1 / 8
-"""A generation is full when it has counted this share of its width in distinct segments."""
+"""A generation is full when its number of distinct segments reaches this share of its width."""
 BYTES_MAX = 64 << 20
 COUNT_MAX = 255
 
@@ -47,14 +47,14 @@ class _Generation:
         return self.distinct >= FULL_SHARE * self.width
 
     def estimate(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
-        """How often each segment was counted. `words`: `[segments, ROWS]` random bits of each."""
+        """The count of each segment. `words`: `[segments, ROWS]` random bits per segment."""
         counts: npt.NDArray[np.uint8] = self._cells[np.arange(ROWS), words & np.uint32(self.width - 1)].min(
             axis=1
         )
         return counts
 
     def add(self, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
-        """Count each segment once; their counts before that."""
+        """Count each segment once. Returns the former counts."""
         counts = self.estimate(words)
         where = np.arange(ROWS), words & np.uint32(self.width - 1)
         # Conservative update: only cells that would fall behind are raised.
@@ -74,7 +74,7 @@ class _Sketch:
         return self.newer.num_bytes + (self.older.num_bytes if self.older else 0)
 
     def advance(self, now_s: float, period_s: float) -> None:
-        """Begin another generation if it is time."""
+        """Begin a new generation if the present one is over."""
         width, age_s = self.newer.width, now_s - self.newer.began_s
         if self.newer.is_full:
             width = min(GROWTH * width, WIDTH_MAX)
@@ -101,16 +101,16 @@ class Sightings:
         self._clock = clock
         self._bytes_max = bytes_max
         self._sketches: dict[str, OrderedDict[str, _Sketch]] = {}
-        """By owner and namespace. The namespace that was idle longest comes first."""
+        """By owner and namespace, the least recently used namespace first."""
         self._bytes: Counter[str] = Counter()
-        """Memory of each owner's sketches."""
+        """Bytes of each owner's sketches."""
         self.num_bytes = 0
-        """Memory of all sketches."""
+        """Bytes of all sketches."""
         self.num_given_up = 0
-        """Sketches that were forgotten because memory was short."""
+        """Number of sketches that were dropped for lack of memory."""
 
     def count(self, owner: str, namespace: str, digests: Sequence[bytes]) -> list[int]:
-        """Count one sight of each segment, and return how often each has been seen now.
+        """Count one sighting of each segment. Returns the new counts.
 
         ``owner``: who answers for the namespace's memory. ``digests``: distinct digests of at least 16 bytes,
         such as those of chunk keys.
@@ -128,7 +128,7 @@ class Sightings:
         return sketch.add(words.reshape(-1, ROWS))
 
     def _give_up_one(self, besides: _Sketch) -> None:
-        """Cost: linear in the number of owners, 0.3 ms for as many as there can be."""
+        """Takes time linear in the number of owners: 0.3 ms for the maximum."""
         owners = (o for o, held in self._sketches.items() if len(held) > 1 or besides not in held.values())
         owner = max(owners, key=lambda one: self._bytes[one])
         # The one that is being counted was idle shortest.

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary separate one piece of a prompt from the next.
+"""Classifies tokens of a vocabulary that separate the pieces of a prompt.
 
 A class follows from a token's text alone, so a table of one byte per token id is computed once per tokenizer.
 Separators of several tokens (a blank line may be two line breaks) are found in sequences of classes.
@@ -21,7 +21,7 @@ ONLY_LINE_BREAK = 2
 ENDS_PARAGRAPH = 4
 """The token's text ends with a blank line."""
 BEGINS_BLOCK = 8
-"""At the beginning of a line, the token opens a heading, a fence or a rule."""
+"""At the beginning of a line, the token begins a heading, a fence or a rule."""
 IS_SPECIAL = 16
 """The token stands between messages or at the ends of a prompt: a special one, or markup such as
 `<tool_response>` that was added to the vocabulary."""
@@ -36,14 +36,14 @@ _BLOCK = re.compile(r"\s*(#{1,6}(\s|\Z)|```|~~~|---|===)")
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """The classes of every token id of a vocabulary."""
+    """The classes of all token ids of a vocabulary."""
 
     table: npt.NDArray[np.uint8]
-    """By token id: the sum of the classes above. Ids beyond it have none."""
+    """Sum of the classes by token id. Larger ids have no class."""
 
     @staticmethod
     def of_texts(texts: Sequence[str], special_ids: Iterable[int] = ()) -> TokenClasses:
-        """From the text of each token id, in order."""
+        """Classify the texts of all token ids, in order."""
         table = np.fromiter(map(_class_of, texts), np.uint8, len(texts))
         special = [one for one in special_ids if 0 <= one < len(texts)]
         table[special] = IS_SPECIAL
@@ -51,18 +51,18 @@ class TokenClasses:
 
     @staticmethod
     def of_tokenizer(tokenizer: Any) -> TokenClasses:
-        """Those of a tokenizer of transformers. Takes up to a second."""
+        """The classes of a transformers tokenizer. Takes up to a second."""
         texts = tokenizer.batch_decode([[token_id] for token_id in range(len(tokenizer))])
         added = tokenizer.added_tokens_decoder.items()
         return TokenClasses.of_texts(texts, [token_id for token_id, token in added if _is_border(token)])
 
     @staticmethod
     def none() -> TokenClasses:
-        """Without a tokenizer there are no separators."""
+        """No separators, for models without a tokenizer."""
         return TokenClasses(np.zeros(0, np.uint8))
 
     def find_separators(self, token_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
-        """The positions, ascending and within `[1, len)`, before whose token a new piece begins."""
+        """The positions at which a new piece begins, ascending and within `[1, len)`."""
         if not len(self.table) or len(token_ids) < 2:
             return np.zeros(0, np.intp)
         classes = self._classes_of(token_ids)
@@ -80,7 +80,7 @@ class TokenClasses:
         return np.unique(np.concatenate((simple, contents)))
 
     def count_text(self, token_ids: npt.NDArray[np.uint32]) -> int:
-        """How many tokens come before the first that stands between messages; all of them if none does."""
+        """Number of tokens before the first one between messages; all tokens if there is none."""
         is_special = (self._classes_of(token_ids) & IS_SPECIAL) != 0
         return int(is_special.argmax()) if is_special.any() else len(token_ids)
 
@@ -93,7 +93,7 @@ class TokenClasses:
 
 
 def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Where a message's content begins: behind the line break that ends its header, or at once.
+    """The position of a message's content: after the line break that ends its header, or at once.
 
     ``behind``: the positions directly behind special tokens.
     """
@@ -104,11 +104,11 @@ def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> n
 
 
 def _is_border(token: Any) -> bool:
-    """Whether an added token, as transformers describes it, is of a prompt's form and not of its texts.
+    """Whether an added token belongs to the prompt's form, not to its texts.
 
-    Those that are need not be special: DeepSeek's token in front of a user's message and Qwen's
-    `<tool_response>` are not. Nor is every added token one: Gemma adds runs of line breaks, GPT-NeoX runs of
-    blanks, and whoever extends a vocabulary adds words.
+    Such tokens need not be special: DeepSeek's token before a user's message and Qwen's `<tool_response>` are
+    not. Other added tokens belong to texts: Gemma adds runs of line breaks, GPT-NeoX runs of blanks, and an
+    extended vocabulary has added words.
     """
     return bool(token.special or _MARKUP.fullmatch(token.content.strip()))
 

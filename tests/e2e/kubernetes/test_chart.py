@@ -377,7 +377,10 @@ def test_nothing_leads_in_from_outside_unless_enabled(value_set: str) -> None:
             'precompute.corpora: two are called "c"',
         ),
         (["image.serving=serving-cpu"], "image.serving is serving-cpu, but engines.gpus is 1"),
-        (["image.serving=serving-gpu", "engines.gpus=0"], "image.serving is serving-gpu, but engines.gpus is 0"),
+        (
+            ["image.serving=serving-gpu", "engines.gpus=0"],
+            "image.serving is serving-gpu, but engines.gpus is 0",
+        ),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused(helm: str, settings: list[str], says: str) -> None:
