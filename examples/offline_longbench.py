@@ -8,7 +8,7 @@ configurations are the paper's (HKVD at layer 1, r = 5 to 50 %) beside Kintsugi'
 prefill and full KV reuse stand in every table. Chunks have 512 tokens, six of them a prompt, as in the paper,
 unless told otherwise.
 
-Chunk KV of a real model is large: give it room with --chunk-store grpc://HOST:PORT (kintsugi store serve).
+Chunk KV of a real model is large, and stays in this process's memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,23 @@ from kintsugi.cli.commands.evaluate import run
 from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.request import SelectorName
 
 DATASETS = ("2wikimqa", "musique", "samsum", "multi_news")
 """The paper's four, as LongBench names them."""
 ANSWER_TOKENS = {"samsum": 128, "multi_news": 512}
 """As LongBench itself allows; the others answer in 32."""
+
+GRID = {
+    "selectors": ["hkvd", "query", "hybrid"],
+    "ratios": [0.05, 0.15, 0.3, 0.5],
+    "check_layers": [1],  # the paper selects at layer 1
+    "chunk_tokens": [512],
+    "chunks": [6],
+    "batches": [1],
+    "rates": [0.5, 1, 2],
+    "limit": 200,
+}
+"""What is compared on every dataset, as `kintsugi eval --grid` takes it."""
 
 
 def main() -> int:
@@ -36,17 +47,7 @@ def main() -> int:
     parser.add_argument("--data", required=True, type=Path, help="folder with DATASET.jsonl files")
     parser.add_argument("--out", type=Path, default=Path("results"), help="where results go")
     parser.add_argument("--datasets", default=",".join(DATASETS))
-    parser.add_argument("--limit", type=int, default=200, help="questions per dataset")
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--ratios", default="0.05,0.15,0.3,0.5")
-    parser.add_argument(
-        "--selectors", default=",".join((SelectorName.HKVD, SelectorName.QUERY, SelectorName.HYBRID))
-    )
-    parser.add_argument("--check-layers", default="1", help="the paper selects at layer 1")
-    parser.add_argument("--rates", default="0.5,1,2", help="requests per second")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--chunk-store", help="URL of a store with room for the chunks")
+    parser.add_argument("--grid", type=Path, help="JSON file that overrides keys of GRID")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for dataset in arguments.datasets.split(","):
@@ -64,22 +65,11 @@ def main() -> int:
 
 
 def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
-    """What to measure on one dataset."""
-    return EvaluateTask(
-        model=arguments.model,
-        questions=arguments.data / f"{dataset}.jsonl",
-        limit=arguments.limit,
-        selectors=arguments.selectors,
-        ratios=arguments.ratios,
-        check_layers=arguments.check_layers,
-        chunk_tokens=str(arguments.chunk_tokens),
-        chunks=str(arguments.chunks),
-        batches="1",
-        rates=arguments.rates,
-        max_tokens=ANSWER_TOKENS.get(dataset, 32),
-        dtype=arguments.dtype,
-        chunk_store=arguments.chunk_store,
-    )
+    """What to measure on one dataset. Writes its grid beside the results."""
+    given = {} if arguments.grid is None else json.loads(arguments.grid.read_text())
+    grid = arguments.out / f"{dataset}.grid.json"
+    grid.write_text(json.dumps({**GRID, "max_tokens": ANSWER_TOKENS.get(dataset, 32), **given}))
+    return EvaluateTask(model=arguments.model, questions=arguments.data / f"{dataset}.jsonl", grid=grid)
 
 
 if __name__ == "__main__":

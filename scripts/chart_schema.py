@@ -22,26 +22,25 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from kintsugi.core.rules import camel
 from kintsugi.core.schema import dataclass_within
 from kintsugi.core.settings import fields_in_order, setting
 from kintsugi_operator.api.blend_service import (
     Engines,
+    EnginesExpert,
     Gateways,
-    Heads,
     Limits,
     Model,
     Network,
     Privacy,
-    Redis,
-    Replicas,
+    ServiceExpert,
     Store,
-    Tls,
 )
-from kintsugi_operator.api.common import Nodes, PullPolicy
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import Schema, descriptions, schema_of
-from kintsugi_operator.api.manifest import ManifestSettings, to_manifest, yaml_name
+from kintsugi_operator.api.manifest import ManifestSettings, to_manifest
 from kintsugi_operator.api.patterns import HOST_AND_PATH, HUB_NAME, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
+from kintsugi_operator.api.pod_template import Toleration
 
 CHART = Path(__file__).parents[1] / "charts" / "kintsugi"
 LINE_MAX = 110
@@ -88,8 +87,6 @@ class Images:
     """Takes precedence over the tag."""
     operator_digest: str = setting("", pattern=DIGEST)
     """Takes precedence over the tag for the operator's image."""
-    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
-    """When nodes fetch the images."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Ingress:
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret with tls.crt and tls.key for these hosts; empty: plain HTTP."""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """For the Ingress controller: time limits, sizes of bodies, HTTPS to the gateway with `tls.secret`."""
+    """For the Ingress controller: time limits, sizes of bodies, HTTPS with `gateway.tlsSecret`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,10 @@ class Operator:
     """Request and limit."""
     network_policy: bool = True
     """Allow only probes in, and only DNS and connections to the API server and the service's pods out."""
-    nodes: Nodes = field(default_factory=Nodes)
+    node_selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
+    """Labels that a node must have."""
+    tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
+    """Taints that the pods tolerate."""
 
 
 @dataclass(frozen=True)
@@ -219,13 +219,12 @@ class Values:
     """Secrets of this namespace."""
     model: Model = field(default_factory=lambda: Model(path=""))
     engines: Engines = field(
-        default_factory=lambda: Engines(replicas=Replicas(1, 4), gpus=1, memory="64Gi", shared_memory="8Gi")
+        default_factory=lambda: Engines(
+            replicas_max=4, gpus=1, memory="64Gi", expert=EnginesExpert(shared_memory="8Gi")
+        )
     )
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
-    heads: Heads = field(default_factory=Heads)
-    redis: Redis = field(default_factory=Redis)
-    tls: Tls = field(default_factory=Tls)
     ingress: Ingress = field(default_factory=Ingress)
     http_route: HttpRoute = field(default_factory=HttpRoute)
     network: Network = field(default_factory=Network)
@@ -233,6 +232,7 @@ class Values:
     """What each namespace may use, by pattern: a namespace, a prefix that ends in *, or *."""
     privacy: Mapping[str, Privacy] = setting(dict, maxProperties=64)
     """What answers reveal within a namespace, by pattern."""
+    expert: ServiceExpert = field(default_factory=ServiceExpert)
     precompute: Precompute = field(default_factory=Precompute)
     service: Service = field(default_factory=Service)
     operator: Operator = field(default_factory=Operator)
@@ -243,7 +243,7 @@ class Values:
 COMMENTS = {
     "model.path": "Empty: `name` is a hub name.",
     "network.clientNamespaces": "Where some are named, and `test.enabled`, the release's own may too.",
-    "tls.secret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
+    "gateway.tlsSecret": "Clients find the gateway as NAME-http.NAMESPACE.svc and NAME-grpc.NAMESPACE.svc.",
     "gateway.tokensSecret": "Empty, and not insecure: a job makes one, with a token for `test.namespace`.",
 }
 """Additional comments for values with which the chart does more than the operator."""
@@ -283,8 +283,9 @@ def _closed(schema: Schema) -> Schema:
     if "properties" in kept:
         kept["properties"] = {name: _closed(one) for name, one in kept["properties"].items()}
         kept["additionalProperties"] = False
-    if isinstance(kept.get("items"), dict):
-        kept["items"] = _closed(kept["items"])
+    for inner in ("items", "additionalProperties"):
+        if isinstance(kept.get(inner), dict):
+            kept[inner] = _closed(kept[inner])
     return kept
 
 
@@ -301,7 +302,7 @@ def _lines(value: Any, path: str, depth: int) -> Iterator[str]:
     docs, hints = descriptions(type(value)), get_type_hints(type(value))
     indent = "  " * depth
     for one in fields_in_order(type(value)):
-        name, inner = yaml_name(one.name), getattr(value, one.name)
+        name, inner = camel(one.name), getattr(value, one.name)
         where = f"{path}.{name}".lstrip(".")
         cls = dataclass_within(hints[one.name])
         if depth == 0:

@@ -150,7 +150,6 @@ def known_texts_row(data: bytes) -> None:
     found = known.find("acme", f"x{TEXT}y")
     assert all(0 <= start < stop <= len(TEXT) + 2 for start, stop in found)
     known.has_room("acme")
-    known.chunks_max_of = lambda namespace: 0
     known.remember("acme", key, IDS, TEXT + "other")
     _attempt(lambda: known.erase("acme", None, 0.0))
 

@@ -61,7 +61,7 @@ class Setting:
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
     connector: Mapping[str, Any] = field(default_factory=dict)
-    """More of the connector's configuration; `model` likewise, of the service's."""
+    """More of `engines.expert`; `model` likewise, of the service's."""
     model: Mapping[str, Any] = field(default_factory=dict)
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine with values, for both servers."""
@@ -185,37 +185,35 @@ def our_server(model: Path, setting: Setting) -> Iterator[Server]:
 
 def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any]:
     patience_ms = 30_000  # A busy machine must not turn into declined blends.
-    connector = {
+    expert = {
         "ratio": setting.ratio,
-        "ratio_max": setting.ratio,
         "loading_controller": setting.loading_controller,
-        "lookup_deadline_ms": patience_ms,
-        "layer_deadline_ms": patience_ms,
+        "load_deadline_ms": patience_ms,
+        "spares": setting.spares,
         **setting.connector,
     }
     return {
         "model": {
             "path": str(model),
             "name": NAME,
-            "dtype": setting.dtype,
-            "max_model_len": setting.max_model_len,
             **setting.model,
         },
         "engines": {
-            "replicas": {"min": setting.engines, "max": setting.engines},
-            "spares": setting.spares,
-            "kv_cache_gib": setting.kv_cache_bytes / (1 << 30),
+            "replicas": setting.engines,
             "allow_uncalibrated": setting.allow_uncalibrated,
-            "connector": connector,
-            "env": ONE_THREAD,
-            "vllm": dict(setting.vllm),
+            "expert": expert,
+            "vllm": {
+                "dtype": setting.dtype,
+                "max_model_len": setting.max_model_len,
+                "kv_cache_memory_bytes": setting.kv_cache_bytes,
+                **setting.vllm,
+            },
         },
         "store": {
             "ram_gib": setting.ram_gib,
             "data_dir": str(folder / "data"),
             "tiers": [{"path": str(folder / "ssd"), "gib": setting.ssd_gib}] if setting.ssd_gib else [],
-            "share_arena": not setting.is_pinned,
-            "directory_port": free_port("127.0.0.1", 28410, 64),
+            "expert": {"directory_port": free_port("127.0.0.1", 28410, 64)},
         },
         "gateway": {"grpc_port": 0, "http_port": 0},
         "privacy": dict(setting.privacy),

@@ -13,8 +13,8 @@ from kintsugi.core.deploy import (
     EngineSpec,
     GatewaySpec,
     ModelSpec,
-    Scale,
     ServiceSpec,
+    StoreExpert,
     StoreSpec,
 )
 from kintsugi.core.exchange import EngineRequest, Usage
@@ -38,8 +38,12 @@ def cached_share(router: str, conversations: int, turns: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         spec = ServiceSpec(
             ModelSpec(str(make_checkpoint_once("tiny-llama")), "tiny"),
-            EngineSpec(replicas=Scale(2, 2), allow_uncalibrated=True, kv_cache_gib=0.5, drain_s=2.0),
-            StoreSpec(ram_gib=0.1, data_dir=folder, directory_port=free_port("127.0.0.1", 29410, 64)),
+            EngineSpec(replicas=2, allow_uncalibrated=True, vllm={"kv_cache_memory_bytes": 1 << 29}),
+            StoreSpec(
+                ram_gib=0.1,
+                data_dir=folder,
+                expert=StoreExpert(directory_port=free_port("127.0.0.1", 29410, 64)),
+            ),
             GatewaySpec(grpc_port=0, http_port=0),
         )
         start_ray(spec)

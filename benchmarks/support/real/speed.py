@@ -49,9 +49,8 @@ def setting_of(configuration: Configuration, context: str) -> Setting:
 
 
 def connector_of(selection: Selection) -> dict[str, Any]:
-    """The connector's configuration that makes a selection every request's."""
-    layers = {"query_layers": list(selection.query_layers)} if selection.query_layers else {}
-    return {"selector": selection.selector, "check_layer": selection.check_layer, **layers}
+    """Settings of `engines.expert` that make a selection every request's, with the fusor's query layers."""
+    return {"selector": selection.selector, "check_layer": selection.check_layer}
 
 
 def measure_ttft(

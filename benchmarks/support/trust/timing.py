@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from benchmarks.support.figures import Figure, spread
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, launch
@@ -128,7 +128,7 @@ async def _measure(url: str, probes: int, unpadded: int, seed: int) -> list[Figu
         hits, misses = await attacker.probes_s(unpadded)
         full = [await attacker.probe_s(True, no_blend=True) for _ in range(unpadded)]
         step_ms = MARGIN * sorted(misses)[int(HIDDEN_SHARE * (len(misses) - 1))] * 1e3
-        rules = NamespacePrivacy(ttft_step_ms=step_ms, accounting=False)
+        rules = NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=step_ms, accounting=False))
         gateway.set_rules(NamespaceRules(privacy={NAMESPACE: rules}))
         padded_hits, padded_misses = await attacker.probes_s(probes)
     finally:

@@ -52,6 +52,15 @@ app.kubernetes.io/component: {{ last . }}
 {{- printf "%s/%s" (include "kintsugi.repository" .) $serving -}}
 {{- end }}
 
+{{- define "kintsugi.servingImage" -}}
+{{- $repository := include "kintsugi.servingRepository" . -}}
+{{- if .Values.image.servingDigest -}}
+{{- printf "%s@%s" $repository .Values.image.servingDigest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end }}
+
 {{/* The Secret with hashed tokens; empty without authentication. */}}
 {{- define "kintsugi.tokensSecret" -}}
 {{- if .Values.gateway.tokensSecret -}}
@@ -102,7 +111,7 @@ imagePullSecrets:
 {{- end }}
 
 {{- define "kintsugi.nodes" -}}
-{{- with .selector }}
+{{- with .nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -113,7 +122,7 @@ tolerations:
 {{- end }}
 
 {{- define "kintsugi.url" -}}
-{{- $scheme := ternary "https" "http" (ne .Values.tls.secret "") -}}
+{{- $scheme := ternary "https" "http" (ne .Values.gateway.tlsSecret "") -}}
 {{- printf "%s://%s-http.%s.svc:%d" $scheme (include "kintsugi.name" .) .Release.Namespace (int .Values.gateway.httpPort) -}}
 {{- end }}
 

@@ -14,26 +14,27 @@ from typing import ClassVar
 
 from kintsugi.core.deploy import (
     BUCKET_RULE,
+    EngineExpert,
     EngineSettings,
+    GatewayExpert,
     GatewaySettings,
+    ModelExpert,
     ModelSpec,
-    OpenAISpec,
-    Scale,
     StoreSettings,
 )
 from kintsugi.core.layout import Codec
 from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.rules import Rule, before, this
 from kintsugi.core.settings import setting
-from kintsugi_operator.api.common import Image, Nodes
-from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import (
     CIDR,
+    IMAGE,
     LABEL,
     MODEL,
     NAME,
+    OPTIONAL_IMAGE,
     OPTIONAL_LABEL,
     OPTIONAL_NAME,
     QUANTITY,
@@ -43,6 +44,8 @@ from kintsugi_operator.api.pod_template import PodTemplate
 
 SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
+ROLES = ("engines", "corpora", "store", "gateway", "heads")
+"""Kinds of pods that a spec may add to."""
 
 
 class VolumeKind(StrEnum):
@@ -72,6 +75,20 @@ class ServiceType(StrEnum):
 
 
 @dataclass(frozen=True)
+class ModelExpertSpec(ModelExpert, ManifestSettings):
+    """How prompts are written, and what chunks are prefilled behind."""
+
+    NARROWED: ClassVar = {
+        "context": {
+            "maxLength": 1024,
+            "description": "Natural text that chunks are prefilled behind, after the system prompt: none, "
+            "bundled (the first two passages that ship with Kintsugi), or the path of a text file in the "
+            "image or the claim. It is the same for every tenant.",
+        },
+    }
+
+
+@dataclass(frozen=True)
 class Model(ModelSpec, ManifestSettings):
     """The model. Any change makes a new revision: the old engines serve until the new ones may."""
 
@@ -83,42 +100,29 @@ class Model(ModelSpec, ManifestSettings):
             "org/model, that each pod downloads.",
         },
         "name": {"maxLength": 255},
-        "dtype": {"enum": ["auto", "bfloat16", "float16", "float32"]},
         "system_prompt": {"maxLength": 65536},
         "codec": {"enum": [codec.name.lower() for codec in Codec]},
-        "context": {
-            "maxLength": 1024,
-            "description": "Natural text that chunks are prefilled behind, after the system prompt: none, "
-            "bundled (the first two passages that ship with Kintsugi), or the path of a text file in the "
-            "image or the claim. It is the same for every tenant.",
-        },
     }
 
     volume_claim: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a PersistentVolumeClaim with checkpoints, mounted read-only at /models."""
     token_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret whose key `token` is the access token for downloading the model."""
+    expert: ModelExpertSpec = field(default_factory=ModelExpertSpec)
 
 
 @dataclass(frozen=True)
-class Replicas(Scale, ManifestSettings):
-    """Bounds of autoscaling; `min` = `max`: a fixed number."""
+class EnginesExpert(EngineExpert, ManifestSettings):
+    """Settings of engines that follow from the calibration report, the hardware or the model."""
 
-    NARROWED: ClassVar = {"min": {"maximum": 1024}, "max": {"maximum": 1024}}
+    NARROWED: ClassVar = {"selector": {"maxLength": 64}}
 
-
-@dataclass(frozen=True)
-class OpenAI(OpenAISpec, ManifestSettings):
-    """vLLM's server flags that concern prompts and tools."""
-
-    NARROWED: ClassVar = {
-        "chat_template": {
-            "maxLength": 65536,
-            "description": "The chat template, or a file with it in the image; unset: the model's own.",
-        },
-        "tool_call_parser": {"maxLength": 64},
-        "reasoning_parser": {"maxLength": 64},
-    }
+    gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253)
+    """Name of the resource by which Kubernetes counts GPUs."""
+    shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32)
+    """Size of /dev/shm, which holds Ray's objects. It counts towards `memory`."""
+    scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32)
+    """Disk of each pod for downloads and compilation caches."""
 
 
 @dataclass(frozen=True)
@@ -126,45 +130,23 @@ class Engines(EngineSettings, ManifestSettings):
     """Engines: vLLM with the Kintsugi plugin, one pod each."""
 
     NARROWED: ClassVar = {
-        "kv_cache_gib": {"minimum": 0.1},
-        "shadow_per_minute": {
-            "description": "Blended requests per minute that each engine computes again in full, where "
-            "shadowShare gives fewer."
+        "replicas": {
+            "maximum": 1024,
+            "description": "Number of engines; the smallest number where `replicasMax` is set. The `scale` "
+            "subresource reads and writes it.",
         },
-        "shadow_time_share": {"minimum": 0.001},
+        "replicas_max": {"maximum": 1024},
     }
 
-    replicas: Replicas = field(default_factory=Replicas)
     cpus: float = setting(4.0, minimum=0.1, maximum=1024)
     """CPU cores of each pod."""
     memory: str = setting("16Gi", pattern=QUANTITY, maxLength=32, after="cpus")
     """Memory of each pod."""
     gpus: int = setting(0, minimum=0, maximum=16)
     """GPUs of each pod; 0: vLLM runs on the CPU."""
-    gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253, after="gpus")
-    """Name of the resource by which Kubernetes counts GPUs."""
-    shared_memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="kv_cache_gib")
-    """Size of /dev/shm, which holds Ray's objects. It counts towards `memory`."""
-    scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32, after="shared_memory")
-    """Disk of each pod for downloads and compilation caches."""
     calibrate: bool = setting(True, after="allow_uncalibrated")
     """Calibrate a model without a report in a job, and switch to a new model only once it is calibrated."""
-    openai: OpenAI = field(default_factory=OpenAI)
-    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables of engines, and of the jobs that calibrate a model or fill a corpus."""
-    nodes: Nodes = field(default_factory=Nodes)
-    pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the pods of engines and of the job that calibrates a model."""
-    fixed_replicas: int | None = setting(None, minimum=1, maximum=1024, after="replicas")
-    """Exactly this many engines, instead of as many as Serve's autoscaling chooses within `replicas`. The
-    `scale` subresource reads and writes it: set it once, and `kubectl scale` or an autoscaler of your own
-    takes over."""
-
-    @property
-    def scale(self) -> Scale:
-        """The number of engines, whoever decides about it."""
-        fixed = self.fixed_replicas
-        return self.replicas if fixed is None else Scale(fixed, fixed)
+    expert: EnginesExpert = field(default_factory=EnginesExpert)
 
 
 @dataclass(frozen=True)
@@ -204,6 +186,25 @@ class Volumes(ManifestSettings):
 
 
 @dataclass(frozen=True)
+class StoreExpert(ManifestSettings):
+    """Settings of the store that few need."""
+
+    volumes: Volumes = field(default_factory=Volumes)
+    bucket_port: int = setting(443, minimum=1, maximum=65535)
+    """TCP port of the bucket's endpoint, which network policies let shards call at any address."""
+    ray_version: str = setting("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
+    """Version of Ray in the shards' image; empty: the service's `rayVersion` when the store was made."""
+    tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
+    """DNS name that tls.crt is issued for. All shards show the same certificate."""
+    audit: bool = False
+    """Have each shard record who did what in audit/shard-ID.jsonl on its data volume, which needs 1.1 GiB
+    more for it (`volumes.dataGib`). Shards restart one at a time when this changes."""
+    placement: ShardPlacement = ShardPlacement.APART
+    """`BesideEngines`: preferably on nodes with engines. `Apart`: preferably on nodes without engines or
+    other shards."""
+
+
+@dataclass(frozen=True)
 class Store(StoreSettings, ManifestSettings):
     """The chunk KV-cache store."""
 
@@ -212,28 +213,19 @@ class Store(StoreSettings, ManifestSettings):
         "bucket_gib": {"minimum": 1, "maximum": 1048576},
         "shards": {"maximum": SHARDS_MAX},
         "replication": {"maximum": 8},
-        "ramp_s": {"maximum": 86400},
         "ram_gib": {"minimum": 0.1, "maximum": 65536},
-        "scrub_mib_per_s": {"maximum": 65536},
     }
 
     cpus: float = setting(1.0, minimum=0.1, maximum=1024)
     """CPU cores of each shard."""
     tiers: tuple[Tier, ...] = setting((), maxItems=8, mapKey="name", after="ram_gib")
     """SSD tiers of each shard below RAM, the fastest first."""
-    volumes: Volumes = setting(Volumes, after="tiers")
-    bucket_port: int = setting(443, minimum=1, maximum=65535, after="bucket_gib")
-    """TCP port of the bucket's endpoint, which network policies let shards call at any address."""
-    image: Image | None = None
-    """Image of shards; unset: the service's image as it was when the store was made. Shards restart one at a
+    image: str = setting("", pattern=OPTIONAL_IMAGE, maxLength=512)
+    """Image of shards; empty: the service's image as it was when the store was made. Shards restart one at a
     time when it changes."""
-    ray_version: str = setting("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
-    """Version of Ray in the shards' image; empty: the service's `rayVersion` when the store was made."""
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret with ca.crt, tls.crt and tls.key for mutual TLS between shards and their clients;
     empty: plaintext."""
-    tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
-    """DNS name that tls.crt is issued for. All shards show the same certificate."""
     keys_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret whose key `keys.json` is a key file of encrypted namespaces (see `kintsugi keys`).
     Engines, gateways and jobs mount it, shards do not; empty: no namespace is encrypted."""
@@ -241,19 +233,21 @@ class Store(StoreSettings, ManifestSettings):
     """Name of a Secret that says who may do what on shards: `tokens.yaml` holds hashed tokens with their
     namespaces and verbs, as JSON, `token` the token of engines, gateways and calibrations, and `corpus-token`
     that of CorpusPrecomputes. Empty: every client may do everything."""
-    audit: bool = False
-    """Have each shard record who did what in audit/shard-ID.jsonl on its data volume, which needs 1.1 GiB
-    more for it (`volumes.dataGib`). Shards restart one at a time when this changes."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
-    placement: ShardPlacement = ShardPlacement.APART
-    """`BesideEngines`: preferably on nodes with engines. `Apart`: preferably on nodes without engines or
-    other shards."""
-    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables of shards. Shards restart one at a time when these change."""
-    nodes: Nodes = field(default_factory=Nodes)
-    pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the pods of shards. They restart, one at a time, when these change."""
+    expert: StoreExpert = field(default_factory=StoreExpert)
+
+
+@dataclass(frozen=True)
+class GatewaysExpert(GatewayExpert, ManifestSettings):
+    """Settings of gateways that few need."""
+
+    require_client_certificate: bool = False
+    """Require clients to show a certificate that ca.crt in the Secret of `tlsSecret` has signed."""
+    service_annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
+    """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
+    audit: bool = False
+    """Have each gateway record who did what in /data/audit/gateway.jsonl, which goes with its pod."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,7 @@ class Gateways(GatewaySettings, ManifestSettings):
     }
     RULES = (Rule(this.grpc_port != this.http_port, "grpcPort and httpPort must differ", "http_port"),)
 
-    cpus: float = setting(1.0, minimum=0.1, maximum=64)
+    cpus: float = setting(1.0, minimum=0.1, maximum=64, after="replicas")
     """CPU cores of each gateway's pod."""
     memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="cpus")
     """Memory of each gateway's pod."""
@@ -275,27 +269,11 @@ class Gateways(GatewaySettings, ManifestSettings):
     """Type of the gateway's Services: ClusterIP, NodePort or LoadBalancer."""
     tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253, after="service_type")
     """Name of a Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON."""
-    insecure: bool = setting(False, after="tokens_secret")
+    tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253, after="tokens_secret")
+    """Name of a Secret with tls.crt and tls.key; empty: plaintext."""
+    insecure: bool = setting(False, after="tls_secret")
     """Serve without tokens: anybody who reaches the gateway may use every namespace."""
-    audit: bool = setting(False, after="insecure")
-    """Have each gateway record who did what in /data/audit/gateway.jsonl, which goes with its pod."""
-    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
-    """Environment variables of gateways, such as OTEL_EXPORTER_OTLP_ENDPOINT (see `network.egress`)."""
-    nodes: Nodes = field(default_factory=Nodes)
-    pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the pods of gateways."""
-    service_annotations: Mapping[str, str] = setting(
-        dict, maxProperties=32, items={"maxLength": 4096}, after="service_type"
-    )
-    """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
-
-
-@dataclass(frozen=True)
-class Heads(ManifestSettings):
-    """The heads of the two Ray clusters: store, and engines with gateways."""
-
-    pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the pods of heads. That of the store takes them when it restarts next."""
+    expert: GatewaysExpert = field(default_factory=GatewaysExpert)
 
 
 @dataclass(frozen=True)
@@ -316,16 +294,6 @@ class Redis(ManifestSettings):
     """Empty: Redis' default user."""
     password_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose key `password` is Redis' password; empty: none."""
-
-
-@dataclass(frozen=True)
-class Tls(ManifestSettings):
-    """Certificates of the gateway."""
-
-    secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
-    """Name of a Secret with tls.crt and tls.key; empty: plaintext."""
-    require_client: bool = False
-    """Require clients to show a certificate that the Secret's ca.crt has signed."""
 
 
 @dataclass(frozen=True)
@@ -354,13 +322,8 @@ class Network(ManifestSettings):
     """Kubernetes namespaces whose pods may call the gateway; empty: anybody who reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
     """Kubernetes namespace whose pods may read metrics; empty: none but the operator's."""
-    kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: this
-    one."""
     downloads: bool = True
     """Allow engines and jobs connections to port 443 anywhere, to download models and corpora."""
-    egress: tuple[Egress, ...] = setting((), maxItems=32)
-    """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
 
 
 @dataclass(frozen=True)
@@ -369,8 +332,32 @@ class Limits(NamespaceLimits, ManifestSettings):
 
 
 @dataclass(frozen=True)
+class NamespacePrivacyExpert(PrivacyExpert, ManifestSettings):
+    """What hides from callers of a namespace that others of its callers stored a chunk."""
+
+
+@dataclass(frozen=True)
 class Privacy(NamespacePrivacy, ManifestSettings):
     """What answers reveal to callers of a namespace about chunks that others of its callers stored."""
+
+    expert: NamespacePrivacyExpert = field(default_factory=NamespacePrivacyExpert)
+
+
+@dataclass(frozen=True)
+class ServiceExpert(ManifestSettings):
+    """Settings of the pods and the network of a service that few need."""
+
+    pod_templates: Mapping[str, PodTemplate] = setting(dict, maxProperties=len(ROLES), keys=ROLES)
+    """Additions to pods, by their role: engines (and the job that calibrates a model), corpora (unset: those
+    of engines), store, gateway, heads. Shards restart one at a time when those of the store change."""
+    redis: Redis = field(default_factory=Redis)
+    kuberay_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
+    """Kubernetes namespace of KubeRay's operator, which deploys through the heads' dashboards; empty: this
+    one."""
+    egress: tuple[Egress, ...] = setting((), maxItems=32)
+    """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
+    ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
+    """Version of Ray in the images."""
 
 
 @dataclass(frozen=True)
@@ -392,14 +379,13 @@ class BlendServiceSpec(ManifestSettings):
     )
 
     model: Model
-    image: Image
-    """Image of engines, gateway and jobs."""
+    image: str = setting(pattern=IMAGE, maxLength=512)
+    """Image of engines, gateway and jobs, such as registry.example.com/kintsugi/serving-gpu:0.1.0."""
+    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
+    """Names of Secrets in this namespace with which nodes pull the images."""
     engines: Engines = field(default_factory=Engines)
     store: Store = field(default_factory=Store)
     gateway: Gateways = field(default_factory=Gateways)
-    heads: Heads = field(default_factory=Heads)
-    redis: Redis = field(default_factory=Redis)
-    tls: Tls = field(default_factory=Tls)
     network: Network = field(default_factory=Network)
     limits: Mapping[str, Limits] = setting(dict, maxProperties=64)
     """What each namespace may use, by pattern: a namespace, a prefix that ends in *, or *.
@@ -407,7 +393,12 @@ class BlendServiceSpec(ManifestSettings):
     privacy: Mapping[str, Privacy] = setting(dict, maxProperties=64)
     """What answers reveal within a namespace, by pattern. Rules in the Secret of `gateway.tokensSecret` count
     before these."""
-    ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
-    """Version of Ray in the images."""
-    image_pull_secrets: tuple[str, ...] = setting((), maxItems=16, items={"pattern": NAME, "maxLength": 253})
-    """Names of Secrets in this namespace with which nodes pull the images."""
+    expert: ServiceExpert = field(default_factory=ServiceExpert)
+
+    def pod_template(self, role: str) -> PodTemplate:
+        """What the spec adds to the pods of a role. Corpora have the additions of engines unless they have
+        their own."""
+        templates = self.expert.pod_templates
+        if role == "corpora" and role not in templates:
+            role = "engines"
+        return templates.get(role, PodTemplate())

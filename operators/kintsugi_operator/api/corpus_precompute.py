@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from kintsugi.core.rules import Rule, before, this
 from kintsugi.core.settings import setting
 from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
-from kintsugi_operator.api.common import Nodes
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
-from kintsugi_operator.api.pod_template import PodTemplate
 
 
 class CorpusFormat(StrEnum):
@@ -52,15 +48,26 @@ class CorpusWorkers(ManifestSettings):
     """Memory of each engine's pod."""
     gpus: int = setting(0, minimum=0, maximum=16)
     """GPUs of each engine's pod; 0: vLLM runs on the CPU."""
-    gpu_resource: str = setting("nvidia.com/gpu", minLength=1, maxLength=253)
-    """Name of the resource by which Kubernetes counts GPUs."""
-    scratch: str = setting("20Gi", pattern=QUANTITY, maxLength=32)
-    """Disk of each engine's pod for downloads and compilation caches."""
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, by its own names."""
-    nodes: Nodes = field(default_factory=Nodes)
-    pod_template: PodTemplate = field(default_factory=PodTemplate)
-    """Additions to the pods of the job."""
+
+
+@dataclass(frozen=True)
+class CorpusExpert(ManifestSettings):
+    """Settings of a corpus that few need."""
+
+    format: CorpusFormat = CorpusFormat.BY_SUFFIX
+    """Format of the files: jsonl, parquet, csv, text, markdown or html; empty: by each file's suffix."""
+    columns: CorpusColumns = field(default_factory=CorpusColumns)
+    errors_share: float = setting(0.05, minimum=0, maximum=1)
+    """Share of the documents that may fail before the job does, 0 to 1."""
+    tokens_per_s: float = setting(0.0, minimum=0)
+    """Most tokens that the job prefills per second; 0: no limit."""
+    ttl_s: int = setting(3600, minimum=0, maximum=31536000)
+    """Time in seconds after which a finished job's objects are deleted."""
+    retire_old_editions: bool = False
+    """At the end of a run, delete the chunks of models that were replaced before it began. Chunks of the
+    previous model stay, so that it can be restored."""
+    ledger_gib: float = setting(1.0, minimum=0.1, maximum=1024)
+    """Size in GiB of the volume that records which document has which chunks."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +90,14 @@ class CorpusPrecomputeSpec(ManifestSettings):
     """A PersistentVolumeClaim with documents, mounted read-only at /corpus."""
     credentials_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """A Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID."""
-    format: CorpusFormat = CorpusFormat.BY_SUFFIX
-    """Format of the files: jsonl, parquet, csv, text, markdown or html; empty: by each file's suffix."""
-    columns: CorpusColumns = field(default_factory=CorpusColumns)
     tokens_max: int = setting(512, minimum=1, maximum=1048576)
     """Largest size of a chunk in tokens."""
     overlap: int = setting(0, minimum=0, maximum=1048576)
     """Number of tokens at the end of a chunk that the next one repeats; less than tokensMax."""
-    errors_share: float = setting(0.05, minimum=0, maximum=1)
-    """Share of the documents that may fail before the job does, 0 to 1."""
-    tokens_per_s: float = setting(0.0, minimum=0)
-    """Most tokens that the job prefills per second; 0: no limit."""
     workers: CorpusWorkers = field(default_factory=CorpusWorkers)
     schedule: str = setting("", maxLength=100, pattern=CRON)
     """When to fill the corpus again: cron, five fields, UTC. Empty: once, and again for every new model or
     change of this spec."""
     suspend: bool = False
     """Stop a running job and start none. What was prefilled stays, and the job later continues from there."""
-    ttl_s: int = setting(3600, minimum=0, maximum=31536000)
-    """Seconds after which a finished job's objects are deleted."""
-    retire_old_editions: bool = False
-    """At the end of a run, delete the chunks of models that were replaced before it began. Chunks of the
-    previous model stay, so that it can be restored."""
-    ledger_gib: float = setting(1.0, minimum=0.1, maximum=1024)
-    """Size in GiB of the volume that records which document has which chunks."""
+    expert: CorpusExpert = field(default_factory=CorpusExpert)

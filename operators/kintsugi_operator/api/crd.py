@@ -12,10 +12,11 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from kintsugi.core.rules import camel
 from kintsugi.core.settings import bounds_of, default_of, fields_in_order, json_schema_bounds
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
-from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest, yaml_name
+from kintsugi_operator.api.manifest import GROUP, VERSION, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, CorpusPrecomputeStatus
 
 Schema = dict[str, Any]
@@ -71,12 +72,12 @@ from its storage, so that readers never see it without one. kstatus would call a
 
 SCALES = {
     "BlendService": {
-        "specReplicasPath": ".spec.engines.fixedReplicas",
+        "specReplicasPath": ".spec.engines.replicas",
         "statusReplicasPath": ".status.engineReplicas",
         "labelSelectorPath": ".status.engineSelector",
     }
 }
-"""The scale subresource. Without `fixedReplicas` it answers with an error: Serve scales the engines then."""
+"""The scale subresource. With `engines.replicasMax`, Serve scales the engines from there."""
 
 
 def crds() -> dict[str, Schema]:
@@ -93,7 +94,7 @@ def schema_of(cls: type[Any]) -> Schema:
     properties: Schema = {}
     required = []
     for one in fields_in_order(cls):
-        bounds, name = bounds_of(cls, one), yaml_name(one.name)
+        bounds, name = bounds_of(cls, one), camel(one.name)
         schema = _schema_of_annotation(hints[one.name], bounds)
         if one.name in docs:
             schema = {"description": docs[one.name], **schema}
@@ -175,7 +176,15 @@ def _schema_of_annotation(annotation: Any, bounds: Mapping[str, Any]) -> Schema:
         value = get_args(annotation)[1]
         if value is Any:
             return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, **own}
-        return {"type": "object", "additionalProperties": _schema_of_annotation(value, inner), **own}
+        mapped: Schema = {
+            "type": "object",
+            "additionalProperties": _schema_of_annotation(value, inner),
+            **own,
+        }
+        if keys := bounds.get("keys"):
+            rule, message = f"self.all(key, key in {list(keys)})", f"the keys are {', '.join(keys)}"
+            mapped["x-kubernetes-validations"] = [{"rule": rule, "message": message}]
+        return mapped
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
         return schema_of(annotation)

@@ -16,7 +16,7 @@ RESERVED = (
 """Names that the operator, KubeRay or Ray set themselves: writable folders, addresses, sizes."""
 RESERVED_MESSAGE = (
     "this variable is the operator's or Ray's own: a download's token is model.tokenSecret, "
-    "the KV cache of a CPU engines.kvCacheGib"
+    "the KV cache of a CPU engines.vllm.kv_cache_memory_bytes"
 )
 FIELDS = (
     "metadata.name",

@@ -20,18 +20,10 @@ API_VERSION = f"{GROUP}/{VERSION}"
 T = TypeVar("T")
 
 
-_SECONDS = {"ramp_s": "rampSeconds", "erase_grace_s": "eraseGraceSeconds"}
-
-
-def yaml_name(field: str) -> str:
-    """What a field is called in YAML."""
-    return _SECONDS.get(field) or camel(field)
-
-
 class ManifestSettings(Settings):
     """Settings that are read under the names of their fields in YAML."""
 
-    __pydantic_config__: ClassVar = ConfigDict(**STRICT, alias_generator=yaml_name)
+    __pydantic_config__: ClassVar = ConfigDict(**STRICT, alias_generator=camel)
 
 
 def from_manifest(cls: type[T], values: Mapping[str, Any], where: str = "spec") -> T:
@@ -49,7 +41,7 @@ def from_live_spec(cls: type[T], live: Mapping[str, Any]) -> T:
             return from_manifest(cls, spec)
         except UnknownField as error:
             *path, name = error.field.split(".")[1:]
-            if "podTemplate" in path:
+            if "podTemplates" in path:
                 raise
             inner: Any = spec
             for part in path:
@@ -68,14 +60,14 @@ def status_of(cls: type[T], live: Mapping[str, Any]) -> T:
 def check_manifest(spec: Any) -> None:
     """Raise `InvalidField` where a spec breaks a bound or a rule: as the API server does, for specs that an
     older CRD has let pass."""
-    check(spec, "spec", yaml_name)
+    check(spec, "spec", camel)
 
 
 def to_manifest(value: Any) -> Any:
     """A spec as it stands in an object, defaults filled in, unset fields left out."""
-    return plain(value, yaml_name, lambda _, inner: inner is not None)
+    return plain(value, camel, lambda _, inner: inner is not None)
 
 
 def non_default_manifest(settings: Any) -> dict[str, Any]:
     """The fields of a spec that differ from their defaults, as they stand in an object."""
-    return non_default_fields(settings, naming=yaml_name)
+    return non_default_fields(settings, naming=camel)

@@ -6,12 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from kintsugi.core.rules import Rule, this
 from kintsugi.core.settings import setting
+from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import LABEL, OPTIONAL_NAME
 
 _SECURITY = "every pod meets the restricted pod security standard, which this could undo"
-_PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, env, cpus and memory in the spec"
+_PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, cpus and memory in spec, or env"
+
+
+@dataclass(frozen=True)
+class Toleration(ManifestSettings):
+    """A taint that pods tolerate, as in a pod's spec."""
+
+    RULES = (
+        Rule((this.key != "") | (this.operator == "Exists"), "without a key, operator must be Exists"),
+        Rule((this.operator == "Equal") | (this.value == ""), "operator Exists takes no value"),
+    )
+
+    key: str = setting("", maxLength=316)
+    """Key of the taint; empty, with the operator Exists: every taint."""
+    operator: str = setting("Equal", enum=["Equal", "Exists"])
+    """`Equal` compares the taint's value, `Exists` accepts any."""
+    value: str = setting("", maxLength=63)
+    """Value of the taint; empty with the operator Exists."""
+    effect: str = setting("", enum=["", "NoSchedule", "PreferNoSchedule", "NoExecute"])
+    """Effect of the taint; empty: every effect."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +64,9 @@ class PodTemplate(ManifestSettings):
         "securityContext": _SECURITY,
         "automountServiceAccountToken": "only heads with Ray's autoscaler call the API server",
         "imagePullSecrets": "set spec.imagePullSecrets",
-        "nodeName": "the scheduler places pods: set nodes.selector or podTemplate.affinity",
-        "nodeSelector": "set nodes.selector",
-        "tolerations": "set nodes.tolerations",
-        "metadata": "set podTemplate.labels and podTemplate.annotations",
-        "spec": "its fields stand in podTemplate itself",
+        "nodeName": "the scheduler places pods: set nodeSelector or affinity",
+        "metadata": "set labels and annotations",
+        "spec": "its fields stand in the template itself",
     }
     """Fields of a pod that must not be overridden, and why."""
 
@@ -55,6 +74,12 @@ class PodTemplate(ManifestSettings):
     """Added to the pods. Those of kintsugi.dev and ray.io, and what selects pods, cannot be changed."""
     annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
     """Added to the pods. Those of kintsugi.dev and ray.io cannot be changed."""
+    env: tuple[Variable, ...] = setting((), maxItems=64, mapKey="name")
+    """Environment variables of the container, such as a proxy, or OTEL_EXPORTER_OTLP_ENDPOINT of gateways."""
+    node_selector: Mapping[str, str] = setting(dict, maxProperties=64, items={"maxLength": 63})
+    """Labels that a node must have."""
+    tolerations: tuple[Toleration, ...] = setting((), maxItems=32)
+    """Taints that pods tolerate."""
     affinity: Mapping[str, Any] = setting(dict)
     """Replaces the operator's own preferences, which keep equal pods on different nodes and in different
     zones."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -44,7 +45,7 @@ from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
-from kintsugi_operator.objects.deployed import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, EngineRevision
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,

@@ -22,8 +22,10 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed import conditions as c
 from kintsugi_operator.observed.views import JobState, JobView
 
-WITHOUT_RERUN = ("suspend", "ttlS", "schedule", "ledgerGib")
-"""Fields of the spec whose changes need no new run."""
+WITHOUT_RERUN = ("suspend", "schedule")
+"""Fields of a spec that may change without the corpus being filled again."""
+WITHOUT_RERUN_EXPERT = ("ttlS", "ledgerGib")
+"""The same of `expert`."""
 TICK = "%Y%m%d%H%M"
 COUNTS = ("documents", "documents_failed", "chunks", "chunks_failed")
 
@@ -64,8 +66,11 @@ class CorpusDesired:
 
 def basis_of(spec: CorpusPrecomputeSpec, revision: EngineRevision) -> str:
     """Digest of everything that a corpus's chunks depend on."""
-    asked = {key: value for key, value in non_default_manifest(spec).items() if key not in WITHOUT_RERUN}
-    return digest([asked, revision.name])
+    asked = non_default_manifest(spec)
+    expert = asked.pop("expert", {})
+    kept = {key: value for key, value in asked.items() if key not in WITHOUT_RERUN}
+    kept |= {key: value for key, value in expert.items() if key not in WITHOUT_RERUN_EXPERT}
+    return digest([kept, revision.name])
 
 
 def next_run(

@@ -247,7 +247,7 @@ def _status(
 def _engine_count(spec: BlendServiceSpec, observed: Observed, active: str) -> str:
     """Ready and wanted engines of the active revision. Ray's autoscaler creates a pod for each engine that it
     wants."""
-    wanted = max(spec.engines.scale.min, observed.engines.get(active, 0))
+    wanted = max(spec.engines.replicas, observed.engines.get(active, 0))
     return f"{observed.engines_ready.get(active, 0)}/{wanted}"
 
 
@@ -265,11 +265,11 @@ def _kuberay_condition(spec: BlendServiceSpec, owner: Owner, observed: Observed)
         return c.false(c.KUBERAY, "TooOld", hint)
     if not spec.network.policies:
         return c.true(c.KUBERAY, "Installed")
-    home = spec.network.kuberay_namespace or owner.namespace
+    home = spec.expert.kuberay_namespace or owner.namespace
     return c.true(
         c.KUBERAY,
         "Installed",
-        f"network policies admit KubeRay of namespace {home} (network.kuberayNamespace)",
+        f"network policies admit KubeRay of namespace {home} (expert.kuberayNamespace)",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import PurePosixPath
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress, Engines, Gateways
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -17,12 +18,9 @@ from kintsugi_operator.desired.schedule import check_schedule
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
-    ENGINE_METRICS_PORT,
-    SHARD_METRICS_PORT,
-    SHARD_PORT,
     TIERS,
 )
-from kintsugi_operator.objects.jobs import BOUND, CORPUS_FILES, STATE
+from kintsugi_operator.objects.jobs import CORPUS_FILES, STATE
 from kintsugi_operator.objects.names import LABEL_NAME
 from kintsugi_operator.objects.pods import (
     AGENT_PORT,
@@ -93,28 +91,29 @@ def check_service(spec: BlendServiceSpec) -> None:
     check_manifest(spec)
     _check_engines(spec.engines)
     _check_gateway(spec.gateway)
-    _check_egress(spec.network.egress)
-    for part in ("engines", "store", "gateway", "heads"):
-        check_pod_template(getattr(spec, part).pod_template, f"spec.{part}.podTemplate")
-    if spec.tls.require_client and not spec.tls.secret:
-        raise InvalidField("spec.tls.secret", "is required for requireClient, because it has ca.crt")
+    _check_egress(spec.expert.egress)
+    for role, template in spec.expert.pod_templates.items():
+        check_pod_template(template, f"spec.expert.podTemplates.{role}")
+    if spec.gateway.expert.require_client_certificate and not spec.gateway.tls_secret:
+        raise InvalidField(
+            "spec.gateway.tlsSecret", "is needed for requireClientCertificate: it holds ca.crt"
+        )
 
 
 def check_corpus(spec: CorpusPrecomputeSpec) -> None:
     """Raise `InvalidField` for a spec that no job could run."""
     check_manifest(spec)
-    for name in sorted({*BOUND, "dtype", "kv_transfer_config", "model"} & set(spec.workers.vllm)):
-        raise InvalidField(f"spec.workers.vllm.{name}", "is the service's to decide: set engines.vllm there")
-    check_pod_template(spec.workers.pod_template, "spec.workers.podTemplate")
     if spec.schedule:
         check_schedule(spec.schedule)
 
 
 def _check_engines(engines: Engines) -> None:
-    if quantity(engines.shared_memory) >= quantity(engines.memory):
+    if quantity(engines.expert.shared_memory) >= quantity(engines.memory):
         raise InvalidField(
-            "spec.engines.sharedMemory", "counts towards engines.memory: make it smaller than that"
+            "spec.engines.expert.sharedMemory", "counts towards memory: make it smaller than that"
         )
+    if engines.most < engines.replicas:
+        raise InvalidField("spec.engines.replicasMax", "must not be less than replicas")
     ranks = engines.vllm.get("tensor_parallel_size", 1)
     if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:
         raise InvalidField(
@@ -124,7 +123,7 @@ def _check_engines(engines: Engines) -> None:
 
 
 def _check_gateway(gateway: Gateways) -> None:
-    check_keys(gateway.service_annotations, "spec.gateway.serviceAnnotations")
+    check_keys(gateway.expert.service_annotations, "spec.gateway.expert.serviceAnnotations")
     for field, port in (("grpcPort", gateway.grpc_port), ("httpPort", gateway.http_port)):
         taken = RESERVED_PORTS.get(port, "Ray's workers" if port in WORKER_PORTS else "")
         if taken:
@@ -136,7 +135,7 @@ def _check_egress(egress: Sequence[Egress]) -> None:
         try:
             ip_network(one.cidr or "0.0.0.0/0")
         except ValueError as error:
-            where = f"spec.network.egress.{index}.cidr"
+            where = f"spec.expert.egress.{index}.cidr"
             raise InvalidField(where, f"{error}; write a network, such as 10.0.0.0/8") from None
 
 
@@ -194,7 +193,7 @@ def _check_mounts(template: PodTemplate, where: str) -> None:
         place = f"{where}.volumeMounts.{index}"
         path = PurePosixPath("/" + mount.mount_path.lstrip("/"))
         if mount.name not in names:
-            raise InvalidField(f"{place}.name", f"podTemplate.volumes has no volume {mount.name}")
+            raise InvalidField(f"{place}.name", f"volumes has no volume {mount.name}")
         if mount.sub_path.startswith("/"):
             raise InvalidField(f"{place}.subPath", f"{mount.sub_path} must be relative to the volume")
         if ".." in path.parts or ".." in PurePosixPath(mount.sub_path).parts:

@@ -11,10 +11,11 @@ from kintsugi.core.deploy import (
     STORE_APP,
     EngineSpec,
     GatewaySpec,
+    GatewaySpecExpert,
     ModelSpec,
     Placement,
-    Scale,
     ServiceSpec,
+    StoreExpert,
     StoreSpec,
     TierSpec,
     directory_url,
@@ -23,8 +24,7 @@ from kintsugi.core.deploy import (
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.settings import convert_settings
-from kintsugi_operator.api.blend_service import BlendServiceSpec, Model, OpenAI
-from kintsugi_operator.api.common import Image
+from kintsugi_operator.api.blend_service import BlendServiceSpec, EnginesExpert, Model
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
 from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selector
 from kintsugi_operator.objects.pods import (
@@ -43,9 +43,6 @@ from kintsugi_operator.objects.pods import (
 )
 
 DIRECTORY_PORT = 7410
-SHARD_PORT = 7400
-SHARD_METRICS_PORT = 7480
-ENGINE_METRICS_PORT = 7580
 DATA = "/data"
 AUDIT = f"{DATA}/audit"
 TIERS = "/tiers"
@@ -65,19 +62,16 @@ class EngineRevision(ManifestSettings):
     one."""
 
     model: Model
-    image: Image
+    image: str
     ray_version: str
-    connector: Mapping[str, Any] = field(default_factory=dict)
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    openai: OpenAI = field(default_factory=OpenAI)
+    expert: EnginesExpert = field(default_factory=EnginesExpert)
 
     @staticmethod
     def of(spec: BlendServiceSpec) -> EngineRevision:
         """The revision that a spec asks for."""
-        engines = spec.engines
-        return EngineRevision(
-            spec.model, spec.image, spec.ray_version, engines.connector, engines.vllm, engines.openai
-        )
+        expert = _with_pods_of(spec.engines.expert, EnginesExpert())
+        return EngineRevision(spec.model, spec.image, spec.expert.ray_version, spec.engines.vllm, expert)
 
     @property
     def name(self) -> str:
@@ -85,44 +79,46 @@ class EngineRevision(ManifestSettings):
         return digest(non_default_manifest(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
-        """The spec with the fields of this revision in place of its own."""
-        engines = replace(spec.engines, connector=self.connector, vllm=self.vllm, openai=self.openai)
-        return replace(
-            spec, model=self.model, image=self.image, ray_version=self.ray_version, engines=engines
+        """The spec as it would be if it had asked for this revision; everything else stays as it is."""
+        engines = replace(
+            spec.engines, vllm=self.vllm, expert=_with_pods_of(self.expert, spec.engines.expert)
         )
+        expert = replace(spec.expert, ray_version=self.ray_version)
+        return replace(spec, model=self.model, image=self.image, engines=engines, expert=expert)
+
+
+def _with_pods_of(expert: EnginesExpert, other: EnginesExpert) -> EnginesExpert:
+    """These settings, but those of pods, which change no answers, as ``other`` has them."""
+    of_pods = ("gpu_resource", "shared_memory", "scratch")
+    return replace(expert, **{name: getattr(other, name) for name in of_pods})
 
 
 def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
-    """The settings of all processes. Raises `InvalidField`."""
-    engines, gateway, tls = spec.engines, spec.gateway, spec.tls
+    """The settings of the service's parts. Raises `InvalidField`."""
+    engines, gateway = spec.engines, spec.gateway
     vllm = dict(engines.vllm)
     if engines.gpus > 1:
         vllm.setdefault("tensor_parallel_size", engines.gpus)
     return ServiceSpec(
         model=convert_settings(ModelSpec, spec.model),
-        engines=convert_settings(
-            EngineSpec,
-            engines,
-            replicas=convert_settings(Scale, engines.scale),
-            gpus=float(engines.gpus),
-            # A separate job calibrates.
-            calibrate=False,
-            metrics_port=ENGINE_METRICS_PORT,
-            vllm=vllm,
-        ),
+        engines=convert_settings(EngineSpec, engines, gpus=float(engines.gpus), vllm=vllm),
         store=store_spec(spec),
         gateway=convert_settings(
             GatewaySpec,
             gateway,
             host=ANY_HOST,
             tokens_file=f"{TOKENS}/tokens.yaml" if gateway.tokens_secret else "",
-            tls_cert=f"{TLS}/tls.crt" if tls.secret else "",
-            tls_key=f"{TLS}/tls.key" if tls.secret else "",
-            tls_client_ca=f"{TLS}/ca.crt" if tls.secret and tls.require_client else "",
-            # The CRD requires tokens or `gateway.insecure`; TLS may also be terminated before the gateway.
-            insecure=not tls.secret or gateway.insecure,
-            data_dir=DATA,
-            audit_dir=AUDIT if gateway.audit else "",
+            tls_cert=f"{TLS}/tls.crt" if gateway.tls_secret else "",
+            tls_key=f"{TLS}/tls.key" if gateway.tls_secret else "",
+            # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
+            insecure=not gateway.tls_secret or gateway.insecure,
+            expert=convert_settings(
+                GatewaySpecExpert,
+                gateway.expert,
+                tls_client_ca=f"{TLS}/ca.crt" if gateway.expert.require_client_certificate else "",
+                data_dir=DATA,
+                audit_dir=AUDIT if gateway.expert.audit else "",
+            ),
         ),
         limits=_limits(spec),
         privacy={name: convert_settings(NamespacePrivacy, one) for name, one in spec.privacy.items()},
@@ -142,20 +138,18 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         store,
         tiers=tuple(TierSpec(f"{TIERS}/{tier.name}", tier.gib) for tier in store.tiers),
         data_dir=DATA,
-        host=ANY_HOST,
-        directory_port=DIRECTORY_PORT,
-        port=SHARD_PORT,
-        metrics_port=SHARD_METRICS_PORT,
-        # Without TLS, network policies protect the port; without these, the spec must permit it.
-        insecure=not store.tls_secret,
-        # Engines run in other pods, without shared memory.
-        share_arena=False,
-        tls_name=store.tls_name if store.tls_secret else "",
-        keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
-        tokens_file=f"{STORE_TOKENS}/{TOKENS_KEY}" if store.tokens_secret else "",
-        token_file=f"{STORE_TOKEN}/{CLIENT_KEY}" if store.tokens_secret else "",
-        audit_dir=AUDIT if store.audit else "",
         **{name: f"{STORE_TLS}/{file}" for name, file in files.items()},
+        expert=StoreExpert(
+            host=ANY_HOST,
+            directory_port=DIRECTORY_PORT,
+            # Without TLS, network policies keep others away; where there are none, the spec has to say so.
+            insecure=not store.tls_secret,
+            tls_name=store.expert.tls_name if store.tls_secret else "",
+            keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
+            tokens_file=f"{STORE_TOKENS}/{TOKENS_KEY}" if store.tokens_secret else "",
+            token_file=f"{STORE_TOKEN}/{CLIENT_KEY}" if store.tokens_secret else "",
+            audit_dir=AUDIT if store.expert.audit else "",
+        ),
     )
 
 
@@ -196,8 +190,7 @@ def pod_basics(
     """Arguments of `Pod` that all pods with the service's image share."""
     return {
         "labels": {key: value for key, value in labels.items() if key != LABEL_NAME},
-        "image": spec.image.reference,
-        "pull_policy": str(spec.image.pull_policy),
+        "image": spec.image,
         "pull_secrets": spec.image_pull_secrets,
         "service_account": join_name(service, account),
     }

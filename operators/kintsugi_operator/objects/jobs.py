@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kintsugi.core.deploy import ModelSpec, calibrates_segments
+from kintsugi.core.deploy import ModelExpert
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.objects.base import RAY_API_VERSION, Owner, make_object, ray_cluster, worker_group
@@ -27,7 +27,7 @@ from kintsugi_operator.objects.pods import (
     claim_volume,
     template,
 )
-from kintsugi_operator.objects.service import engine_env, engine_pod, model_volumes, revision_map_name
+from kintsugi_operator.objects.service import engine_pod, model_env, model_volumes, revision_map_name
 
 CALIBRATION = "calibration"
 CORPUS = "corpus"
@@ -35,12 +35,12 @@ REVISION = "/etc/kintsugi/revision"
 STATE = "/state"
 CORPUS_FILES = "/corpus"
 CALIBRATION_TTL_S = 600
-BOUND = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
-"""vLLM arguments that are part of a chunk's identity: corpora inherit them from the service."""
-LOADING = ("load_format", "trust_remote_code")
-"""vLLM arguments without which some models cannot be loaded: corpora inherit them and may override them."""
-SHARED = ("portable", "query_layers")
-"""Connector settings that a calibration shares with the engines, because they change its result."""
+BOUND = ("dtype", "hf_overrides", "kv_cache_dtype", "quantization", "revision")
+"""Arguments of vLLM that are part of a chunk's identity: corpora take them from the service."""
+LOADING = ("load_format", "max_model_len", "trust_remote_code")
+"""Arguments without which some models cannot be loaded."""
+OPENAI_OPTIONS = ("chat_template", "reasoning_parser", "tool_call_parser")
+"""Arguments of `vllm serve` that are none of `vllm.LLM`'s."""
 RETRIES = 2
 """Retries of a corpus's job. Each continues where the last attempt stopped."""
 
@@ -50,12 +50,12 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
     spec = revision.within(spec)
     model = spec.model
     command = ["kintsugi", "calibrate", "--model", model.path, "--codec", model.codec]
-    command += ["--dtype", model.dtype, "--store", store_url(spec, owner.name, owner.namespace), "--json"]
-    if arguments := engine_arguments(spec, spec.engines.gpus, spec.engines.vllm):
+    command += ["--store", store_url(spec, owner.name, owner.namespace), "--json"]
+    if arguments := engine_arguments(spec.engines.gpus, spec.engines.vllm):
         command += ["--engine", json.dumps(arguments, sort_keys=True)]
-    if shared := {name: spec.engines.connector[name] for name in SHARED if name in spec.engines.connector}:
-        command += ["--connector", json.dumps(shared, sort_keys=True)]
-    if calibrates_segments(spec.privacy.values(), spec.engines.connector):
+    if not spec.engines.expert.portable:
+        command.append("--no-portable")
+    if any(one.discovers for one in spec.privacy.values()):
         command.append("--segments")
     volumes = [*client_secrets(spec), *_system_prompt(owner.name, revision)]
     command += _prompt_options(revision)
@@ -64,32 +64,31 @@ def calibration_job(spec: BlendServiceSpec, owner: Owner, revision: EngineRevisi
         Pod(
             **pod_basics(spec, owner.name, {**tags, LABEL_ROLE: "head"}),
             **engine_pod(spec),
-            volumes=[*model_volumes(spec, spec.engines.scratch), *volumes],
+            volumes=[*model_volumes(spec), *volumes],
             is_head=True,
         )
     )
-    cluster = ray_cluster(head, [], spec.ray_version, head_cpus=1)
+    cluster = ray_cluster(head, [], spec.expert.ray_version, head_cpus=1)
     body = _job(command, cluster, CALIBRATION_TTL_S, retries=0)
     return make_object(
         owner, "RayJob", ray_named(owner.name, "calibrate", revision.name), tags, body, RAY_API_VERSION
     )
 
 
-def engine_arguments(spec: BlendServiceSpec, gpus: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM arguments with which a job loads the model like the service."""
-    arguments = {"max_model_len": spec.model.max_model_len} if spec.model.max_model_len is not None else {}
-    if gpus > 1:
-        arguments["tensor_parallel_size"] = gpus
-    return {**arguments, **more}
+def engine_arguments(gpus: int, vllm: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM arguments with which a job loads the model as the service does."""
+    arguments = {name: value for name, value in vllm.items() if name not in OPENAI_OPTIONS}
+    return {"tensor_parallel_size": gpus, **arguments} if gpus > 1 else arguments
 
 
 def _prompt_options(revision: EngineRevision) -> list[str]:
     """Options for the text that the revision's chunks are prefilled behind."""
     model = revision.model
-    options = [] if model.form == ModelSpec.form else ["--form", model.form]
+    expert = model.expert
+    options = [] if expert.form == ModelExpert.form else ["--form", expert.form]
     if model.system_prompt is not None:
         options += ["--system", f"{REVISION}/system-prompt.txt"]
-    return options if model.context == ModelSpec.context else [*options, "--context", model.context]
+    return options if expert.context == ModelExpert.context else [*options, "--context", expert.context]
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
@@ -106,8 +105,8 @@ def corpus_labels(service: str, corpus: str) -> dict[str, str]:
 
 
 def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
-    """The claim for the ledger, which lists every document's chunks and outlives jobs."""
-    body = {"spec": {**claim_spec(corpus.ledger_gib, ""), "volumeMode": "Filesystem"}}
+    """The claim of the ledger, which knows the chunks of every document and outlives jobs."""
+    body = {"spec": {**claim_spec(corpus.expert.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
     return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
 
@@ -124,12 +123,12 @@ def corpus_job(
     service = revision.within(service)
     tags = corpus_labels(corpus.service, owner.name)
     workers = corpus.workers
-    volumes = model_volumes(service, workers.scratch)
+    volumes = model_volumes(service)
     if corpus.volume_claim:
         volumes.append(claim_volume("corpus", CORPUS_FILES, corpus.volume_claim, read_only=True))
     volumes += client_secrets(service, CORPUS_KEY)
-    shared: dict[str, Any] = {"env": engine_env(service), "env_secret": corpus.credentials_secret}
-    shared |= {"nodes": workers.nodes, "more": workers.pod_template}
+    shared: dict[str, Any] = {"env": model_env(service), "env_secret": corpus.credentials_secret}
+    shared["more"] = service.pod_template("corpora")
     head = template(
         Pod(
             **pod_basics(service, corpus.service, {**tags, LABEL_ROLE: "head"}),
@@ -151,15 +150,15 @@ def corpus_job(
             cpus=workers.cpus,
             memory=workers.memory,
             gpus=workers.gpus,
-            gpu_resource=workers.gpu_resource,
+            gpu_resource=service.engines.expert.gpu_resource,
             shared_memory="2Gi",
             volumes=volumes,
         )
     )
     group = worker_group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    # The head has no CPUs for Ray, so no engine runs there.
-    cluster = ray_cluster(head, [group], service.ray_version)
-    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.ttl_s, RETRIES)
+    # The head has no room for an engine.
+    cluster = ray_cluster(head, [group], service.expert.ray_version)
+    body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.expert.ttl_s, RETRIES)
     if corpus.suspend:
         # Never false: KubeRay drops that value, and a job queue may set the field.
         body["spec"]["suspend"] = True
@@ -172,7 +171,8 @@ def corpus_command(
     """The job's command. It stores chunks in the chunk space that the service reads."""
     model, workers = service.model, corpus.workers
     vllm = {name: value for name, value in service.engines.vllm.items() if name in (*BOUND, *LOADING)}
-    vllm = engine_arguments(service, workers.gpus, {**vllm, **workers.vllm})
+    vllm = engine_arguments(workers.gpus, vllm)
+    expert, columns = corpus.expert, corpus.expert.columns
     options = {
         "--model": model.path,
         "--namespace": corpus.namespace,
@@ -181,25 +181,22 @@ def corpus_command(
         "--state": STATE,
         "--tokens-max": str(corpus.tokens_max),
         "--overlap": str(corpus.overlap),
-        "--text-column": corpus.columns.text,
-        "--id-column": corpus.columns.id,
-        "--version-column": corpus.columns.version,
+        "--columns": f"text={columns.text},id={columns.id},version={columns.version}",
         "--workers": str(workers.replicas),
         "--gpus-per-worker": str(workers.gpus),
-        "--tokens-per-s": f"{corpus.tokens_per_s:g}",
-        "--errors-share": f"{corpus.errors_share:g}",
+        "--tokens-per-s": f"{expert.tokens_per_s:g}",
+        "--errors-share": f"{expert.errors_share:g}",
         "--engine": json.dumps(vllm, sort_keys=True),
-        **({"--format": str(corpus.format)} if corpus.format else {}),
-        **({"--dtype": model.dtype} if model.dtype != "auto" else {}),
+        **({"--format": str(expert.format)} if expert.format else {}),
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # `run` and `--`: a source may look like a subcommand or an option.
     flat = [part for pair in options.items() for part in pair] + _prompt_options(revision)
-    if service.engines.connector.get("portable") is False:
+    if not service.engines.expert.portable:
         flat.append("--no-portable")
-    if service.engines.connector.get("plain_copies") is False:
+    if not service.engines.expert.plain_copies:
         flat.append("--no-plain-copies")
-    if corpus.retire_old_editions:
+    if expert.retire_old_editions:
         flat.append("--retire")
     return ["kintsugi", "precompute", "run", *flat, "--replace-model", "--json", "--", corpus.source]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress
 from kintsugi_operator.objects.base import Owner, make_object
 from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,
-    ENGINE_METRICS_PORT,
-    SHARD_METRICS_PORT,
-    SHARD_PORT,
 )
 from kintsugi_operator.objects.names import LABEL_PART, join_name, labels, selector
 from kintsugi_operator.objects.pods import DASHBOARD_PORT, METRICS_PORT, Manifest
@@ -31,7 +29,7 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
     and would forbid every eviction. A pod that is not ready may always be evicted, since it could otherwise
     never be replaced.
     """
-    engine_pods = max(spec.engines.scale.min, engines)
+    engine_pods = max(spec.engines.replicas, engines)
     store, service = {"part": "store"}, {"part": "service", "revision": active}
     chosen = {
         "shards": (spec.store.shards - 1, {**store, "role": "shard"}),
@@ -58,7 +56,7 @@ def _heads_kept(spec: BlendServiceSpec, workers: int) -> int:
     Without a Redis, the loss of a head stops all its workers, so it may be evicted only if there is one
     worker. With a Redis, the workers survive it.
     """
-    return int(workers > 1 and not spec.redis.address)
+    return int(workers > 1 and not spec.expert.redis.address)
 
 
 def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
@@ -90,8 +88,8 @@ def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
     expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
     users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
     ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
-    # Policies cannot name hosts, so any destination is allowed.
-    egress = [{"ports": _ports(spec.store.bucket_port)}] if spec.store.bucket_url else None
+    # Policies know no names, so it may be anywhere.
+    egress = [{"ports": _ports(spec.store.expert.bucket_port)}] if spec.store.bucket_url else None
     return _policy(owner, "store", {"part": "store"}, ingress=ingress, egress=egress)
 
 
@@ -102,7 +100,7 @@ def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
     calls: dict[str, list[Manifest]] = {
         "to-store": [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}],
         "downloads": [{"ports": _ports(443)}] if spec.network.downloads else [],
-        "egress": [_egress_rule(one) for one in spec.network.egress],
+        "egress": [_egress_rule(one) for one in spec.expert.egress],
     }
     return [
         _policy(owner, f"{what}-{part}", {"part": part}, egress=egress)
@@ -125,15 +123,15 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     """Let only KubeRay, which deploys through the dashboards, and the operator, which reads job logs there,
     call heads: the dashboard runs any code that it is sent."""
     kuberay = {
-        "namespaceSelector": _namespace(spec.network.kuberay_namespace or owner.namespace),
+        "namespaceSelector": _namespace(spec.expert.kuberay_namespace or owner.namespace),
         "podSelector": {"matchLabels": KUBERAY},
     }
     ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
     # Ray's autoscaler runs beside the head and calls the API server.
     egress = [{"ports": _ports(443, 6443)}]
-    if spec.redis.address:
-        # Policies cannot name hosts, so any destination is allowed.
-        egress.append({"ports": _ports(int(spec.redis.address.rpartition(":")[2]))})
+    if spec.expert.redis.address:
+        # Policies know no names, so it may be anywhere.
+        egress.append({"ports": _ports(int(spec.expert.redis.address.rpartition(":")[2]))})
     return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
 
 

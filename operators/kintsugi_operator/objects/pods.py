@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi_operator.api.common import Nodes
 from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import to_manifest
 from kintsugi_operator.api.pod_template import PodTemplate
@@ -133,7 +132,6 @@ class Pod:
 
     labels: Mapping[str, str]
     image: str
-    pull_policy: str
     cpus: float
     memory: str
     pull_secrets: Sequence[str] = ()
@@ -147,7 +145,6 @@ class Pod:
     volumes: Sequence[Volume] = ()
     readiness: Mapping[str, Any] = field(default_factory=dict)
     """Readiness probe; empty: the probe of Ray's health."""
-    nodes: Nodes = field(default_factory=Nodes)
     affinity: Mapping[str, Any] = field(default_factory=dict)
     more: PodTemplate = field(default_factory=PodTemplate)
     """Additions of the spec."""
@@ -206,10 +203,10 @@ def template(pod: Pod) -> Manifest:
         "containers": [_container(pod, volumes)],
         "volumes": [*({"name": one.name, **one.source} for one in volumes), *map(dict, more.volumes)],
     }
-    tolerations = map(to_manifest, pod.nodes.tolerations)
+    tolerations = map(to_manifest, more.tolerations)
     optional = {
         "imagePullSecrets": [{"name": name} for name in dict.fromkeys(pod.pull_secrets)],
-        "nodeSelector": dict(pod.nodes.selector),
+        "nodeSelector": dict(more.node_selector),
         "tolerations": [{key: value for key, value in one.items() if value} for one in tolerations],
         "affinity": dict(more.affinity or pod.affinity),
         "topologySpreadConstraints": [dict(one) for one in more.topology_spread_constraints],
@@ -233,6 +230,7 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
         "RAY_USAGE_STATS_ENABLED": "0",
         "VLLM_NO_USAGE_STATS": "1",
         **pod.env,
+        **environment(pod.more.env),
     }
     ports = {"metrics": METRICS_PORT, **pod.ports}
     if pod.is_head:
@@ -243,7 +241,6 @@ def _container(pod: Pod, volumes: Sequence[Volume]) -> Manifest:
     container: Manifest = {
         "name": "ray-head" if pod.is_head else "ray-worker",
         "image": pod.image,
-        "imagePullPolicy": pod.pull_policy,
         "securityContext": security(),
         "resources": resources(pod.cpus, pod.memory, pod.gpus, pod.gpu_resource),
         "env": [_variable(name, value) for name, value in env.items()],

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.manifest import non_default_manifest
 from kintsugi_operator.api.status import Endpoints
@@ -22,7 +23,6 @@ from kintsugi_operator.objects.base import (
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
-    ENGINE_METRICS_PORT,
     ENGINE_RESOURCE,
     GATEWAY_RESOURCE,
     EngineRevision,
@@ -47,7 +47,6 @@ from kintsugi_operator.objects.pods import (
     affinity,
     avoid,
     claim_volume,
-    environment,
     process_health,
     scratch,
     secret,
@@ -56,6 +55,8 @@ from kintsugi_operator.objects.pods import (
 
 PART = "service"
 REVISION_KEY = "revision.json"
+GIB = 1 << 30
+CPU_KV_CACHE_BYTES = 2 * GIB
 
 
 def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> list[Manifest]:
@@ -68,10 +69,10 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
     cluster = ray_cluster(
         _head(spec, owner, revision),
         [_engines(spec, owner, revision), _gateways(spec, owner, revision)],
-        spec.ray_version,
+        spec.expert.ray_version,
         autoscaled=True,
     )
-    cluster |= fault_tolerance(spec.redis)
+    cluster |= fault_tolerance(spec.expert.redis)
     config = service_config(spec, owner.name, owner.namespace)
     service = ray_service_body(config, "NewCluster", cluster)
     name = ray_named(owner.name, revision.name)
@@ -112,15 +113,15 @@ def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[M
     directory = {"name": "directory", "port": DIRECTORY_PORT, "targetPort": "directory"}
     heads = selector(owner.name, part="store", role="head")
     return [
-        _service(owner, "grpc", public, gateways, grpc, spec.gateway.service_annotations),
-        _service(owner, "http", public, gateways, http, spec.gateway.service_annotations),
+        _service(owner, "grpc", public, gateways, grpc, spec.gateway.expert.service_annotations),
+        _service(owner, "http", public, gateways, http, spec.gateway.expert.service_annotations),
         _service(owner, "directory", "ClusterIP", heads, directory),
     ]
 
 
 def endpoints(spec: BlendServiceSpec, name: str, namespace: str) -> Endpoints:
-    """Addresses for clients in the cluster."""
-    scheme = "https" if spec.tls.secret else "http"
+    """Addresses for clients within the cluster."""
+    scheme = "https" if spec.gateway.tls_secret else "http"
     return Endpoints(
         grpc=f"{join_name(name, 'grpc')}.{namespace}.svc:{spec.gateway.grpc_port}",
         http=f"{scheme}://{join_name(name, 'http')}.{namespace}.svc:{spec.gateway.http_port}",
@@ -149,9 +150,8 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
             cpus=1,
             memory="4Gi",
             volumes=store_tls_volumes(spec),
-            nodes=spec.gateway.nodes,
             affinity=spread_heads(owner.name),
-            more=spec.heads.pod_template,
+            more=spec.pod_template("heads"),
             is_head=True,
             has_autoscaler=True,
         )
@@ -164,12 +164,12 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
         **_basics(spec, owner, revision, "engine"),
         **engine_pod(spec),
         ports={"engine-metrics": ENGINE_METRICS_PORT},
-        volumes=[*model_volumes(spec, engines.scratch), *client_secrets(spec)],
+        volumes=[*model_volumes(spec), *client_secrets(spec)],
         readiness=process_health("engine-metrics"),
         affinity=_spread(owner, revision, "engine"),
     )
     resources = {ENGINE_RESOURCE: 1}
-    return worker_group("engine", template(pod), engines.scale.min, resources, engines.cpus, engines.gpus)
+    return worker_group("engine", template(pod), engines.replicas, resources, engines.cpus, engines.gpus)
 
 
 def _spread(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
@@ -178,11 +178,11 @@ def _spread(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
 
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
-    gateway, tls = spec.gateway, spec.tls
-    data = scratch("data", DATA, "4Gi" if gateway.audit else "2Gi")
+    gateway = spec.gateway
+    data = scratch("data", DATA, "4Gi" if gateway.expert.audit else "2Gi")
     volumes = [data, *model_volumes(spec, "5Gi"), *client_secrets(spec)]
-    if tls.secret:
-        volumes.append(secret("tls", TLS, tls.secret))
+    if gateway.tls_secret:
+        volumes.append(secret("tls", TLS, gateway.tls_secret))
     if gateway.tokens_secret:
         volumes.append(secret("tokens", TOKENS, gateway.tokens_secret))
     pod = Pod(
@@ -190,23 +190,22 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) ->
         cpus=gateway.cpus,
         memory=gateway.memory,
         ports={"grpc": gateway.grpc_port, "http": gateway.http_port},
-        env={**model_env(spec), **environment(gateway.env)},
+        env=model_env(spec),
         volumes=volumes,
         readiness=_readiness(spec),
-        nodes=gateway.nodes,
         affinity=_spread(owner, revision, "gateway"),
-        more=gateway.pod_template,
+        more=spec.pod_template("gateway"),
     )
     resources = {GATEWAY_RESOURCE: 1}
     return worker_group("gateway", template(pod), gateway.replicas, resources, gateway.cpus)
 
 
 def _readiness(spec: BlendServiceSpec) -> Manifest:
-    """A probe that asks whether the gateway has engines. A probe has no client certificate: if the gateway
-    requires one, the probe only checks the port."""
-    if spec.tls.require_client:
+    """A probe that asks whether the gateway has engines. It cannot show a client certificate: where one is
+    mandatory, it checks for an open port."""
+    if spec.gateway.expert.require_client_certificate:
         return {"tcpSocket": {"port": "http"}}
-    scheme = "HTTPS" if spec.tls.secret else "HTTP"
+    scheme = "HTTPS" if spec.gateway.tls_secret else "HTTP"
     return {"httpGet": {"path": READY_PATH, "port": "http", "scheme": scheme}}
 
 
@@ -224,17 +223,11 @@ def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:
         "cpus": engines.cpus,
         "memory": engines.memory,
         "gpus": engines.gpus,
-        "gpu_resource": engines.gpu_resource,
-        "shared_memory": engines.shared_memory,
-        "env": engine_env(spec),
-        "nodes": engines.nodes,
-        "more": engines.pod_template,
+        "gpu_resource": engines.expert.gpu_resource,
+        "shared_memory": engines.expert.shared_memory,
+        "env": model_env(spec),
+        "more": spec.pod_template("engines"),
     }
-
-
-def engine_env(spec: BlendServiceSpec) -> Environment:
-    """Environment of engines and of jobs with engines."""
-    return {**model_env(spec), **environment(spec.engines.env)}
 
 
 def model_env(spec: BlendServiceSpec) -> Environment:
@@ -246,15 +239,22 @@ def model_env(spec: BlendServiceSpec) -> Environment:
         "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
     }
     if spec.engines.gpus == 0:
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(spec.engines.kv_cache_gib or 2))
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(spec.engines.vllm))
     if spec.model.token_secret:
         env["HF_TOKEN"] = {"secretKeyRef": {"name": spec.model.token_secret, "key": "token"}}
     return env
 
 
-def model_volumes(spec: BlendServiceSpec, size: str) -> list[Volume]:
-    """Scratch space for downloads and caches, and the claim with checkpoints if there is one."""
-    volumes = [scratch("scratch", SCRATCH, size)]
+def _kv_cache_gib(vllm: Mapping[str, Any]) -> int:
+    """Size of a CPU's KV cache in whole GiB."""
+    size = vllm.get("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+    return math.ceil(size / GIB) if isinstance(size, int) else CPU_KV_CACHE_BYTES // GIB
+
+
+def model_volumes(spec: BlendServiceSpec, size: str = "") -> list[Volume]:
+    """Scratch space for downloads and caches, of the engines' size unless ``size`` is given, and the claim
+    with checkpoints where there is one."""
+    volumes = [scratch("scratch", SCRATCH, size or spec.engines.expert.scratch)]
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))
     return volumes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kintsugi.core.deploy import SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
@@ -23,8 +24,6 @@ from kintsugi_operator.objects.base import (
 from kintsugi_operator.objects.deployed import (
     DATA,
     DIRECTORY_PORT,
-    SHARD_METRICS_PORT,
-    SHARD_PORT,
     SHARD_RESOURCE,
     TIERS,
     pod_basics,
@@ -50,7 +49,6 @@ from kintsugi_operator.objects.pods import (
     avoid,
     claim_spec,
     claim_volume,
-    environment,
     ephemeral,
     mebibytes,
     process_health,
@@ -67,7 +65,6 @@ class StoreImage:
     """The image of the shards. It changes only with `store.image`, not with the service's image."""
 
     image: str
-    pull_policy: str
     ray_version: str
 
 
@@ -78,16 +75,15 @@ def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> St
     by shard: the running image then stays until the RayService is deleted (see `needs_restart`).
     """
     own = spec.store.image
-    version = spec.store.ray_version or (running.ray_version if running else spec.ray_version)
-    if running is not None and (own is None or version != running.ray_version):
+    version = spec.store.expert.ray_version or (running or spec.expert).ray_version
+    if running is not None and (not own or version != running.ray_version):
         return running
-    image = own or spec.image
-    return StoreImage(image.reference, str(image.pull_policy), version)
+    return StoreImage(own or spec.image, version)
 
 
 def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
-    """Whether `store.rayVersion` differs from the running shards' version of Ray."""
-    wanted = spec.store.ray_version
+    """Whether `store.expert.rayVersion` asks for a version of Ray that the running shards do not have."""
+    wanted = spec.store.expert.ray_version
     return running is not None and bool(wanted) and wanted != running.ray_version
 
 
@@ -97,8 +93,8 @@ def ray_service_name(name: str) -> str:
 
 
 def claim_names(spec: BlendServiceSpec, name: str, index: int) -> dict[str, tuple[str, float, str]]:
-    """Claim name, GiB and storage class of a shard's volumes, by volume name."""
-    volumes = spec.store.volumes
+    """Claim name, GiB and storage class of each of a shard's volumes, by volume name."""
+    volumes = spec.store.expert.volumes
     claims = {"data": (join_name(name, "data", str(index)), volumes.data_gib, volumes.storage_class)}
     for tier in spec.store.tiers:
         claims[f"tier-{tier.name}"] = (join_name(name, tier.name, str(index)), tier.gib, tier.storage_class)
@@ -110,19 +106,19 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
     shard stay, with 0 replicas, because KubeRay forgets the pods of a removed group. Raises
     `InvalidField`."""
     objects = []
-    if spec.store.volumes.kind is VolumeKind.PERSISTENT:
+    if spec.store.expert.volumes.kind is VolumeKind.PERSISTENT:
         for index in range(spec.store.shards):
             for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
                 body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
-                is_owned = not spec.store.volumes.retain
+                is_owned = not spec.store.expert.volumes.retain
                 objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=is_owned))
     cluster = ray_cluster(
         _head(spec, owner, image),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
-    cluster |= fault_tolerance(spec.redis)
+    cluster |= fault_tolerance(spec.expert.redis)
     body = ray_service_body(store_config(spec), "None", cluster)
     tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
@@ -157,7 +153,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
             ports={"directory": DIRECTORY_PORT},
             volumes=store_tls_volumes(spec),
             affinity=spread_heads(owner.name),
-            more=spec.heads.pod_template,
+            more=spec.pod_template("heads"),
             is_head=True,
         )
     )
@@ -170,25 +166,24 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             cpus=spec.store.cpus,
             memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
-            env=environment(spec.store.env),
             volumes=[*_volumes(spec, owner, index), *shard_secrets(spec)],
             readiness=process_health("shard-metrics"),
             affinity=_affinity(spec, owner.name),
-            more=spec.store.pod_template,
+            more=spec.pod_template("store"),
         )
     )
 
 
 def _basics(spec: BlendServiceSpec, owner: Owner, image: StoreImage, **more_labels: str) -> dict[str, Any]:
     basics = pod_basics(spec, owner.name, labels(owner.name, part=PART, **more_labels), PART)
-    return basics | {"image": image.image, "pull_policy": image.pull_policy, "nodes": spec.store.nodes}
+    return basics | {"image": image.image}
 
 
 def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
     volumes = []
     for volume, (claim, gib, storage_class) in claim_names(spec, owner.name, index).items():
         path = DATA if volume == "data" else f"{TIERS}/{volume.removeprefix('tier-')}"
-        if spec.store.volumes.kind is VolumeKind.PERSISTENT:
+        if spec.store.expert.volumes.kind is VolumeKind.PERSISTENT:
             volumes.append(claim_volume(volume, path, claim))
         else:
             volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))
@@ -199,6 +194,6 @@ def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
     """Affinity that prefers nodes without other shards, and with or without engines."""
     shards = avoid(selector(name, role="shard"))
     engines = affinity_term(50, selector(name, role="engine"))
-    if spec.store.placement is ShardPlacement.BESIDE_ENGINES:
+    if spec.store.expert.placement is ShardPlacement.BESIDE_ENGINES:
         return affinity(near=[engines], away=shards)
     return affinity(away=[*shards, engines])

@@ -144,7 +144,7 @@ def _image_of(spec: Manifest) -> StoreImage | None:
     try:
         cluster = spec["rayClusterConfig"]
         container = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
-        return StoreImage(container["image"], container["imagePullPolicy"], cluster["rayVersion"])
+        return StoreImage(container["image"], cluster["rayVersion"])
     except (KeyError, IndexError, TypeError):
         return None
 

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.core.prompt import FormName
-from kintsugi.core.request import parse_selector
 from kintsugi.models.context import NONE
 from kintsugi.models.reference import REFERENCE
 
@@ -40,13 +39,12 @@ Contexts = Annotated[
 PlainCopies = Annotated[
     bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
+Portable = Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")]
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
 ]
 
-Dtype = Annotated[str, typer.Option(help="Data type that engines will serve with.")]
 Codec = Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")]
-Repeat = Annotated[int, typer.Option(min=1, max=100, help="Time each method this often; print medians.")]
 AllowUncalibrated = Annotated[
     bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
 ]
@@ -76,8 +74,6 @@ class DemoTask:
         typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
     ] = False
     question: Annotated[str | None, typer.Option(help="Question to ask about the chunks.")] = None
-    form: Form = FormName.AUTO
-    repeat: Repeat = 3
     open_console: Annotated[
         bool,
         typer.Option("--open", help="Then keep serving the model, and open the console in a browser."),
@@ -97,11 +93,9 @@ class GenerateTask:
     ] = None
     selector: Annotated[str | None, typer.Option(help="Which tokens to recompute: hkvd, …")] = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens in the answer.")] = 32
-    namespace: Annotated[str, typer.Option(help="Namespace to store the chunks in.")] = "cli"
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run full prefill, prefix caching and full KV reuse.")
     ] = False
-    repeat: Repeat = 1
     report: Annotated[
         Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
     ] = None
@@ -130,9 +124,6 @@ class CalibrateTask:
     ] = None
     out: Annotated[Path | None, typer.Option(help="Write the report to this file, for --report.")] = None
     codec: Codec = "raw"
-    prompts: Annotated[
-        int, typer.Option(help="Use at most so many questions; at least 32. Only as many as needed are run.")
-    ] = 2000
     minutes: Annotated[
         float,
         typer.Option(
@@ -140,18 +131,11 @@ class CalibrateTask:
             "not pass."
         ),
     ] = 12.0
-    seed: Annotated[int, typer.Option(help="Seed for choosing questions. Same seed, same report.")] = 0
-    dtype: Dtype = "auto"
-    chunk_store: Annotated[
-        str | None, typer.Option(help="Store for the chunks meanwhile. Default: this process's memory.")
-    ] = None
     form: Form = FormName.AUTO
     system: SystemPrompt = None
     context: Contexts = None
     engine: EngineArguments = "{}"
-    connector: Annotated[
-        str, typer.Option(help="Further configuration of the connector, as a JSON object.")
-    ] = "{}"
+    portable: Portable = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,32 +149,18 @@ class EvaluateTask:
             help="JSON lines of {chunks, question, answers}, ctxs or LongBench's fields; or a list."
         ),
     ]
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first questions.")] = None
     form: Form = FormName.AUTO
-    selectors: Annotated[str, typer.Option(help="Comma-separated selectors to compare.")] = (
-        "hkvd,hkvd_gradual,chunk_head,query,hybrid"
-    )
-    ratios: Annotated[str, typer.Option(help="Comma-separated shares to recompute.")] = "0.05,0.15,0.3"
-    check_layers: Annotated[str, typer.Option(help="Comma-separated layers. Default: a few by depth.")] = ""
-    codecs: Annotated[str, typer.Option(help="Comma-separated codecs: raw, int8, fp8, …")] = "raw"
-    chunk_tokens: Annotated[str, typer.Option(help="Comma-separated sizes to cut chunks to.")] = ""
-    chunks: Annotated[str, typer.Option(help="Comma-separated numbers of chunks to keep.")] = ""
-    batches: Annotated[str, typer.Option(help="Comma-separated numbers of prompts to submit at once.")] = "32"
-    tiers: Annotated[
-        str, typer.Option(help="Comma-separated speeds of slower tiers, in bytes per second.")
-    ] = ""
-    rates: Annotated[str, typer.Option(help="Comma-separated request rates per second, for TTFT.")] = ""
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens in an answer.")] = None
-    dtype: Annotated[str, typer.Option(help="Data type of the engine.")] = "auto"
-    chunk_store: Annotated[
-        str | None, typer.Option(help="Store for the chunks. Default: this process's memory.")
+    grid: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with lists of what to compare; see docs/howto/evaluate.md."),
     ] = None
+    engine: EngineArguments = "{}"
     context: Context = NONE
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeTask:
-    """`kintsugi serve`. The options override the configuration file."""
+    """`kintsugi serve`. The options override the configuration file, which has all other settings."""
 
     model: Annotated[
         str | None,
@@ -202,26 +172,15 @@ class ServeTask:
     config: Annotated[Path | None, typer.Option(help="YAML configuration; see docs/howto/serve.md.")] = None
     ram: Annotated[str | None, typer.Option(help="Size of each shard's RAM tier, such as 8GiB.")] = None
     ssd: SsdTiers = None
-    bucket: BucketTier = None
-    data_dir: Annotated[Path | None, typer.Option(help="Folder for shards' identities and reports.")] = None
     shards: Annotated[int | None, typer.Option(min=1, help="Number of store shards.")] = None
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port of the gateway; 0: any free.")] = None
     http_port: Annotated[int | None, typer.Option(help="HTTP port of the gateway; 0: any free.")] = None
     tokens_file: Annotated[Path | None, typer.Option(help="Token file; see kintsugi token.")] = None
-    keys_file: Annotated[
-        Path | None, typer.Option(help="Key file of encrypted namespaces; see kintsugi keys.")
-    ] = None
-    audit_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the audit logs of gateway and shards.")
-    ] = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond loopback without tokens and TLS.")
-    ] = False
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Refuse to store or delete chunks through the gateway.")
     ] = False
     discover: Annotated[
         list[str] | None,
@@ -260,26 +219,16 @@ def check_writable(option: str, path: Path) -> None:
         raise InvalidField(option, f"{path} is a folder; name a file in it")
 
 
-def parse_integers(name: str, text: str) -> list[int]:
-    """`1,2,3`; empty text is an empty list. Raises `InvalidField`."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a configuration file. Raises `NotFound` and `InvalidField`."""
+    import yaml
+
     try:
-        return [int(part) for part in _split(text)]
-    except ValueError:
-        raise InvalidField(name, f"{text!r} is not a comma-separated list of whole numbers") from None
-
-
-def parse_floats(name: str, text: str) -> list[float]:
-    """`0.1,0.2`; empty text is an empty list. Raises `InvalidField`."""
-    try:
-        return [float(part) for part in _split(text)]
-    except ValueError:
-        raise InvalidField(name, f"{text!r} is not a comma-separated list of numbers") from None
-
-
-def parse_selectors(text: str) -> list[str]:
-    """`hkvd,query`. Raises `InvalidField`."""
-    return [parse_selector(part) for part in _split(text)]
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFound(f"{path} cannot be read ({error.strerror}); name a configuration file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")
+    return values

@@ -10,8 +10,8 @@ counts are nowhere in `args`, and what the gateway alone needs is its `user_conf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
@@ -20,6 +20,7 @@ from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import PATTERNS_MAX, NamespaceRules
+from kintsugi.core.request import parse_selector
 from kintsugi.core.rules import Rule, has_items, this
 from kintsugi.core.schema import load
 from kintsugi.core.settings import Settings, check, non_default_fields, setting
@@ -52,9 +53,33 @@ starts to drain, and files and ports close after it."""
 REQUESTS_MAX = 512
 """Requests that run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
-
-
+DRAIN_S = 60.0
+"""How long requests may continue once an engine or a gateway has to stop, and how long a shard that has to
+stop may write back what only RAM holds."""
+RAMP_S = 60.0
+"""Time over which an empty shard that joins is given its share of the chunks."""
+SHARD_CPUS = 0.5
+"""CPU cores that Ray counts for a shard."""
+GATEWAY_CPUS = 0.25
+"""CPU cores that Ray counts for a gateway."""
 METRICS_PORTS = 16
+"""An engine or a shard takes the first free one of so many ports for its metrics."""
+SHARD_PORT = 7400
+"""The first of as many ports for a shard that other hosts reach."""
+SHARD_METRICS_PORT = 7480
+ENGINE_METRICS_PORT = 7580
+
+
+@dataclass(frozen=True)
+class ModelExpert(Settings):
+    """How prompts are written, and what chunks are prefilled behind."""
+
+    form: str = setting("auto", enum=["auto", "chat", "plain"])
+    """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
+    Chunks are prefilled behind what the form writes before them."""
+    context: str = setting("none", minLength=1)
+    """Natural text that chunks are prefilled behind, after the system prompt: `none`, `bundled` (the first
+    two passages that ship with Kintsugi) or the path of a text file. It is the same for every tenant."""
 
 
 @dataclass(frozen=True)
@@ -65,97 +90,82 @@ class ModelSpec(Settings):
     """Folder of the checkpoint, a hub name, `org/model`, or the reference model's, `smollm2-135m`."""
     name: str = ""
     """What clients call it; empty: the last part of the path."""
-    dtype: str = "auto"
-    """Data type of weights and KV cache; `auto`: the checkpoint's own."""
-    max_model_len: int | None = setting(None, minimum=1)
-    """Longest prompt and answer together, in tokens; unset: what the model allows."""
-    form: str = setting("auto", enum=["auto", "chat", "plain"])
-    """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
-    Chunks are prefilled behind what the form writes before them."""
     system_prompt: str | None = None
     """The system prompt that chunks are prefilled behind, without the template's marks; unset: the
     template's own, if it has one."""
     codec: str = "raw"
     """How chunk KV is encoded in the store: `raw` keeps every bit, the others take less room."""
-    context: str = setting("none", minLength=1)
-    """Natural text that chunks are prefilled behind, after the system prompt: `none`, `bundled` (the first
-    two passages that ship with Kintsugi) or the path of a text file. It is the same for every tenant."""
+    expert: ModelExpert = field(default_factory=ModelExpert)
 
 
 @dataclass(frozen=True)
-class Scale(Settings):
-    """How many replicas; `min` = `max` is no autoscaling."""
+class EngineExpert(Settings):
+    """Settings of engines that follow from the calibration report, the hardware or the model."""
 
-    RULES = (Rule(this.min <= this.max, "min must not exceed max"),)
+    ratio: float | None = setting(None, minimum=0, maximum=1)
+    """Share of a prompt's chunk tokens that a blend recomputes where no calibration report decides it."""
+    selector: str | None = None
+    """Selector of the recomputed tokens where no calibration report decides it."""
+    check_layer: int | None = setting(None, minimum=1)
+    """Layer whose KV deviation selects tokens where no calibration report decides it."""
+    portable: bool = True
+    """Whether chunks that were prefilled behind one prefix may be used behind another."""
+    plain_copies: bool = True
+    """Whether each chunk of a model with a context is also stored without it, for the first place of a
+    prompt."""
+    loading_controller: bool = True
+    """Prefill a prompt in full where that is predicted to be faster; if false, blend whatever can be."""
+    load_deadline_ms: int | None = setting(None, minimum=1)
+    """Time in milliseconds after which what the store has not answered is not waited for; unset: 500 for a
+    lookup, 2000 for a layer."""
 
-    min: int = setting(1, minimum=1)
-    """Smallest number of replicas."""
-    max: int = setting(1, minimum=1)
-    """Largest number of replicas."""
-
-
-@dataclass(frozen=True)
-class OpenAISpec(Settings):
-    """vLLM's server flags that concern prompts and tools."""
-
-    chat_template: str | None = None
-    """A file, or the template itself. None: the model's own."""
-    tool_call_parser: str | None = None
-    """vLLM's name of a parser of tool calls: requests may then offer tools. Unset: they may not."""
-    reasoning_parser: str = ""
-    """vLLM's name of a parser that separates what a model thinks from what it answers."""
+    @property
+    def connector(self) -> dict[str, Any]:
+        """These settings as the connector has them, where they differ from its defaults."""
+        given = {one.name: getattr(self, one.name) for one in fields(EngineExpert)}
+        deadline_ms = given.pop("load_deadline_ms")
+        given |= {"lookup_deadline_ms": deadline_ms, "layer_deadline_ms": deadline_ms}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class EngineSettings(Settings):
     """Settings of a group of equal engines, on one machine and on Kubernetes alike."""
 
-    replicas: Scale = field(default_factory=Scale)
+    replicas: int = setting(1, minimum=1)
+    """Number of engines; the smallest number where `replicas_max` is set."""
+    replicas_max: int | None = setting(None, minimum=1)
+    """Largest number of engines that autoscaling starts; unset: always `replicas`."""
     cpus: float = setting(1.0, minimum=0)
     """CPU cores of each engine."""
     gpus: float = setting(0.0, minimum=0)
     """GPUs of each engine; 0: vLLM runs on the CPU."""
-    kv_cache_gib: float | None = setting(None, exclusiveMinimum=0)
-    """Size of vLLM's own KV cache in GiB; unset: what vLLM chooses on a GPU, 2 on a CPU."""
     allow_uncalibrated: bool = False
     """Blend without a calibration report. Answers may then be wrong."""
-    shadow_share: float = setting(0.005, minimum=0, maximum=1)
-    """Share of blended requests that are computed again in full while nobody waits, to see whether blends are
-    still as good as when they were calibrated. 0: none."""
-    shadow_per_minute: float = setting(1.0, minimum=0, maximum=600)
-    """Blended requests a minute that each engine computes again, where `shadow_share` gives fewer."""
-    shadow_positions: int = setting(32, minimum=1, maximum=32)
-    """Leading tokens of an answer that are compared."""
-    shadow_time_share: float = setting(0.05, exclusiveMinimum=0, maximum=1)
-    """Largest share of an engine's time that computing again may take."""
-    connector: Mapping[str, Any] = setting(dict, reserved=("store", "prefix_token_ids", "context_token_ids"))
-    """Further configuration of the Kintsugi plugin, by its own names."""
     vllm: Mapping[str, Any] = setting(dict, reserved=("model", "kv_transfer_config"))
-    """Further engine arguments of vLLM, by its own names."""
-    openai: OpenAISpec = field(default_factory=OpenAISpec)
+    """Arguments of `vllm serve` by their own names, such as `max_model_len` or `tool_call_parser`."""
+    expert: EngineExpert = field(default_factory=EngineExpert)
+
+    @property
+    def most(self) -> int:
+        """The largest number of engines."""
+        return self.replicas if self.replicas_max is None else self.replicas_max
+
+
+@dataclass(frozen=True)
+class EngineSpecExpert(EngineExpert):
+    """Settings of engines on one machine that few need."""
+
+    spares: int = setting(0, minimum=0)
+    """Engines beyond `engines.replicas` that have loaded the model and get requests only if none of those can
+    take them. Each takes the memory of an engine, and its GPUs. Needs a fixed number of engines."""
 
 
 @dataclass(frozen=True)
 class EngineSpec(EngineSettings):
     """One group of equal engines."""
 
-    spares: int = setting(0, minimum=0)
-    """Engines beyond `replicas` that have loaded the model and get requests only if none of those can take
-    them. Each takes the memory of an engine, and its GPUs. Needs `replicas.min` = `replicas.max`."""
-    calibrate: bool = True
-    """Whether a model without a report is calibrated while it serves full prefill."""
-    questions: str = ""
-    """JSON lines to calibrate on; empty: those of the bundled model, or the bundled passages."""
-    queueing_ms_max: float = setting(500.0, exclusiveMinimum=0)
-    """With `replicas.max > replicas.min`: more engines where requests are predicted to wait longer."""
-    drain_s: float = setting(60.0, minimum=0)
-    """How long requests may continue once an engine or a gateway has to stop."""
-    metrics_port: int = setting(7580, minimum=0, maximum=PORT_MAX)
-    """First of 16 ports; an engine takes one that is free. 0: no metrics."""
-    metrics_host: str = ""
-    """The interface that engines' metrics listen on; empty: the store's."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the engine's process."""
+    expert: EngineSpecExpert = field(default_factory=EngineSpecExpert)
 
 
 @dataclass(frozen=True)
@@ -189,8 +199,6 @@ class StoreSettings(Settings):
     """Number of shards."""
     replication: int = setting(1, minimum=1)
     """Number of shards that hold each chunk; at most the number of shards."""
-    ramp_s: float = setting(60.0, minimum=0)
-    """Seconds over which an empty shard that joins is given its share of the chunks."""
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
     """Size of each shard's RAM tier in GiB."""
     bucket_url: str = setting("", pattern=BUCKET_URL, maxLength=512)
@@ -198,12 +206,32 @@ class StoreSettings(Settings):
     its endpoint, region and credentials from their environment (AWS_ENDPOINT_URL, AWS_REGION …)."""
     bucket_gib: float = setting(100.0, exclusiveMinimum=0)
     """What each shard may keep in the bucket, in GiB."""
-    scrub_mib_per_s: float = setting(16.0, minimum=0)
-    """MiB per second of what it holds that each shard verifies in the background; 0: it does not."""
-    erase_grace_s: float = setting(2.0, minimum=0, maximum=240)
-    """How long an erasure lets clients finish the reads and puts of its chunks before it cuts them."""
-    cpus: float = setting(0.5, minimum=0)
-    """CPU cores of each shard."""
+
+
+@dataclass(frozen=True)
+class StoreExpert(Settings):
+    """Settings of a store that spans several hosts, encrypts, or is shared by clients of different rights."""
+
+    shards_max: int | None = None
+    """Largest number of shards; more are started when what is evicted is soon wanted again. Unset: always
+    `shards`."""
+    host: str = "127.0.0.1"
+    """The interface that shards and directory listen on. Beyond loopback they need TLS, or `insecure`."""
+    directory_port: int = setting(7410, minimum=1, maximum=PORT_MAX)
+    """Port of the directory, which tells clients the shards, on the head node."""
+    insecure: bool = False
+    """Listen beyond loopback without TLS."""
+    tls_name: str = ""
+    """The name that all shards' certificates are for; empty: the address that each is called by."""
+    tokens_file: str = ""
+    """JSON file of hashed bearer tokens and of client certificates, with what each may do on a shard. Empty:
+    whoever connects may do everything."""
+    token_file: str = ""
+    """File with the token that engines and gateways show to shards."""
+    keys_file: str = ""
+    """File with the keys of encrypted namespaces, for engines and gateways; shards never read it."""
+    audit_dir: str = ""
+    """Folder of the shards' audit logs; empty: none are written."""
 
 
 @dataclass(frozen=True)
@@ -212,48 +240,31 @@ class StoreSpec(StoreSettings):
 
     RULES = (*StoreSettings.RULES, BUCKET_RULE)
 
-    shards_max: int | None = None
-    """None: always `shards`. More are started when what is evicted is soon wanted again."""
     tiers: tuple[TierSpec, ...] = ()
-    """Fastest first, below RAM."""
+    """SSD tiers below RAM, fastest first."""
     data_dir: str = ""
     """Identity and reports; empty: nothing outlives the shard. Each shard of a host takes a folder in it, and
     in each tier's."""
-    host: str = "127.0.0.1"
-    """The interface that shards and directory listen on. Beyond loopback they need TLS, or `insecure`."""
-    directory_port: int = setting(7410, minimum=1, maximum=PORT_MAX)
-    """Where clients ask which shards there are, on the head node."""
-    port: int = setting(0, minimum=0, maximum=PORT_MAX)
-    """Port of a shard; 0: any that is free, since several may share a host."""
-    metrics_port: int = setting(7480, minimum=0, maximum=PORT_MAX)
-    """First of 16 ports; a shard takes one that is free. 0: no metrics."""
-    metrics_host: str = ""
-    """The interface that shards' metrics listen on; empty: `host`."""
-    protect_metrics: bool = False
-    """Ask for a token with the verb `admin` on every namespace before a shard shows its metrics."""
     tls_ca: str = ""
     """PEM file of the authority that signed the certificates of shards, engines and gateways."""
     tls_cert: str = ""
     """PEM file of the certificate that shards, engines and gateways show each other."""
     tls_key: str = ""
     """PEM file of that certificate's private key."""
-    tls_name: str = ""
-    """The name that all shards' certificates are for; empty: the address that each is called by."""
-    insecure: bool = False
-    """Listen beyond loopback without TLS."""
-    tokens_file: str = ""
-    """JSON file of hashed bearer tokens and of client certificates, with what each may do on a shard. Empty:
-    whoever connects may do everything."""
-    token_file: str = ""
-    """File with the token that engines and gateways show to shards."""
-    audit_dir: str = ""
-    """Folder of the shards' audit logs; empty: none are written."""
-    share_arena: bool = True
-    """Let engines on a shard's host read its RAM directly; otherwise chunks travel over gRPC there, too."""
-    drain_s: float = setting(60.0, minimum=0)
-    """How long a shard that has to stop may write back what only RAM holds."""
-    keys_file: str = ""
-    """File with the keys of encrypted namespaces, for engines and gateways; shards never read it."""
+    expert: StoreExpert = field(default_factory=StoreExpert)
+
+
+@dataclass(frozen=True)
+class GatewayExpert(Settings):
+    """Settings of gateways that few need."""
+
+    fill_on_miss: bool = True
+    """Prefill and store a chunk that the store lacks after the answer; if false, it stays missing."""
+    allow_negative_priority: bool = False
+    """Allow requests a priority below 0, with which they run before all requests without one."""
+    engine_places: int | None = setting(None, minimum=1, maximum=65536)
+    """Requests that each gateway has engines answer at a time. Further ones wait in a queue in which
+    namespaces take turns by their weights; unset: none wait."""
 
 
 @dataclass(frozen=True)
@@ -262,22 +273,25 @@ class GatewaySettings(Settings):
 
     replicas: int = setting(1, minimum=1)
     """Number of gateways."""
-    cpus: float = setting(0.25, minimum=0)
-    """CPU cores of each gateway."""
     grpc_port: int = setting(7500, minimum=0, maximum=PORT_MAX)
     """Port of the gRPC service."""
     http_port: int = setting(8000, minimum=0, maximum=PORT_MAX)
     """Port of the OpenAI-compatible HTTP service."""
-    fill_on_miss: str = setting("background", enum=["off", "background"])
-    """What happens to a chunk that the store lacks: `background` prefills and stores it later, `off` leaves
-    it missing."""
-    read_only: bool = False
-    """Refuse requests that put or delete chunks."""
-    overtaking: bool = False
-    """Allow requests a priority below 0, with which they run before all requests without one."""
-    engine_places: int | None = setting(None, minimum=1, maximum=65536)
-    """Requests that each gateway has engines answer at a time. Further ones wait in a queue in which
-    namespaces take turns by their weights; unset: none wait."""
+    expert: GatewayExpert = field(default_factory=GatewayExpert)
+
+
+@dataclass(frozen=True)
+class GatewaySpecExpert(GatewayExpert):
+    """Settings of gateways on one machine that few need."""
+
+    tls_client_ca: str = ""
+    """PEM file of the authority that signed clients' certificates; empty: clients need none."""
+    audit_dir: str = ""
+    """Folder of the gateway's audit log; empty: none is written."""
+    data_dir: str = ""
+    """Folder for the chunk texts that the gateway knows; empty: it forgets them when it stops."""
+    ledger: str = ""
+    """State folder of the precompute whose corpora segments may name and messages may hold."""
 
 
 @dataclass(frozen=True)
@@ -292,16 +306,9 @@ class GatewaySpec(GatewaySettings):
     """PEM file of the gateway's certificate."""
     tls_key: str = ""
     """PEM file of that certificate's private key."""
-    tls_client_ca: str = ""
-    """PEM file of the authority that signed clients' certificates; empty: clients need none."""
     insecure: bool = False
     """Listen beyond loopback without tokens."""
-    audit_dir: str = ""
-    """Folder of the gateway's audit log; empty: none is written."""
-    data_dir: str = ""
-    """Folder for the chunk texts that the gateway knows; empty: it forgets them when it stops."""
-    ledger: str = ""
-    """State folder of the precompute whose corpora segments may name and messages may hold."""
+    expert: GatewaySpecExpert = field(default_factory=GatewaySpecExpert)
 
 
 @dataclass(frozen=True)
@@ -326,30 +333,31 @@ class ServiceSpec(Settings):
         check(self)
         _ = self.rules  # checks them
         codec_named(self.model.codec)
-        store, gateway, replicas = self.store, self.gateway, self.engines.replicas
-        if self.engines.spares and replicas.min != replicas.max:
+        if self.engines.expert.selector is not None:
+            parse_selector(self.engines.expert.selector)
+        engines, store, gateway = self.engines, self.store, self.gateway
+        if engines.most < engines.replicas:
             raise InvalidField(
-                "engines.spares",
-                f"needs a fixed number of engines, and replicas go from {replicas.min} to {replicas.max}: "
-                "set replicas.min and .max alike, or spares to 0",
+                "engines.replicas_max", f"{engines.most} is less than the {engines.replicas} replicas"
             )
-        if store.shards_max is not None and store.shards_max < store.shards:
+        if engines.expert.spares and engines.most != engines.replicas:
             raise InvalidField(
-                "store.shards_max", f"{store.shards_max} is less than the {store.shards} shards"
+                "engines.expert.spares",
+                f"needs a fixed number of engines, and there are {engines.replicas} to {engines.most}: "
+                "unset replicas_max, or set spares to 0",
             )
+        if (most := store.expert.shards_max) is not None and most < store.shards:
+            raise InvalidField("store.expert.shards_max", f"{most} is less than the {store.shards} shards")
         if store.tiers and not store.data_dir:
             raise InvalidField("store.data_dir", "is needed with tiers: it holds the shards' identities")
         if len({bool(file) for file in (store.tls_ca, store.tls_cert, store.tls_key)}) > 1:
             raise InvalidField("store.tls", "give tls_ca, tls_cert and tls_key together")
-        if store.tokens_file and not (store.token_file or store.tls_ca):
+        expert = store.expert
+        if expert.tokens_file and not (expert.token_file or store.tls_ca):
             raise InvalidField(
-                "store.token_file",
+                "store.expert.token_file",
                 "is needed with tokens_file, unless engines and gateways show a certificate: name the file "
                 "with their token",
-            )
-        if store.protect_metrics and not store.tokens_file:
-            raise InvalidField(
-                "store.protect_metrics", "needs store.tokens_file, which says who may read metrics"
             )
         if bool(gateway.tls_cert) != bool(gateway.tls_key):
             raise InvalidField("gateway.tls", "give tls_cert and tls_key together")
@@ -394,32 +402,26 @@ def serve_config(
     }
 
 
-_NOT_FOR_SHARDS = ("shards", "shards_max", "replication", "ramp_s", "cpus", "keys_file")
-
-
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
     """The shards. Their `args` depend on `spec.store` alone, so that nothing else restarts them."""
-    store = spec.store
+    store, most = spec.store, spec.store.expert.shards_max or spec.store.shards
     shard = {
         "name": SHARD_DEPLOYMENT,
-        **_replicas(Scale(store.shards, store.shards_max or store.shards), {"policy_function": SHARD_POLICY}),
-        "ray_actor_options": _actor(store.cpus, 0.0, placement.shard, SHARD_ENV),
+        **_replicas(store.shards, most, {"policy_function": SHARD_POLICY}),
+        "ray_actor_options": _actor(SHARD_CPUS, 0.0, placement.shard, SHARD_ENV),
         # Directory and shards take these over without a restart.
         "user_config": {
             "replication": store.replication,
-            "ramp_s": store.ramp_s,
             **non_default_fields(NamespaceRules(limits=spec.limits)),
             **({"tokens_file": spec.gateway.tokens_file} if spec.gateway.tokens_file else {}),
-            **_placement_ratio(spec.engines),
+            # At 0 no load hides behind anything: shards then keep their own ratio.
+            **({"ratio": spec.engines.expert.ratio} if spec.engines.expert.ratio else {}),
         },
-        **_health(store.drain_s),
+        **_health(),
     }
-    return _application(
-        STORE_APP,
-        STORE_BUILDER,
-        {"store": non_default_fields(store, *_NOT_FOR_SHARDS)},
-        shard,
-    )
+    # Counts are not among the arguments; keys are not for shards.
+    own = replace(store, shards=1, replication=1, expert=replace(store.expert, shards_max=None, keys_file=""))
+    return _application(STORE_APP, STORE_BUILDER, {"store": non_default_fields(own)}, shard)
 
 
 def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
@@ -429,14 +431,9 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     engine = {
         "name": ENGINE_DEPLOYMENT,
         **_replicas(
-            engines.replicas,
-            {
-                "policy_function": ENGINE_POLICY,
-                "policy_kwargs": {"queueing_ms_max": engines.queueing_ms_max},
-            },
-            engines.spares,
+            engines.replicas, engines.most, {"policy_function": ENGINE_POLICY}, engines.expert.spares
         ),
-        "ray_actor_options": _actor(engines.cpus, engines.gpus, placement.engine, engines.env),
+        "ray_actor_options": _actor(engines.cpus, engines.gpus, placement.engine),
         "max_ongoing_requests": REQUESTS_MAX,
         "max_queued_requests": QUEUED_MAX,
         "request_router_config": {
@@ -445,38 +442,29 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             "request_routing_stats_period_s": 1.0,
         },
         **_engine_user_config(engines, placement),
-        **_health(engines.drain_s),
+        **_health(),
     }
     front = {
         "name": GATEWAY_DEPLOYMENT,
         "num_replicas": gateway.replicas,
-        "ray_actor_options": _actor(gateway.cpus, 0.0, placement.gateway),
+        "ray_actor_options": _actor(GATEWAY_CPUS, 0.0, placement.gateway),
         # Ports are a host's: two gateways on one would fight for them.
         "max_replicas_per_node": 1,
         "user_config": {
-            "gateway": non_default_fields(gateway, "replicas", "cpus"),
-            "drain_s": engines.drain_s,
+            "gateway": non_default_fields(gateway, "replicas"),
             **non_default_fields(spec.rules),
         },
-        **_health(engines.drain_s),
+        **_health(),
     }
+    own = replace(engines, expert=replace(engines.expert, spares=0))
     args = {
         "model": non_default_fields(spec.model),
-        "engines": non_default_fields(
-            engines, "replicas", "spares", "cpus", "gpus", "queueing_ms_max", "drain_s", "env"
-        ),
+        "engines": non_default_fields(own, "replicas", "replicas_max", "cpus", "gpus"),
         "store_url": store_url,
         # Engine metrics listen on the same interface as shard metrics.
-        "host": engines.metrics_host or spec.store.host,
+        "host": spec.store.expert.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
-
-
-def _placement_ratio(engines: EngineSpec) -> dict[str, float]:
-    """The ratio behind which shards have loads hide, where engines are told one. Engines refuse what is no
-    ratio, and at 0 no load hides behind anything: shards then keep their own."""
-    ratio = engines.connector.get("ratio")
-    return {"ratio": float(ratio)} if isinstance(ratio, int | float) and 0 < ratio <= 1 else {}
 
 
 def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, Any]:
@@ -484,29 +472,24 @@ def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, 
 
     Engines tell routers, because a change of the router's own configuration restarts every replica. An engine
     is not told when its `user_config` goes, so without spares it is told that there are none. On Kubernetes,
-    which gives engines a node group, there never are any, and Serve would not start engines of an older image
-    that cannot take a `user_config`.
+    which gives engines a node group, there never are any.
     """
-    if not engines.spares and placement.engine:
+    if not engines.expert.spares and placement.engine:
         return {}
-    return {"user_config": {"num_serving": engines.replicas.min if engines.spares else None}}
-
-
-def calibrates_segments(privacy: Iterable[NamespacePrivacy], connector: Mapping[str, Any]) -> bool:
-    """Whether a calibration is about segments: chunks are discovered in a namespace with such a privacy, by
-    engines whose ``connector`` does not turn that off."""
-    settings = connector.get("discovery")
-    is_off = isinstance(settings, Mapping) and settings.get("enabled") is False
-    return not is_off and any(one.discovers for one in privacy)
+    return {"user_config": {"num_serving": engines.replicas if engines.expert.spares else None}}
 
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
     """The URL by which engines and clients know the shards, with the head node's address as ``host``."""
-    tls = ("tls_ca", "tls_cert", "tls_key", "tls_name") if store.tls_ca else ()
-    given = {name: getattr(store, name) for name in (*tls, "token_file")} | {"keys": store.keys_file}
+    expert = store.expert
+    given = {"token_file": expert.token_file, "keys": expert.keys_file}
+    if store.tls_ca:
+        given |= {name: getattr(store, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+        given["tls_name"] = expert.tls_name
     query = urlencode({name: value for name, value in given.items() if value}, safe="/")
-    host = host or store.host
-    return f"shards://{f'[{host}]' if ':' in host else host}:{store.directory_port}{'?' * bool(query)}{query}"
+    host = host or expert.host
+    address = f"{f'[{host}]' if ':' in host else host}:{expert.directory_port}"
+    return f"shards://{address}{'?' * bool(query)}{query}"
 
 
 def _application(
@@ -522,12 +505,12 @@ def _application(
     }
 
 
-def _replicas(scale: Scale, policy: dict[str, Any], spares: int = 0) -> dict[str, Any]:
-    if scale.min == scale.max:
-        return {"num_replicas": scale.min + spares}
+def _replicas(least: int, most: int, policy: dict[str, Any], spares: int = 0) -> dict[str, Any]:
+    if least == most:
+        return {"num_replicas": least + spares}
     autoscaling = {
-        "min_replicas": scale.min,
-        "max_replicas": scale.max,
+        "min_replicas": least,
+        "max_replicas": most,
         "upscale_delay_s": 10.0,
         "downscale_delay_s": 300.0,
         "policy": policy,
@@ -546,9 +529,9 @@ def _actor(
     return options
 
 
-def _health(drain_s: float) -> dict[str, Any]:
+def _health() -> dict[str, Any]:
     return {
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": drain_s + END_MARGIN_S,
+        "graceful_shutdown_timeout_s": DRAIN_S + END_MARGIN_S,
     }

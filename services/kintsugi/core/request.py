@@ -31,14 +31,14 @@ stands in every second sentence, and each would be cut out and tokenised alone. 
 it looks for chunks by their tokens, is `spaces.ANCHOR_TOKENS`."""
 
 
-def check_priority(priority: int, may_overtake: bool) -> int:
+def check_priority(priority: int, allow_negative_priority: bool) -> int:
     """vLLM's, lower goes first: the priority itself. Raises `InvalidField` for one that goes before others'
     where that is not allowed."""
-    if priority < 0 and not may_overtake:
+    if priority < 0 and not allow_negative_priority:
         raise InvalidField(
             "priority",
             f"{priority} goes before everybody else's: leave it out, or send 0 or more to give way; whoever "
-            "runs the gateway may allow it with gateway.overtaking",
+            "runs the gateway may allow it with gateway.expert.allow_negative_priority",
         )
     return priority
 

@@ -16,7 +16,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from kintsugi.core.errors import InvalidField
+from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.rules import Rule
 from kintsugi.core.schema import STRICT
 
@@ -40,8 +40,8 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
     maxLength, minItems, maxItems, maxProperties, format, and `items`, the bounds of what a list or mapping
     holds. Our own: `mapKey`, the field by which a list's items differ; `reserved`, keys that a mapping must
-    not have; `after`, the field behind which a CRD lists this one; `description`, what a CRD says of the
-    field instead of its docstring.
+    not have; `keys`, those that it may have; `after`, the field behind which a CRD lists this one;
+    `description`, what a CRD says of the field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -116,6 +116,8 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, namin
     for key in sorted(set(bounds.get("reserved", ())) & set(mapping)):
         raise InvalidField(_join(where, key), "follows from the rest of the configuration")
     for key, value in mapping.items():
+        if key not in bounds.get("keys", (key,)):
+            raise UnknownField(_join(where, key), bounds["keys"])
         _check_value(value, bounds.get("items", {}), _join(where, key))
         if dataclasses.is_dataclass(value):
             check(value, _join(where, key), naming)
@@ -123,7 +125,7 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, namin
 
 def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:
     """The keywords of JSON schema that hold for a field itself."""
-    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "after", "description")
+    ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "keys", "after", "description")
     return {keyword: bound for keyword, bound in bounds.items() if keyword not in ours}
 
 

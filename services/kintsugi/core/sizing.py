@@ -116,11 +116,9 @@ class SizingWorkload:
     """Share of the corpus that is to be in RAM."""
     cost: float = 0.2
     """Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
-    copies: int = 1
-    """Stored copies of each chunk: 2 with a context and plain copies."""
 
     def __post_init__(self) -> None:
-        for name in ("corpus_tokens", "chunk_tokens", "chunks_per_prompt", "replication", "copies"):
+        for name in ("corpus_tokens", "chunk_tokens", "chunks_per_prompt", "replication"):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} is not positive")
         if not 0 <= self.hot_share <= 1:
@@ -136,7 +134,7 @@ class SizingWorkload:
 
 @dataclass(frozen=True)
 class CodecSize:
-    """A corpus in one codec. Bytes are of all shards together, replicas and plain copies included."""
+    """A corpus in one codec. Bytes are of all shards together, replicas included."""
 
     codec: Codec
     bytes_per_token: float
@@ -153,7 +151,7 @@ def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSiz
     """Sizes of a corpus that is cut into whole chunks."""
     chunk_bytes = layout.chunk_bytes(codec, work.chunk_tokens)
     chunks = -(-work.corpus_tokens // work.chunk_tokens)
-    corpus_bytes = chunks * (chunk_bytes + layout.digests_bytes) * work.replication * work.copies
+    corpus_bytes = chunks * (chunk_bytes + layout.digests_bytes) * work.replication
     return CodecSize(
         codec=codec,
         bytes_per_token=chunk_bytes / work.chunk_tokens,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.deploy import EngineSpec, ModelSpec, OpenAISpec
+from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.exchange import (
     EngineDelta,
@@ -48,6 +48,7 @@ from kintsugi.engine.local import (
     save_request,
     vllm_start_errors,
 )
+from kintsugi.engine.openai.options import OPENAI_OPTIONS, OpenAIOptions
 from kintsugi.engine.prefetch import prefetch_engine
 from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.scheduler.hashing import measured_salt
@@ -107,7 +108,7 @@ class AsyncSpec:
     """More of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`."""
-    openai: OpenAISpec = field(default_factory=OpenAISpec)
+    openai: OpenAIOptions = field(default_factory=OpenAIOptions)
     aliases: tuple[str, ...] = ()
     """Other names that clients may use."""
 
@@ -115,25 +116,22 @@ class AsyncSpec:
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
         """The engine that a service's configuration asks for. Reads the tokenizer where there is a context.
         Raises as `encode_context`, `load_form` and `reference.fetch_model`."""
-        connector: dict[str, Any] = {"codec": model.codec, **engines.connector}
+        connector: dict[str, Any] = {"codec": model.codec, **engines.expert.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
-        arguments: dict[str, Any] = {"dtype": model.dtype, **engines.vllm}
-        if model.max_model_len is not None:
-            arguments["max_model_len"] = model.max_model_len
-        if engines.kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(engines.kv_cache_gib * (1 << 30))
+        arguments: dict[str, Any] = dict(engines.vllm)
+        options = {name: arguments.pop(name) for name in OPENAI_OPTIONS if name in arguments}
         folder, name = resolve_model(model.path), model.name or Path(model.path).name or model.path
         spec = AsyncSpec(
             folder,
             name,
             store,
-            form=FormName(model.form),
+            form=FormName(model.expert.form),
             system_prompt=model.system_prompt,
-            context=model.context,
+            context=model.expert.context,
             extra_config=connector,
             vllm_args=arguments,
-            openai=engines.openai,
+            openai=load(OpenAIOptions, options, "engines.vllm"),
             aliases=find_aliases(name, model.path, folder),
         )
         _ = spec.context_token_ids  # a context that cannot be read is refused at once

@@ -45,7 +45,7 @@ def _find_host(node_ip: str) -> str:
 def tls_of(store: StoreSpec) -> TlsFiles | None:
     if not store.tls_ca:
         return None
-    return TlsFiles(Path(store.tls_ca), Path(store.tls_cert), Path(store.tls_key), store.tls_name)
+    return TlsFiles(Path(store.tls_ca), Path(store.tls_cert), Path(store.tls_key), store.expert.tls_name)
 
 
 def free_port(host: str, first: int, count: int) -> int:

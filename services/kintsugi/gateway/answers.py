@@ -77,7 +77,7 @@ class Ask(ABC, Generic[Event]):
         """About how many of `tokens` the prompt has."""
         self.tokens_unused = 0
         """How many of `tokens` the answer did not need, once it has ended."""
-        self.may_overtake = False
+        self.is_negative_priority = False
         """Whether the request goes before those that wait for an engine."""
         self.privacy = NO_PRIVACY
         """What its answer may reveal."""
@@ -267,7 +267,7 @@ class AnswerPipeline:
             self._shares.charge(ask.namespace, ask.tokens)
             ask.tokens_unused = ask.tokens  # until an engine has the request
             try:
-                async with self._shares.place(ask.namespace, ask.tokens, ask.may_overtake) as place:
+                async with self._shares.place(ask.namespace, ask.tokens, ask.is_negative_priority) as place:
                     yield before, place
             finally:
                 self._shares.settle(ask.namespace, ask.tokens_unused)

@@ -121,7 +121,6 @@ class Gateway:
         audit: AuditLog | None = None,
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
-        read_only: bool = False,
         allow_negative_priority: bool = False,
         tokenizer: str = "",
         token_chars_max: int | None = None,
@@ -139,14 +138,12 @@ class Gateway:
         self.access = access or Access()
         self.audit = audit
         self.limits = limits or GatewayLimits()
-        self.read_only = read_only
         self.allow_negative_priority = allow_negative_priority
         self._rules = NO_RULES if rules is None else rules
         self._read_rules = NO_RULES
         self._effective_rules = self._rules
         self.shares = FairShares(self.rules, engine_places)
         self.known = KnownChunks() if known is None else known  # an empty one is false
-        self.known.chunks_max_of = lambda namespace: self.rules().known_chunks_max(namespace)
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = RecentInfo(lambda: self.backend.info())
@@ -173,7 +170,7 @@ class Gateway:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
             self._learner.start()
         self._filler: Filler | None = None
-        if fill is not None and not read_only:
+        if fill is not None:
             self._filler = Filler(
                 self._copies, self._saver, lambda: not self.answers.under_way, fill, self.metrics.count_fill
             )
@@ -210,12 +207,12 @@ class Gateway:
         from kintsugi.precompute.chunking import Chunker  # the splitter is of the extra `chunking`
 
         documents: DocumentIndex | None = None
-        if spec.ledger:
+        if spec.expert.ledger:
             from kintsugi.precompute.ledger import Ledger  # its readers are of the extra `precompute`
 
-            documents = Ledger(Path(spec.ledger))
+            documents = Ledger(Path(spec.expert.ledger))
         chunker = Chunker.of_model(model_folder)
-        folder = Path(spec.data_dir) / "known_chunks" if spec.data_dir else None
+        folder = Path(spec.expert.data_dir) / "known_chunks" if spec.expert.data_dir else None
         gateway = Gateway(
             backend,
             open_store(store_url),
@@ -224,14 +221,13 @@ class Gateway:
             documents=documents,
             detokenize=chunker.text_of,
             access=open_access(spec.tokens_file),
-            audit=open_audit(spec.audit_dir, "gateway"),
-            fill=FillConfig() if spec.fill_on_miss == "background" else None,
-            read_only=spec.read_only,
-            allow_negative_priority=spec.overtaking,
+            audit=open_audit(spec.expert.audit_dir, "gateway"),
+            fill=FillConfig() if spec.expert.fill_on_miss else None,
+            allow_negative_priority=spec.expert.allow_negative_priority,
             tokenizer=tokenizer_digest(model_folder),
             token_chars_max=chunker.token_chars_max,
             rules=rules,
-            engine_places=spec.engine_places,
+            engine_places=spec.expert.engine_places,
         )
         gateway.follow_erasures()
         return gateway
@@ -283,7 +279,7 @@ class Gateway:
 
     def hides_chunks(self, caller: Caller, namespace: str) -> bool:
         """Whether the namespace's privacy hides from the caller which chunks are known."""
-        return not (self._privacy_of(namespace).accounting or may_see_hidden(caller))
+        return not (self._privacy_of(namespace).expert.accounting or may_see_hidden(caller))
 
     @contextmanager
     def _serve(self, caller: Caller, namespace: str, verb: Verb | None = None) -> Iterator[None]:
@@ -310,7 +306,6 @@ class Gateway:
         check_ttl(ttl_s)
         asked_at_s = self._saver.times.now(namespace)
         with self._serve(caller, namespace, Verb.PUT):
-            self._check_writable("chunks cannot be put")
             self._check_count("chunks", len(chunks), self.limits.chunks_max)
             info = await self.spaces.info()
             space = await self.spaces.find(namespace)
@@ -318,7 +313,7 @@ class Gateway:
             room = min(info.max_model_len - len(space.lead_token_ids) - 1, TOKENS_MAX)
             for index, piece in enumerate(pieces):
                 if not piece.is_chunk:
-                    multiple = self._privacy_of(namespace).chunk_tokens_multiple
+                    multiple = self._privacy_of(namespace).expert.chunk_tokens_multiple
                     raise InvalidField(
                         f"chunks[{index}]",
                         f"has {piece.num_tokens} tokens; here a chunk has {multiple} at least",
@@ -348,10 +343,6 @@ class Gateway:
                 for piece in pieces
             ]
 
-    def _check_writable(self, what: str) -> None:
-        if self.read_only:
-            raise PermissionDenied(f"{what}: this gateway is read-only; start it without --read-only")
-
     @staticmethod
     def _check_count(name: str, count: int, count_max: int) -> None:
         if not 0 < count <= count_max:
@@ -371,7 +362,6 @@ class Gateway:
         """Erases every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold some
         does not answer."""
         with self._serve(caller, namespace, Verb.DELETE):
-            self._check_writable("chunks cannot be deleted")
             return await self._eraser.erase_chunk(namespace, key)
 
     async def delete_document(
@@ -380,14 +370,12 @@ class Gateway:
         """Erases a document, and the chunks that no other document has; whether it was there. Raises
         `NotFound` without a ledger, and `Unavailable`."""
         with self._serve(caller, namespace, Verb.DELETE):
-            self._check_writable("documents cannot be deleted")
             return await self._eraser.erase_document(namespace, corpus, document_id)
 
     async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
         """Erases everything that is stored of a namespace. Raises `Unavailable` if a shard does not
         answer."""
         with self._serve(caller, namespace, Verb.ADMIN):
-            self._check_writable("namespaces cannot be erased")
             return await self._eraser.erase_namespace(namespace)
 
     async def list_chunks(

@@ -93,7 +93,7 @@ class ShareMetrics(Collector):
             used["known_chunks"] = self._known.num_chunks(name)
             for resource, value in used.items():
                 use.add_metric([name, resource], value)
-            for resource in (*used, "requests_per_s", "tokens_per_s", "weight"):
+            for resource in ("concurrent", "requests_per_s", "tokens_per_s", "weight"):
                 if (most := getattr(limits, resource)) is not None:
                     limit.add_metric([name, resource], most)
             requests.add_metric([name], account.requests_total)

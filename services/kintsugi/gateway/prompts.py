@@ -180,7 +180,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
         super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
         self.wants_times = call.explain
-        self.may_overtake = call.priority < 0
+        self.is_negative_priority = call.priority < 0
         self.ttl_s = call.ttl_s
         self._prompts = prompts
         self._caller = caller

@@ -230,13 +230,13 @@ class FairShares:
 
     @asynccontextmanager
     async def place(
-        self, namespace: str, tokens: int, may_overtake: bool = False
+        self, namespace: str, tokens: int, is_negative_priority: bool = False
     ) -> AsyncIterator[EnginePlace]:
         """Waits for a place at the engines and holds it while the block runs. Raises `ResourceExhausted`."""
         if self._places is None:
             yield NO_PLACE
             return
-        await self._wait_for_place(namespace, tokens, may_overtake)
+        await self._wait_for_place(namespace, tokens, is_negative_priority)
         began_s = self._clock()
         place = EnginePlace(self._release_place)
         try:
@@ -245,7 +245,7 @@ class FairShares:
             self._service_s += SERVICE_WEIGHT * (self._clock() - began_s - self._service_s)
             place.release()
 
-    async def _wait_for_place(self, namespace: str, tokens: int, may_overtake: bool) -> None:
+    async def _wait_for_place(self, namespace: str, tokens: int, is_negative_priority: bool) -> None:
         assert self._places is not None
         account = self._account(namespace)
         assert account is not None
@@ -261,7 +261,7 @@ class FairShares:
         waiter = _Waiter(account, begins, cost, asyncio.get_running_loop().create_future())
         account.waiting.append(waiter)
         self._queued += 1
-        heapq.heappush(self._queue, (0 if may_overtake else 1, begins, next(self._arrivals), waiter))
+        heapq.heappush(self._queue, (0 if is_negative_priority else 1, begins, next(self._arrivals), waiter))
         try:
             await waiter.place
         except asyncio.CancelledError:
@@ -273,30 +273,27 @@ class FairShares:
 
     def _check_queue(self, account: Account) -> None:
         """Makes room in the queue for a request of the account. Raises `ResourceExhausted`."""
-        queued = account.limits.queued
-        if queued is not None and len(account.waiting) >= queued:
-            raise self._shed(account, "queued")
         if self._queued < QUEUED_MAX:
             return
         largest = max(self._accounts.values(), key=lambda one: one.relative_queue)
         if largest is account or not largest.waiting:
-            raise self._shed(account, "queue")
+            raise self._shed(account)
         newest = largest.waiting[-1]
         if newest.place.done():  # its caller has left, and it leaves the queue with it
             return
-        newest.place.set_exception(self._shed(largest, "queue"))
+        newest.place.set_exception(self._shed(largest))
         self._give_up(newest)
         if len(self._queue) > 2 * QUEUED_MAX:  # mostly of requests that gave up
             self._queue = [entry for entry in self._queue if not entry[-1].place.done()]
             heapq.heapify(self._queue)
 
-    def _shed(self, account: Account, limit: str) -> ResourceExhausted:
+    def _shed(self, account: Account) -> ResourceExhausted:
         assert self._places is not None
         active = sum(one.limits.weight for one in self._accounts.values() if not one.is_idle)
         share = account.limits.weight / max(active, account.limits.weight)
         retry_s = (len(account.waiting) + 1) * self._service_s / (self._places * share)
         text = f"has {len(account.waiting)} requests that wait for an engine, as many as it may"
-        return account.refuse(limit, text, retry_s)
+        return account.refuse("queue", text, retry_s)
 
     def _leave_queue(self, waiter: _Waiter) -> None:
         waiter.account.waiting.remove(waiter)

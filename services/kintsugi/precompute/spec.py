@@ -45,9 +45,6 @@ class JobSpec:
     """Format of all files; None means by each file's suffix."""
     columns: Columns = field(default_factory=Columns)
     chunking: ChunkingConfig = field(default_factory=ChunkingConfig)
-    dtype: str = ""
-    """The model's dtype, as in the serving engines: bfloat16, float16 or float32. Empty: the checkpoint's,
-    with float32 run as bfloat16 like vLLM does."""
     prefix_token_ids: list[int] | None = None
     """As in the engine's configuration; None means the head of the model's own prompt form."""
     portable: bool = True
@@ -143,7 +140,7 @@ class ModelFacts:
         """
         folder = checkpoint_folder(spec.model, spec.engine.get("revision"))
         config = read_config(folder)
-        dtype = engine_dtype(config, spec.dtype or "auto")
+        dtype = engine_dtype(config, str(spec.engine.get("dtype", "auto")))
         layout = model_size(config, dtype).layout
         text = text_config(config)
         quantization = (config.get("quantization_config") or {}).get("quant_method")

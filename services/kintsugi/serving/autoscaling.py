@@ -1,7 +1,8 @@
 """Decides how many engines and shards are wanted. Pure: Serve calls the two policies and applies the
 configured delays and bounds to their results.
 
-Serve sends this module to its controller by value, so it imports nothing from kintsugi.
+Serve sends this module to its controller by value, so it imports nothing from
+kintsugi.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+QUEUEING_MS_MAX = 500.0
+"""More engines where requests are predicted to wait longer."""
 BUSY_SHARE_MAX = 0.7
 """Maximum share of its time that an engine may spend on prefills. Above this share, every burst causes
 queues."""
@@ -105,16 +108,13 @@ def shard_load(metrics: Metrics | None, shards: int) -> ShardLoad:
 class EnginePolicy:
     """The engines' policy in Serve's `AutoscalingConfig`."""
 
-    def __init__(self, queueing_ms_max: float) -> None:
-        self._queueing_ms_max = queueing_ms_max
-
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """The number of engines, and an empty state. The number stays until a replica has reported."""
         metrics = context.aggregated_metrics
         if not _values(metrics, "busy_share"):
             return context.target_num_replicas, {}
         load = engine_load(metrics, context.current_num_replicas)
-        return engines_wanted(load, self._queueing_ms_max), {}
+        return engines_wanted(load, QUEUEING_MS_MAX), {}
 
 
 class ShardPolicy:

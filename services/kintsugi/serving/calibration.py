@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Calibrator:
         from kintsugi.quality.shadow import utc_now
 
         budget, thresholds = Budget(), Thresholds()
-        file = questions_file(self._model, self._engines)
+        file = questions_file(self._model)
         given = None if file is None else read_questions(file)
         segments = self._segments and given is None
         bench, _ = prepare_bench(engine, form, given, budget, segments)
@@ -141,11 +141,8 @@ def publish_shipped(model: ModelSpec, store_url: str, binding: Binding, patience
                 time.sleep(PUBLISH_RETRY_S)
 
 
-def questions_file(model: ModelSpec, engines: EngineSpec) -> Path | None:
-    """The file of calibration questions: the configured one, else the one beside the checkpoint, else
-    None."""
-    if engines.questions:
-        return Path(engines.questions)
+def questions_file(model: ModelSpec) -> Path | None:
+    """The file to calibrate on: the one beside the checkpoint, or None."""
     beside = Path(model.path) / QUESTIONS_FILE
     return beside if beside.is_file() else None
 
@@ -161,7 +158,5 @@ def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str, segm
         num_gpus=engines.gpus,
         max_concurrency=2,
         max_restarts=0,
-        runtime_env={"env_vars": dict(engines.env)},
     )
-    engine_fields = non_default_fields(replace(engines, env={}))
-    return actor.remote(non_default_fields(model), engine_fields, store_url, segments)
+    return actor.remote(non_default_fields(model), non_default_fields(engines), store_url, segments)

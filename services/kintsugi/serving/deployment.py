@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kintsugi.core.deploy import (
+    DRAIN_S,
     END_MARGIN_S,
     ENGINE_DEPLOYMENT,
+    GATEWAY_CPUS,
     GATEWAY_DEPLOYMENT,
     SERVICE_APP,
+    SHARD_CPUS,
     SHARD_DEPLOYMENT,
     STORE_APP,
     ServiceSpec,
@@ -70,8 +73,8 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     CPUs are Ray's bookkeeping: on a machine with fewer cores, replicas share them. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
-    cpus = (engines.replicas.max + engines.spares + calibrators) * engines.cpus
-    cpus += (store.shards_max or store.shards) * store.cpus + gateway.replicas * gateway.cpus
+    cpus = (engines.most + engines.expert.spares + calibrators) * engines.cpus
+    cpus += (store.expert.shards_max or store.shards) * SHARD_CPUS + gateway.replicas * GATEWAY_CPUS
     for name, value in SERVE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Ray raises a plain `Exception` for a node that does not start in time.
@@ -155,7 +158,7 @@ class Service:
     def _count_wanted_replicas(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
-            ENGINE_DEPLOYMENT: self.spec.engines.replicas.min + self.spec.engines.spares,
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas + self.spec.engines.expert.spares,
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 
@@ -214,18 +217,18 @@ class Service:
 
         with _expect_ray("end the service"):
             try:
-                self._end(SERVICE_APP, self.spec.engines.drain_s)
-                self._end(STORE_APP, self.spec.store.drain_s)
+                self._end(SERVICE_APP)
+                self._end(STORE_APP)
                 serve.shutdown()
             except RayServeException as error:
                 log.info("Serve is not running, so there is nothing to end: %s", error)
             remove_directory()
 
-    def _end(self, application: str, drain_s: float) -> None:
-        """Delete an application and wait for it. Serve's own wait is 60 s, regardless of `drain_s`."""
+    def _end(self, application: str) -> None:
+        """Delete an application and wait: Serve itself waits 60 s."""
         from ray import serve
 
-        timeout_s = drain_s + END_MARGIN_S + STOP_SLACK_S
+        timeout_s = DRAIN_S + END_MARGIN_S + STOP_SLACK_S
         deadline_s = time.monotonic() + timeout_s
         serve.delete(application, _blocking=False)
         while application in serve.status().applications:

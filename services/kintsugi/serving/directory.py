@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from kintsugi.core.deploy import StoreSpec
+from kintsugi.core.deploy import RAMP_S, StoreSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, is_wildcard, tls_of
@@ -67,15 +67,6 @@ class _Member:
 class _Left:
     member: _Member
     left_s: float
-
-
-@dataclass(frozen=True)
-class Configured:
-    """Settings of a store that change without a restart. Serve passes them to shards, and shards to the
-    directory."""
-
-    replicas: int
-    ramp_s: float
 
 
 def share_at(age_s: float, ramp_s: float) -> float:
@@ -231,13 +222,10 @@ class DirectoryActor:
 
         spec = load(StoreSpec, store, "store")
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        # With the default `ramp_s` until the first heartbeat brings the configured one.
-        self._membership = Membership(
-            settling=again, ramp_s=spec.ramp_s, name=name, epoch=int(time.time() * 1000)
-        )
-        self._listen = format_address(spec.host, spec.directory_port)
+        self._membership = Membership(settling=again, ramp_s=RAMP_S, name=name, epoch=int(time.time() * 1000))
+        self._listen = format_address(spec.expert.host, spec.expert.directory_port)
         self._tls = tls_of(spec)
-        self._insecure = spec.insecure
+        self._insecure = spec.expert.insecure
         self._server: Any = None
         self._starting = asyncio.Lock()
         """Shards, engines and gateways of a new cluster call `start` at the same time."""
@@ -261,8 +249,8 @@ class DirectoryActor:
                     server.add_secure_port(self._listen, ServerTls(self._tls).credentials)
             except RuntimeError as error:
                 raise Unavailable(
-                    f"the directory cannot listen on {self._listen} ({error}); set another "
-                    "store.directory_port"
+                    f"the directory cannot listen on {self._listen} ({error}); name another "
+                    "store.expert.directory_port"
                 ) from error
             await server.start()
             self._server = server
@@ -274,13 +262,12 @@ class DirectoryActor:
         return advertised_address(self._listen, ray.util.get_node_ip_address())
 
     async def heartbeat(
-        self, shard_id: str, address: str, instance: str, is_empty: bool, configured: Configured | None
+        self, shard_id: str, address: str, instance: str, is_empty: bool, replicas: int | None
     ) -> None:
-        """Record a shard's heartbeat. ``configured``: the settings that Serve gave it; None: none yet."""
+        """A shard is alive. ``replicas``: how many shards are to hold each chunk, if it has been told."""
         await self.start()
-        if configured is not None:
-            self._membership.replicas = configured.replicas
-            self._membership.ramp_s = configured.ramp_s
+        if replicas is not None:
+            self._membership.replicas = replicas
         self._membership.record_heartbeat(shard_id, address, instance, is_empty)
 
     async def leave(self, shard_id: str) -> None:
@@ -362,22 +349,23 @@ class Announcer:
         self._shard_id = shard_id
         self._address = address
         self._instance = uuid.uuid4().hex
-        self._configured: Configured | None = None
+        self._replicas: int | None = None
         self._closed = threading.Event()
         self._directory = ensure_directory(store)
         self._report()
         self._thread = threading.Thread(target=self._run, name="kintsugi-announcer", daemon=True)
         self._thread.start()
 
-    def configure(self, configured: Configured) -> None:
-        self._configured = configured
+    def configure(self, replicas: int) -> None:
+        """Tell the directory how many shards are to hold each chunk."""
+        self._replicas = replicas
         self._report()
 
     def _report(self) -> None:
         import ray
 
         heartbeat = self._directory.heartbeat.remote(
-            self._shard_id, self._address, self._instance, self._is_empty(), self._configured
+            self._shard_id, self._address, self._instance, self._is_empty(), self._replicas
         )
         ray.get(heartbeat, timeout=CALL_TIMEOUT_S)
         self._reported_s = time.monotonic()

@@ -13,7 +13,12 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from kintsugi.core.deploy import METRICS_PORTS, EngineSpec, ModelSpec
+from kintsugi.core.deploy import (
+    ENGINE_METRICS_PORT,
+    METRICS_PORTS,
+    EngineSpec,
+    ModelSpec,
+)
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.report import Binding
 from kintsugi.core.schema import load
@@ -87,10 +92,9 @@ class EngineReplica(AsyncEngine):
         self._keeper = FileKeeper(files_in_use(spec.model))
         self._shadowing = make_shadowing(config, self, REGISTRY)
         self._host = ray.util.get_node_ip_address()
-        if config.metrics_port:
-            port = free_port(host, config.metrics_port, METRICS_PORTS)
-            self.serve_metrics(host, port)
-            log.info("metrics are on %s", format_address(host, port))
+        port = free_port(host, ENGINE_METRICS_PORT, METRICS_PORTS)
+        self.serve_metrics(host, port)
+        log.info("metrics are on %s", format_address(host, port))
 
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls this with `user_config` at start and after each change."""

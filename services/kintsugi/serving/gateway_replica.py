@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.deploy import GatewaySpec, ModelSpec
+from kintsugi.core.deploy import DRAIN_S, GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.schema import load
@@ -90,12 +90,10 @@ class GatewayReplica:
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)
         self._spec: GatewaySpec | None = None
-        self._drain_s = STOP_GRACE_S
         self._opened: OpenGateway | None = None
 
     async def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve calls this at start and when `user_config` changes."""
-        self._drain_s = float(config["drain_s"])
+        """Serve calls it at start and when `user_config` changes."""
         spec = load(GatewaySpec, config["gateway"], "gateway")
         given = {name: config[name] for name in ("limits", "privacy") if name in config}
         rules = load(NamespaceRules, given)
@@ -119,7 +117,7 @@ class GatewayReplica:
     async def _close(self) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
-            await opened.close(self._drain_s)
+            await opened.close(DRAIN_S)
 
     async def __del__(self) -> None:
         await self._close()

@@ -33,6 +33,12 @@ POLL_S = 0.2
 """Interval of the checks whether a request waits."""
 SHADOW_PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
+SHADOW_SHARE = 0.005
+"""Share of blended requests that an engine computes again in full."""
+SHADOW_PER_MINUTE = 1.0
+"""Blends per minute that an engine computes again, where the share gives fewer."""
+SHADOW_TIME_SHARE = 0.05
+"""Largest share of an engine's time that full prefills may take."""
 _CLOSING = "the engine is about to stop"
 
 
@@ -142,10 +148,10 @@ def make_shadowing(
 ) -> Shadowing | None:
     """The shadowing that a configuration asks for; None without any.
 
-    Also None for engines that do not obey a report in the store, because they blend without a report or by a
-    file: shadowing could not trip it for all engines.
+    None for engines without a report in the store: those that blend
+    regardless, or by a report file, which nobody can revise for all of them.
     """
-    if not spec.shadow_share or spec.allow_uncalibrated or not engine.is_held_to_the_store:
+    if spec.allow_uncalibrated or not engine.is_held_to_the_store:
         return None
-    config = ShadowConfig(spec.shadow_share, spec.shadow_positions, per_minute=spec.shadow_per_minute)
-    return Shadowing(engine, config, registry, spec.shadow_time_share)
+    config = ShadowConfig(SHADOW_SHARE, per_minute=SHADOW_PER_MINUTE)
+    return Shadowing(engine, config, registry, SHADOW_TIME_SHARE)

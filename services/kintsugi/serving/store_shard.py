@@ -13,20 +13,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.deploy import METRICS_PORTS, StoreSpec, directory_url
+from kintsugi.core.deploy import (
+    DRAIN_S,
+    METRICS_PORTS,
+    SHARD_METRICS_PORT,
+    SHARD_PORT,
+    StoreSpec,
+    directory_url,
+)
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.serving.directory import Announcer, Configured, reachable
+from kintsugi.serving.directory import Announcer, reachable
 from kintsugi.serving.replica_ports import keep_replica_on_loopback
 from kintsugi.store.client.directory import SHARDS_MAX
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
+from kintsugi.store.protocol.tls import is_loopback
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.admission import RATIO, ShardConfig
+from kintsugi.store.shard.admission import RATIO
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -52,7 +60,7 @@ def claim_shard(spec: StoreSpec) -> Shard:
 
 
 def _shard_spec(spec: StoreSpec) -> ShardSpec:
-    return ShardSpec(int(spec.ram_gib * (1 << 30)), config=ShardConfig(erase_grace_s=spec.erase_grace_s))
+    return ShardSpec(int(spec.ram_gib * (1 << 30)))
 
 
 def _folders(spec: StoreSpec, name: str) -> ShardSpec:
@@ -71,26 +79,26 @@ def _bucket(spec: StoreSpec) -> BucketSpec | None:
 
 
 def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lambda: "") -> ShardServer:
-    """Start a shard's server, which is ready once `not_yet` returns ''. Raises `Unavailable`,
-    `InvalidField`."""
-    metrics = ""
-    if spec.metrics_port:
-        host = spec.metrics_host or spec.host
-        metrics = format_address(host, free_port(host, spec.metrics_port, METRICS_PORTS))
+    """Start a shard's server, which is ready once `not_yet` says so. Raises `Unavailable`, `InvalidField`."""
+    expert = spec.expert
+    metrics_port = free_port(expert.host, SHARD_METRICS_PORT, METRICS_PORTS)
     options = ServerOptions(
-        share_arena=spec.share_arena,
-        scrub_bytes_per_s=spec.scrub_mib_per_s * (1 << 20),
         tls=tls_of(spec),
-        insecure=spec.insecure,
-        metrics_listen=metrics,
-        protect_metrics=spec.protect_metrics,
+        insecure=expert.insecure,
+        metrics_listen=format_address(expert.host, metrics_port),
         not_yet=not_yet,
-        tokens_file=Path(spec.tokens_file) if spec.tokens_file else None,
-        audit_dir=Path(spec.audit_dir) if spec.audit_dir else None,
+        tokens_file=Path(expert.tokens_file) if expert.tokens_file else None,
+        audit_dir=Path(expert.audit_dir) if expert.audit_dir else None,
     )
-    server = ShardServer(shard, format_address(spec.host, spec.port), options)
+    server = ShardServer(shard, _shard_address(expert.host), options)
     server.start()
     return server
+
+
+def _shard_address(host: str) -> str:
+    """Where a shard listens: on any free port of loopback, elsewhere on one that firewalls can name."""
+    port = 0 if is_loopback(f"{host}:0") else free_port(host, SHARD_PORT, METRICS_PORTS)
+    return format_address(host, port)
 
 
 class ShardRules:
@@ -128,7 +136,6 @@ class StoreShard:
         keep_replica_on_loopback()
         spec = load(StoreSpec, store, "store")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._drain_s = spec.drain_s
         self._shard = claim_shard(spec)
         self._announcer: Announcer | None = None
         self._rules = ShardRules(self._shard)
@@ -152,7 +159,7 @@ class StoreShard:
     def reconfigure(self, config: Mapping[str, Any]) -> None:
         """Serve calls this at start and when `user_config` changes."""
         assert self._announcer is not None, "Serve calls this after the constructor"
-        self._announcer.configure(Configured(int(config["replication"]), float(config["ramp_s"])))
+        self._announcer.configure(int(config["replication"]))
         self._rules.configure(config)
         self._shard.set_ratio(config.get("ratio", RATIO))
 
@@ -180,8 +187,8 @@ class StoreShard:
             self._replicator.stop()
             self._announcer.close()
             self._catching_up.close()
-        left = self._shard.drain(self._drain_s)
+        left = self._shard.drain(DRAIN_S)
         if left:
-            log.warning("%d bytes were not written back in %.0f s", left, self._drain_s)
+            log.warning("%d bytes were not written back in %.0f s", left, DRAIN_S)
         self._server.stop()
         self._shard.close()

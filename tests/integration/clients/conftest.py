@@ -18,7 +18,7 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.models.reference import REFERENCE, fetch_model
-from tests.integration.engine.conftest import PATIENT, EngineSlot
+from tests.integration.engine.conftest import EngineSlot
 from tests.integration.serving.test_serve_command import START_S, serving
 
 CLIENTS_PYTHON = "KINTSUGI_TEST_CLIENTS_PYTHON"
@@ -89,19 +89,19 @@ def service(engine_slot: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -
     config.write_text(
         json.dumps(
             {
-                "model": {"path": model, "name": model, "max_model_len": 2048},
+                "model": {"path": model, "name": model},
                 # The namespace of clients that name none.
                 "privacy": {"default": {"discover": True}},
                 "engines": {
                     "allow_uncalibrated": True,
                     # A model this small is prefilled faster than anything is loaded: blend it all the same.
-                    # And save what recurs, however little was sent before.
-                    "connector": {"loading_controller": False, "discovery": {"share": 10.0}, **PATIENT},
-                    "kv_cache_gib": 0.25,
-                    "openai": {"tool_call_parser": "hermes"},
+                    "expert": {"loading_controller": False, "load_deadline_ms": 60_000},
                     # As `no_blanks`, for answers that are JSON but no tool calls.
                     "vllm": {
-                        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
+                        "max_model_len": 2048,
+                        "kv_cache_memory_bytes": 1 << 28,
+                        "tool_call_parser": "hermes",
+                        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
                     },
                 },
             }

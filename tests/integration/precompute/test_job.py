@@ -241,8 +241,8 @@ def test_another_model_is_refused_until_it_is_meant_to_replace(bench: Bench) -> 
     bench.run()
     old = bench.stored()
     with pytest.raises(InvalidField, match="--replace-model"):
-        bench.run(dtype="float16")
-    assert bench.run(dtype="float16", replace_model=True).chunks_filled == len(old)
+        bench.run(engine={"dtype": "float16"})
+    assert bench.run(engine={"dtype": "float16"}, replace_model=True).chunks_filled == len(old)
     assert old < bench.stored()  # the old model still serves
     assert retire(bench.ledger, bench.spec().store, "tea") == len(old)
     assert not old & bench.stored()

@@ -18,16 +18,18 @@ from kintsugi.core.deploy import (
     ENGINE_DEPLOYMENT,
     SERVICE_APP,
     EngineSpec,
+    EngineSpecExpert,
     GatewaySpec,
+    GatewaySpecExpert,
     ModelSpec,
     ServiceSpec,
+    StoreExpert,
     StoreSpec,
     directory_url,
 )
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.deployment import Service
-from tests.integration.engine.conftest import PATIENT
 
 MODEL = "tiny-llama"
 START_TIMEOUT_S = 240.0
@@ -88,23 +90,19 @@ def deployed(running_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ModelSpec(str(make_checkpoint_once(MODEL)), MODEL),
         EngineSpec(
             allow_uncalibrated=True,
-            kv_cache_gib=0.25,
-            drain_s=5.0,
-            # A tiny model is prefilled faster than anything is loaded: blend it all the same.
-            connector={"loading_controller": False, **PATIENT},
+            vllm={"kv_cache_memory_bytes": 1 << 28},
+            expert=EngineSpecExpert(loading_controller=False, load_deadline_ms=60_000),
         ),
         StoreSpec(
             shards=2,
             ram_gib=0.25,
             data_dir=str(folder / "shards"),
-            cpus=0.25,
-            directory_port=free_port("127.0.0.1", 27410, 64),
-            drain_s=5.0,
+            expert=StoreExpert(directory_port=free_port("127.0.0.1", 27410, 64)),
         ),
         GatewaySpec(
             grpc_port=free_port("127.0.0.1", 27500, 64),
             http_port=free_port("127.0.0.1", 27600, 64),
-            data_dir=str(folder / "gateway"),
+            expert=GatewaySpecExpert(data_dir=str(folder / "gateway")),
         ),
     )
     service = Service(spec)

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -298,21 +298,15 @@ def test_tokens_bind_callers_to_their_namespaces(tmp_path: Path) -> None:
         assert gateway.backend.seen.requests == []
 
 
-def test_a_read_only_gateway_changes_nothing() -> None:
-    with running(Setup(gateway={"read_only": True})) as gateway, Client(gateway.address, "ours") as client:
-        for call in (lambda: client.put_chunks(["a passage"]), lambda: client.delete_chunk("00" * 32)):
-            with pytest.raises(PermissionDenied, match="read-only"):
-                call()
-        assert client.generate(["a passage"], "b").outcome == "declined"
-        assert gateway.backend.seen.saves == []
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         (GatewaySpec(host="0.0.0.0", grpc_port=0), "or say --insecure"),
         (GatewaySpec(host="", grpc_port=0), "is not host:port"),
-        (GatewaySpec(tls_client_ca="ca.pem", grpc_port=0), "tls_client_ca needs both"),
+        (
+            GatewaySpec(grpc_port=0, expert=GatewaySpecExpert(tls_client_ca="ca.pem")),
+            "tls_client_ca needs both",
+        ),
     ],
 )
 def test_an_address_that_must_not_be_is_refused(gateway: Running, spec: GatewaySpec, message: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, token_bytes
@@ -224,7 +224,7 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
     ledger.close()
 
     async def learn() -> None:
-        spec = GatewaySpec(ledger=str(tmp_path))
+        spec = GatewaySpec(expert=GatewaySpecExpert(ledger=str(tmp_path)))
         gateway = await Gateway.open(spec, backend, "ram://learning", bundled_checkpoint())
         async with asyncio.timeout(20):
             while len(gateway.known) < 2:
@@ -482,7 +482,11 @@ def test_tls_with_and_without_a_certificate_of_the_client(tmp_path: Path) -> Non
         with Client(gateway.address, NAMESPACE, options=plain) as client, pytest.raises(Unavailable):
             client.tokenize(["a"])
     spec = GatewaySpec(
-        host="localhost", grpc_port=0, tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(ca)
+        host="localhost",
+        grpc_port=0,
+        tls_cert=str(cert),
+        tls_key=str(key),
+        expert=GatewaySpecExpert(tls_client_ca=str(ca)),
     )
     with running(Setup(spec=spec)) as gateway:
         with Client(gateway.address, NAMESPACE, options=shown) as client:
@@ -505,7 +509,7 @@ def test_a_port_that_is_taken_and_files_that_are_none() -> None:
 
 def test_a_gateway_opens_as_its_spec_says_before_any_engine_is_there(tmp_path: Path) -> None:
     async def restarted() -> None:
-        spec = GatewaySpec(data_dir=str(tmp_path), fill_on_miss="off")
+        spec = GatewaySpec(expert=GatewaySpecExpert(data_dir=str(tmp_path), fill_on_miss=False))
         backend = StubBackend()
         backend.down = True
         gateway = await Gateway.open(spec, backend, "ram://gateway-open", bundled_checkpoint())

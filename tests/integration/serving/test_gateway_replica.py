@@ -16,9 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kintsugi.core.deploy import (
+    DRAIN_S,
     GATEWAY_DEPLOYMENT,
-    EngineSpec,
     GatewaySpec,
+    GatewaySpecExpert,
     ModelSpec,
     ServiceSpec,
     service_application,
@@ -52,7 +53,7 @@ def has_ipv6() -> bool:
 
 @asynccontextmanager
 async def opened(host: str = "127.0.0.1", delays: StubDelays | None = None) -> AsyncIterator[OpenGateway]:
-    spec = GatewaySpec(host=host, grpc_port=0, http_port=0, fill_on_miss="off")
+    spec = GatewaySpec(host=host, grpc_port=0, http_port=0, expert=GatewaySpecExpert(fill_on_miss=False))
     gateway = await OpenGateway.open(spec, StubBackend(delays), STORE_URL, str(bundled_checkpoint()))
     try:
         yield gateway
@@ -161,10 +162,10 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], gateway_re
         yield lambda: gateway_replica.GatewayReplica(None, non_default_fields(MODEL), STORE_URL)
 
 
-def told(drain_s: float = 60.0, read_only: bool = False) -> dict[str, Any]:
+def told(fill_on_miss: bool = True) -> dict[str, Any]:
     """What Serve hands to a replica."""
-    gateway = GatewaySpec(grpc_port=0, http_port=0, read_only=read_only)
-    spec = ServiceSpec(MODEL, EngineSpec(drain_s=drain_s), gateway=gateway)
+    expert = GatewaySpecExpert(fill_on_miss=fill_on_miss)
+    spec = ServiceSpec(MODEL, gateway=GatewaySpec(grpc_port=0, http_port=0, expert=expert))
     deployments = service_application(spec)["deployments"]
     (config,) = (one["user_config"] for one in deployments if one["name"] == GATEWAY_DEPLOYMENT)
     return dict(config)
@@ -194,7 +195,7 @@ def test_a_replica_logs_a_line_for_every_request(
     assert "secret" not in written
 
 
-def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
+def test_a_gateway_that_is_configured_anew_drains(
     replica: Callable[[], gateway_replica.GatewayReplica],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -209,13 +210,13 @@ def test_a_gateway_that_is_configured_anew_drains_for_as_long_as_its_engines(
 
     async def configure() -> None:
         gateway = replica()
-        await gateway.reconfigure(told(60.0))
+        await gateway.reconfigure(told())
         addresses = gateway.addresses()
-        await gateway.reconfigure(told(70.0))
-        assert (gateway.addresses(), graces) == (addresses, []), "another time closes nothing"
-        await gateway.reconfigure(told(80.0, read_only=True))
-        assert graces == [80.0]
+        await gateway.reconfigure(told())
+        assert (gateway.addresses(), graces) == (addresses, []), "the same closes nothing"
+        await gateway.reconfigure(told(fill_on_miss=False))
+        assert graces == [DRAIN_S]
         await gateway._close()
-        assert graces == [80.0, 80.0]
+        assert graces == [DRAIN_S, DRAIN_S]
 
     asyncio.run(configure())

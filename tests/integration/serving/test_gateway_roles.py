@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kintsugi.core.deploy import GatewaySpec
+from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
 from kintsugi.gateway import erasing
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
@@ -177,7 +177,10 @@ def test_a_client_certificate_stands_for_its_caller(tmp_path: Path) -> None:
     token, grant = new_token("lister", ["docs"], [Verb.LIST])
     add_grant(file, grant)
     spec = GatewaySpec(
-        grpc_port=0, tls_cert=str(own.cert), tls_key=str(own.key), tls_client_ca=str(authority.ca)
+        grpc_port=0,
+        tls_cert=str(own.cert),
+        tls_key=str(own.key),
+        expert=GatewaySpecExpert(tls_client_ca=str(authority.ca)),
     )
 
     def options(files: Any) -> ClientOptions:

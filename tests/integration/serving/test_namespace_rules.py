@@ -9,7 +9,7 @@ import pytest
 from kintsugi import Client
 from kintsugi.core.errors import InvalidField, PermissionDenied, ResourceExhausted
 from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway import gateway as gateway_module
 from kintsugi.sdk.types import Key
@@ -51,20 +51,9 @@ def test_chunks_that_are_put_cost_their_tokens() -> None:
             client.put_chunks([TEXT + " And another."])
 
 
-def test_known_chunks_keep_their_limit() -> None:
-    setup = ruled(limits={"acme": NamespaceLimits(known_chunks=2)})
-    with running(setup) as gateway:
-        for namespace in ("acme", "other"):
-            with Client(gateway.address, namespace) as client:
-                for number in range(5):
-                    client.put_chunks([f"{TEXT} Page {number}."])
-        assert gateway.gateway.known.num_chunks("acme") == 2
-        assert gateway.gateway.known.num_chunks("other") == 5
-
-
 def test_hidden_accounting_is_empty_and_keys_are_no_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "may_see_hidden", lambda caller: False)
-    setup = ruled(privacy={"acme": NamespacePrivacy(accounting=False)})
+    setup = ruled(privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(accounting=False))})
     with running(setup) as gateway, Client(gateway.address, "acme") as client:
         (put,) = client.put_chunks([TEXT])
         answer = client.generate([TEXT], QUESTION, explain=True)
@@ -76,7 +65,7 @@ def test_hidden_accounting_is_empty_and_keys_are_no_oracle(monkeypatch: pytest.M
 
 
 def test_a_padded_answer_says_the_time_at_which_it_left() -> None:
-    setup = ruled(privacy={"acme": NamespacePrivacy(ttft_step_ms=80)})
+    setup = ruled(privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=80))})
     setup.delays = StubDelays(first_token_s=0.01)
     with running(setup) as gateway, Client(gateway.address, "acme") as client:
         assert client.generate([TEXT], QUESTION).ttft_ms == pytest.approx(80, abs=1)
@@ -86,7 +75,7 @@ def test_chunks_have_a_multiple_of_tokens_and_prompts_all_of_them() -> None:
     ids = bundled_tokenize()(TEXT)
     length = len(ids) - len(ids) % 8
     assert 0 < length < len(ids)
-    setup = ruled(privacy={"acme": NamespacePrivacy(chunk_tokens_multiple=8)})
+    setup = ruled(privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(chunk_tokens_multiple=8))})
     with running(setup) as gateway, Client(gateway.address, "acme") as client:
         (put,) = client.put_chunks([TEXT])
         assert put.num_tokens == length

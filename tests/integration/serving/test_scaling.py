@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.deploy import ENGINE_DEPLOYMENT, EngineSpec, Scale, service_application
+from kintsugi.core.deploy import ENGINE_DEPLOYMENT, EngineSpec, service_application
 from tests.integration.serving.conftest import Deployed, eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 def test_busy_engines_get_another(deployed: Deployed) -> None:
     from ray import serve
 
-    spec = dataclasses.replace(deployed.service.spec, engines=EngineSpec(replicas=Scale(1, 2)))
+    spec = dataclasses.replace(deployed.service.spec, engines=EngineSpec(replicas=1, replicas_max=2))
     (engine,) = (one for one in service_application(spec)["deployments"] if one["name"] == ENGINE_DEPLOYMENT)
     scaling: dict[str, Any] = {**engine["autoscaling_config"], "upscale_delay_s": 0.5}
 

@@ -25,7 +25,6 @@ from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.quality.questions import read_questions
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
-from tests.integration.engine.conftest import PATIENT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -117,12 +116,12 @@ def test_the_bundled_model_is_served_by_its_report_and_stops_cleanly(tmp_path: P
     (question,) = read_questions(bundled_checkpoint() / "questions.jsonl", 1)
     long, config = showcase(), tmp_path / "service.yaml"
     # A model this small is prefilled faster than anything is loaded: blend it all the same.
-    connector = {"loading_controller": False, **PATIENT}
+    expert = {"loading_controller": False, "load_deadline_ms": 60_000}
     config.write_text(
         json.dumps(
             {
                 "model": {"path": str(bundled_checkpoint()), "name": BUNDLED_NAME},
-                "engines": {"connector": connector},
+                "engines": {"expert": expert},
             }
         )
     )

@@ -16,7 +16,14 @@ import httpx
 import psutil
 import pytest
 
-from kintsugi.core.deploy import ENGINE_DEPLOYMENT, GATEWAY_DEPLOYMENT, METRICS_PORTS, SHARD_DEPLOYMENT
+from kintsugi.core.deploy import (
+    ENGINE_DEPLOYMENT,
+    ENGINE_METRICS_PORT,
+    GATEWAY_DEPLOYMENT,
+    METRICS_PORTS,
+    SHARD_DEPLOYMENT,
+    SHARD_METRICS_PORT,
+)
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
@@ -102,8 +109,7 @@ def test_http_answers_and_says_how_it_is(deployed: Deployed) -> None:
 
 @pytest.mark.parametrize("deployment", [SHARD_DEPLOYMENT, ENGINE_DEPLOYMENT])
 def test_shards_and_engines_answer_readiness_probes(deployed: Deployed, deployment: str) -> None:
-    spec = deployed.service.spec
-    first = spec.store.metrics_port if deployment == SHARD_DEPLOYMENT else spec.engines.metrics_port
+    first = SHARD_METRICS_PORT if deployment == SHARD_DEPLOYMENT else ENGINE_METRICS_PORT
     for process in deployed.process_ids(deployment).values():
         ports = {
             one.laddr.port

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from kintsugi.core.deploy import ENGINE_DEPLOYMENT, METRICS_PORTS, EngineSpec
+from kintsugi.core.deploy import ENGINE_DEPLOYMENT, ENGINE_METRICS_PORT, METRICS_PORTS
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
 from kintsugi.serving.deployment import Service
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 TEXTS = ["The tide comes in twice a day in most harbours of the coast."]
 GREEDY = Sampling(max_tokens=4, temperature=0.0)
-DEFAULT_PORT = EngineSpec().metrics_port
+DEFAULT_PORT = ENGINE_METRICS_PORT
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def serving(deployed: Deployed) -> int:
 def spared(deployed: Deployed, serving: int) -> Iterator[Deployed]:
     """The service with a spare engine."""
     spec = deployed.service.spec
-    service = Service(dataclasses.replace(spec, engines=dataclasses.replace(spec.engines, spares=1)))
+    expert = dataclasses.replace(spec.engines.expert, spares=1)
+    service = Service(dataclasses.replace(spec, engines=dataclasses.replace(spec.engines, expert=expert)))
     service.deploy()
     spared = dataclasses.replace(deployed, service=service)
     try:

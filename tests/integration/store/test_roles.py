@@ -352,15 +352,17 @@ def test_metrics_are_shown_to_operators_alone_where_they_are_protected(keys: Key
 
 def test_commands_show_the_token_of_a_file(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     with shard(keys.file) as server:
-        status = ["store", "status", "--address", server.address]
+        status = ["store", "status", "--store", f"grpc://{server.address}"]
         refused = CliRunner().invoke(app, status)
         assert refused.exit_code == ExitCode.BAD_INPUT
         assert "authorization: Bearer" in refused.stderr
-        shown = CliRunner().invoke(app, [*status, "--token-file", str(keys.folder / "everything")])
+        shown = CliRunner().invoke(
+            app, [*status[:-1], f"{status[-1]}?token_file={keys.folder / 'everything'}"]
+        )
         assert shown.exit_code == ExitCode.OK
     served: list[ServerOptions] = []
 
-    def serve(screen: Any, spec: Any, listen: str, options: ServerOptions, drain_s: float, peers: str) -> int:
+    def serve(screen: Any, spec: Any, listen: str, options: ServerOptions, peers: str) -> int:
         served.append(options)
         return 0
 

@@ -177,9 +177,9 @@ def test_open_serves_the_model_and_opens_the_console(
     assert RUNNER.invoke(app, ["demo", "--open"], env=WIDE).exit_code == ExitCode.OK
     (spec,) = served
     assert spec.model.path == REFERENCE.name
-    assert spec.model.dtype == "float32", "the console answers as the demo did"
+    assert spec.engines.vllm["dtype"] == "float32", "the console answers as the demo did"
     assert spec.engines.allow_uncalibrated
-    assert spec.engines.connector["loading_controller"] is False
+    assert spec.engines.expert.loading_controller is False
     assert spec.gateway.host == "127.0.0.1"
     assert opened == ["http://127.0.0.1:8000/console"]
 

@@ -135,7 +135,7 @@ def test_extras_are_those_of_the_distribution_and_bring_what_is_asked_for(extras
 LACKING = Extras("store", ("no_module_of_this_name",))
 
 
-@pytest.mark.parametrize("words", [[], ["status", "--address", "h:1"], ["ls", "-n", "docs", "--json"]])
+@pytest.mark.parametrize("words", [[], ["status", "--store", "grpc://h:1"], ["ls", "-n", "docs", "--json"]])
 def test_in_place_of_a_group_any_arguments_are_taken(words: list[str]) -> None:
     own = typer.Typer()
     own.callback()(lambda: None)

@@ -11,8 +11,9 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.cli.commands import precompute as command
 from kintsugi.cli.screen import Screen
+from kintsugi.core.errors import UnknownField
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.sources.readers import Failure
+from kintsugi.precompute.sources.readers import Columns, Failure
 
 
 class StubJob:
@@ -77,3 +78,10 @@ def test_a_dry_run_says_which_share_is_resident_and_where(capsys: pytest.Capture
     assert ["in", "ram", "1"] in rows
     assert ["in", "ssd0", "2"] in rows
     assert ["resident", "now", "75.0%"] in rows
+
+
+def test_columns_are_named_one_by_one() -> None:
+    assert command.parse_columns("") == Columns()
+    assert command.parse_columns("text=body, id=key") == Columns(text="body", id="key")
+    with pytest.raises(UnknownField, match="columns"):
+        command.parse_columns("body=text")

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from kintsugi.cli.commands import calibrate, evaluate
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
-from kintsugi.cli.options import parse_floats, parse_integers, parse_selectors
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import FormName
@@ -155,8 +154,8 @@ def test_what_stays_undecided_is_shown_with_what_it_takes(engine: RunningEngine,
 
 
 def test_an_engine_is_measured_as_it_will_serve(engine: RunningEngine, tmp_path: Path) -> None:
-    told = ("--engine", '{"tensor_parallel_size": 2}', "--connector", '{"portable": false}')
-    assert calibrated(tmp_path, *told, "--dtype", "float16").exit_code == ExitCode.OK
+    told = ("--engine", '{"tensor_parallel_size": 2, "dtype": "float16"}', "--no-portable")
+    assert calibrated(tmp_path, *told).exit_code == ExitCode.OK
     assert engine.spec is not None
     assert engine.spec.vllm_args == {"tensor_parallel_size": 2, "dtype": "float16"}
     assert engine.spec.extra_config == {"portable": False}
@@ -181,9 +180,6 @@ def test_a_model_that_does_not_pass_is_code_3_and_the_report_says_so(
         ({"answer": "never"}, (), "rarely right"),
         ({}, ("--store", "ram://here"), "exists only in this process"),
         ({}, ("--engine", "{"), "engine: is not JSON"),
-        ({}, ("--connector", "[]"), "connector: must be a JSON object"),
-        ({}, ("--connector", '{"prefix_token_ids": [1]}'), "use --form and --system"),
-        ({}, ("--connector", '{"context_token_ids": [1]}'), "use --context"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_change(
@@ -334,18 +330,30 @@ def test_a_store_that_does_not_answer_is_found_before_minutes_are_spent(tmp_path
     assert not (tmp_path / "report.json").exists()
 
 
+def evaluation(folder: Path, **grid: Any) -> list[str]:
+    """The arguments of an evaluation over a grid."""
+    file = folder / "grid.yaml"
+    file.write_text(json.dumps(grid))
+    asked = ["--questions", str(questions(folder)), "--grid", str(file)]
+    return ["eval", "--model", "o/m", *asked]
+
+
 @pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        (("--codecs", "raw,int9"), "'int9' is not one of"),
-        (("--batches", "0"), "at least 1"),
+        ({"codecs": ["raw", "int9"]}, "'int9' is not one of"),
+        ({"batches": [0]}, "at least 1"),
+        ({"limit": 0}, "at least 1"),
+        ({"selectors": ["best"]}, "is not one of"),
+        ({"ratios": ["x"]}, "grid.ratios.0"),
+        ({"ratio": [0.1]}, "did you mean 'ratios'"),
     ],
 )
 def test_an_evaluation_that_cannot_end_well_is_not_begun(
-    tmp_path: Path, more: tuple[str, ...], word: str
+    tmp_path: Path, more: dict[str, Any], word: str
 ) -> None:
-    result = RUNNER.invoke(app, ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), *more])
+    result = RUNNER.invoke(app, evaluation(tmp_path, **more))
     assert result.exit_code == ExitCode.BAD_INPUT, result.stderr
     assert word in " ".join(result.stderr.split())
 
@@ -384,8 +392,8 @@ def test_chunks_longer_than_the_context_are_warned_about(engine: RunningEngine, 
 
 
 def test_an_evaluation_is_a_table_and_json(engine: RunningEngine, tmp_path: Path) -> None:
-    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
-    arguments += ["--ratios", "0.1,0.3", "--selectors", "hkvd", "--check-layers", "1", "--rates", "2"]
+    grid = {"ratios": [0.1, 0.3], "selectors": ["hkvd"], "check_layers": [1], "rates": [2], "limit": 8}
+    arguments = evaluation(tmp_path, **grid)
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.OK, result.stderr
     assert engine.spec is not None
@@ -411,8 +419,8 @@ def test_an_engine_that_fails_costs_only_its_own_rows(
         yield engine
 
     monkeypatch.setattr(evaluate, "start_measuring_engine", one_that_starts)
-    arguments = ["eval", "--model", "o/m", "--questions", str(questions(tmp_path)), "--limit", "8"]
-    arguments += ["--ratios", "0.3", "--selectors", "hkvd", "--check-layers", "1", "--codecs", "raw,int8"]
+    grid = {"ratios": [0.3], "selectors": ["hkvd"], "check_layers": [1], "codecs": ["raw", "int8"]}
+    arguments = evaluation(tmp_path, limit=8, **grid)
     result = RUNNER.invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == ExitCode.UNAVAILABLE
     assert "hkvd r=0.3 @1" in result.stdout
@@ -437,8 +445,10 @@ def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         "musique",
     ]
 
-    def run(*more: str) -> int:
-        monkeypatch.setattr("sys.argv", ["offline_longbench.py", *fixed, "--rates", "2", *more])
+    def run(*more: str, **grid: Any) -> int:
+        file = tmp_path / "given.json"
+        file.write_text(json.dumps({"rates": [2], **grid}))
+        monkeypatch.setattr("sys.argv", ["offline_longbench.py", *fixed, "--grid", str(file), *more])
         return offline_longbench.main()
 
     return run
@@ -447,33 +457,19 @@ def longbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 def test_the_papers_measurements_are_one_command(
     engine: RunningEngine, longbench: Callable[..., int], tmp_path: Path
 ) -> None:
-    assert longbench("--ratios", "0.3", "--selectors", "hkvd") == 0
+    assert longbench(ratios=[0.3], selectors=["hkvd"]) == 0
     document = json.loads((tmp_path / "out/musique.json").read_text())
     assert [row["method"] for row in document["rows"]][2:] == ["hkvd r=0.3 @1"]
 
 
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        (("--ratios", "x"), "comma-separated"),
-        (("--selectors", "best"), "is not one of"),
-        (("--datasets", "none"), "is not a file"),
-    ],
-)
 def test_the_example_explains_bad_input(
-    longbench: Callable[..., int], capsys: pytest.CaptureFixture[str], more: tuple[str, ...], word: str
+    longbench: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert longbench(*more) == 1
-    assert word in " ".join(capsys.readouterr().out.split())
-
-
-def test_lists() -> None:
-    assert parse_integers("x", "1, 2,") == [1, 2]
-    assert parse_floats("x", "") == []
-    assert parse_selectors("hkvd,query") == [SelectorName.HKVD, SelectorName.QUERY]
-    for parse, text in ((parse_integers, "1,a"), (parse_floats, "x")):
-        with pytest.raises(InvalidField, match="comma-separated"):
-            parse("x", text)
-    with pytest.raises(InvalidField, match="is not one of"):
-        parse_selectors("best")
+    for said, word in (
+        (lambda: longbench(ratios=["x"]), "grid.ratios.0"),
+        (lambda: longbench(selectors=["best"]), "is not one of"),
+        (lambda: longbench("--datasets", "none"), "is not a file"),
+    ):
+        assert said() == 1
+        assert word in " ".join(capsys.readouterr().out.split())

@@ -32,16 +32,18 @@ from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,
     GatewaySpec,
+    GatewaySpecExpert,
     ModelSpec,
-    Scale,
     ServiceSpec,
+    StoreExpert,
     StoreSpec,
     TierSpec,
     directory_url,
+    spec_from_yaml_mapping,
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving import deployment as service_module
@@ -54,7 +56,7 @@ from kintsugi.store.protocol.callers import Caller, Verb
 def test_without_anything_the_bundled_model_is_served() -> None:
     spec = build_service_spec(ServeTask())
     assert spec.model == ModelSpec(str(bundled_checkpoint()), BUNDLED_NAME)
-    assert spec.gateway.host == spec.store.host == "127.0.0.1"
+    assert spec.gateway.host == spec.store.expert.host == "127.0.0.1"
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:
@@ -63,14 +65,15 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     spec = build_service_spec(ServeTask(model="mine", config=file, ram="2GiB", engines=2, grpc_port=0))
     assert spec.model.path == "mine"
     assert (spec.store.ram_gib, spec.store.shards) == (2.0, 3)
-    assert spec.engines.replicas == Scale(2, 2)
+    assert (spec.engines.replicas, spec.engines.replicas_max) == (2, None)
     assert spec.gateway.grpc_port == 0
 
 
-def test_a_key_file_is_named_absolutely_and_read_before_anything_starts(tmp_path: Path) -> None:
-    spec = build_service_spec(ServeTask(keys_file=Path("keys.json")))
-    assert spec.store.keys_file == str(Path("keys.json").resolve())
-    done = CliRunner().invoke(app, ["serve", "--keys-file", str(tmp_path / "none.json")])
+def test_a_key_file_is_read_before_anything_starts(tmp_path: Path) -> None:
+    config = tmp_path / "service.yaml"
+    keys = tmp_path / "none.json"
+    config.write_text(f"model: {{path: org/model}}\nstore: {{expert: {{keys_file: {keys}}}}}\n")
+    done = CliRunner().invoke(app, ["serve", "--config", str(config)])
     assert done.exit_code == ExitCode.BAD_INPUT
     assert "none.json cannot be read" in done.stderr
 
@@ -79,57 +82,58 @@ def test_options_of_the_gateway_win_over_the_file_and_name_files_absolutely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "service.yaml"
-    file.write_text("model: {path: other}\ngateway: {tokens_file: old, read_only: true, http_port: 1}\n")
+    file.write_text(
+        "model: {path: other}\ngateway: {tokens_file: old, http_port: 1, expert: {audit_dir: /audit}}\n"
+    )
     asked: list[ServeTask] = []
     monkeypatch.setattr(command, "run", lambda screen, task: asked.append(task) or ExitCode.OK)
     options = [
         *("--tokens-file", "t.json"),
-        *("--audit-dir", "audit"),
         *("--tls-cert", "c.pem"),
         *("--tls-key", "k.pem"),
         "--insecure",
     ]
-    for more in (["--config", str(file), *options], ["--read-only"]):
-        assert CliRunner().invoke(app, ["serve", *more]).exit_code == 0
-    first, second = (build_service_spec(task).gateway for task in asked)
-    assert first == GatewaySpec(
+    assert CliRunner().invoke(app, ["serve", "--config", str(file), *options]).exit_code == 0
+    (task,) = asked
+    assert build_service_spec(task).gateway == GatewaySpec(
         http_port=1,
         tokens_file=str(Path("t.json").resolve()),
-        audit_dir=str(Path("audit").resolve()),
         tls_cert=str(Path("c.pem").resolve()),
         tls_key=str(Path("k.pem").resolve()),
         insecure=True,
-        read_only=True,
+        expert=GatewaySpecExpert(audit_dir="/audit"),
     )
-    assert second == GatewaySpec(read_only=True)
 
 
 def test_discovery_is_turned_on_by_namespace_on_top_of_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text(
         "model: {path: other}\n"
-        "privacy: {'*': {accounting: false}, acme: {ttft_step_ms: 100, discover: false}}\n"
+        "privacy:\n"
+        "  '*': {expert: {accounting: false}}\n"
+        "  acme: {expert: {ttft_step_ms: 100}, discover: false}\n"
     )
     shown = CliRunner().invoke(
         app, ["serve", "--config", str(file), "--discover", "default", "--discover", "acme", "--print-config"]
     )
     assert shown.exit_code == 0, shown.output
     spec = build_service_spec(ServeTask(config=file, discover=["default", "acme", "team/*"]))
-    assert spec.rules.privacy_of("default") == NamespacePrivacy(accounting=False, discover=True)
-    assert spec.rules.privacy_of("acme") == NamespacePrivacy(ttft_step_ms=100.0, discover=True)
-    assert spec.rules.privacy_of("team/a") == NamespacePrivacy(accounting=False, discover=True)
-    assert spec.rules.privacy_of("another") == NamespacePrivacy(accounting=False)
+    assert spec.rules.privacy_of("default") == NamespacePrivacy(
+        discover=True, expert=PrivacyExpert(accounting=False)
+    )
+    assert spec.rules.privacy_of("acme") == NamespacePrivacy(
+        discover=True, expert=PrivacyExpert(ttft_step_ms=100.0)
+    )
+    assert spec.rules.privacy_of("team/a") == NamespacePrivacy(
+        discover=True, expert=PrivacyExpert(accounting=False)
+    )
+    assert spec.rules.privacy_of("another") == NamespacePrivacy(expert=PrivacyExpert(accounting=False))
     assert build_service_spec(ServeTask()).privacy == {}
 
 
-def test_discovery_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_discovery_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidField, match="discover: 'no spaces'"):
         build_service_spec(ServeTask(discover=["no spaces"]))
-    file = tmp_path / "service.yaml"
-    file.write_text("model: {path: other}\nengines: {connector: {discovery: {enabled: false}}}\n")
-    assert build_service_spec(ServeTask(config=file)).privacy == {}
-    with pytest.raises(InvalidField, match="enabled is false"):
-        build_service_spec(ServeTask(config=file, discover=["default"]))
 
 
 def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:
@@ -138,38 +142,39 @@ def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:
     with protect_store(spec) as protected:
         store = protected.store
         url = directory_url(store)
-        assert parse_qs(urlsplit(url).query) == {"token_file": [store.token_file]}
-        caller = TokenFile(Path(store.tokens_file)).caller(Path(store.token_file).read_text())
+        assert parse_qs(urlsplit(url).query) == {"token_file": [store.expert.token_file]}
+        caller = TokenFile(Path(store.expert.tokens_file)).caller(Path(store.expert.token_file).read_text())
         assert caller == Caller("service", ("*",), frozenset(Verb))
-        files = [Path(store.tokens_file), Path(store.token_file)]
+        files = [Path(store.expert.tokens_file), Path(store.expert.token_file)]
         assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
         assert stat.S_IMODE(files[0].parent.stat().st_mode) == 0o700
         assert protected.gateway == spec.gateway
     assert not files[0].parent.exists()
     for own in (
         ServiceSpec(ModelSpec("m")),
-        replace(spec, store=StoreSpec(tokens_file="mine", token_file="my-token")),
+        replace(spec, store=StoreSpec(expert=StoreExpert(tokens_file="mine", token_file="my-token"))),
         replace(spec, store=StoreSpec(tls_ca="ca", tls_cert="cert", tls_key="key")),
     ):
         with protect_store(own) as unchanged:
             assert unchanged is own
 
 
-def test_a_bucket_needs_an_ssd_tier(tmp_path: Path) -> None:
-    bucket = "s3://chunks/kintsugi:1TiB"
-    store = build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB"], bucket=bucket)).store
-    assert (store.bucket_url, store.bucket_gib) == ("s3://chunks/kintsugi", 1024.0)
+def test_a_bucket_needs_an_ssd_tier() -> None:
+    store: dict[str, Any] = {"bucket_url": "s3://chunks/kintsugi", "data_dir": "/data"}
     with pytest.raises(InvalidField, match="a bucket takes what SSD tiers give up"):
-        build_service_spec(ServeTask(bucket=bucket))
+        spec_from_yaml_mapping({"model": {"path": "m"}, "store": store})
+    tiers = [{"path": "/ssd", "gib": 1}]
+    assert spec_from_yaml_mapping({"model": {"path": "m"}, "store": {**store, "tiers": tiers}})
 
 
 def test_ssd_tiers_keep_the_shards_identities_on_the_first(tmp_path: Path) -> None:
     store = build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB", f"{tmp_path}/b:512MiB"])).store
     assert store.tiers == (TierSpec(f"{tmp_path}/a", 1.0), TierSpec(f"{tmp_path}/b", 0.5))
     assert store.data_dir == f"{tmp_path}/a/shards"
-    assert build_service_spec(ServeTask(ssd=[f"{tmp_path}/a:1GiB"], data_dir=tmp_path)).store.data_dir == str(
-        tmp_path
-    )
+    file = tmp_path / "service.yaml"
+    file.write_text("model: {path: org/model}\nstore: {data_dir: /data}\n")
+    task = ServeTask(config=file, ssd=[f"{tmp_path}/a:1GiB"])
+    assert build_service_spec(task).store.data_dir == "/data"
 
 
 def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:
@@ -302,10 +307,10 @@ def test_what_is_missing_is_said_while_it_starts() -> None:
 
 
 class StubService:
-    """Says what a test makes it say; calibration is refused in its spec."""
+    """Says what a test makes it say; calibration is needless by its spec."""
 
     def __init__(self) -> None:
-        self.spec = ServiceSpec(ModelSpec("m"), EngineSpec(calibrate=False))
+        self.spec = ServiceSpec(ModelSpec("m"), EngineSpec(allow_uncalibrated=True))
         self.blending: str | None = "not_calibrated: no report"
         self.running = 1
 

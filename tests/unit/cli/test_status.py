@@ -142,7 +142,7 @@ def test_engines_that_do_not_answer_are_not_running() -> None:
     [
         (StoreFacts("the directory does not answer"), "log"),
         (StoreFacts(None, shards=0), "log"),
-        (dataclasses.replace(STORE, shards_away=("h:7400",)), "--address h:7400"),
+        (dataclasses.replace(STORE, shards_away=("h:7400",)), "--store grpc://h:7400"),
         (dataclasses.replace(STORE, chunks=0), "precompute"),
     ],
 )

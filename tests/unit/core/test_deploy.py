@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.deploy import (
+    DRAIN_S,
     END_MARGIN_S,
     ENGINE_DEPLOYMENT,
     GATEWAY_DEPLOYMENT,
@@ -19,11 +20,13 @@ from kintsugi.core.deploy import (
     SHARD_DEPLOYMENT,
     STORE_APP,
     EngineSpec,
+    EngineSpecExpert,
     GatewaySpec,
+    GatewaySpecExpert,
     ModelSpec,
     Placement,
-    Scale,
     ServiceSpec,
+    StoreExpert,
     StoreSpec,
     TierSpec,
     directory_url,
@@ -58,31 +61,33 @@ def test_one_application_for_a_cluster_of_its_own() -> None:
 
 
 def specs() -> st.SearchStrategy[ServiceSpec]:
-    scales = st.integers(1, 4).flatmap(
-        lambda least: st.integers(least, 8).map(lambda most: Scale(least, most))
-    )
     amounts = st.floats(0.25, 64, allow_nan=False)
-    engines = st.builds(
-        EngineSpec,
-        replicas=scales,
-        cpus=amounts,
-        gpus=st.sampled_from([0.0, 1.0, 8.0]),
-        kv_cache_gib=st.none() | amounts,
-        env=st.dictionaries(st.sampled_from(["HF_HOME", "OMP_NUM_THREADS"]), st.just("1")),
-        connector=st.sampled_from([{}, {"ratio": 0.2}, {"query_layers": [1, 2]}]),
+    engines = st.integers(1, 4).flatmap(
+        lambda least: st.builds(
+            EngineSpec,
+            replicas=st.just(least),
+            replicas_max=st.none() | st.integers(least, 8),
+            cpus=amounts,
+            gpus=st.sampled_from([0.0, 1.0, 8.0]),
+            expert=st.sampled_from([EngineSpecExpert(), EngineSpecExpert(ratio=0.2, portable=False)]),
+        )
     )
     stores = st.integers(1, 8).flatmap(
         lambda shards: st.builds(
             StoreSpec,
             shards=st.just(shards),
-            shards_max=st.none() | st.integers(shards, 16),
             replication=st.integers(1, shards),
             ram_gib=amounts,
             tiers=st.sampled_from([(), (TierSpec("/mnt/a", 10.0), TierSpec("/mnt/b", 100.0))]),
             data_dir=st.just("/data"),
+            expert=st.builds(StoreExpert, shards_max=st.none() | st.integers(shards, 16)),
         )
     )
-    gateways = st.builds(GatewaySpec, replicas=st.integers(1, 3), read_only=st.booleans())
+    gateways = st.builds(
+        GatewaySpec,
+        replicas=st.integers(1, 3),
+        expert=st.builds(GatewaySpecExpert, fill_on_miss=st.booleans()),
+    )
     return st.builds(ServiceSpec, st.just(ModelSpec("m", "n")), engines, stores, gateways)
 
 
@@ -98,25 +103,21 @@ def test_serve_accepts_every_configuration(spec: ServiceSpec, groups: bool) -> N
     shard = by_name[STORE_APP][SHARD_DEPLOYMENT]
     assert shard.ray_actor_options.resources == ({"kintsugi_shard": 1.0} if groups else {})
     engine = by_name[SERVICE_APP][ENGINE_DEPLOYMENT]
-    if spec.engines.replicas.min == spec.engines.replicas.max:
-        assert engine.num_replicas == spec.engines.replicas.min
+    if spec.engines.replicas_max in (None, spec.engines.replicas):
+        assert engine.num_replicas == spec.engines.replicas
     else:
-        assert engine.autoscaling_config["max_replicas"] == spec.engines.replicas.max
+        assert engine.autoscaling_config["max_replicas"] == spec.engines.replicas_max
 
 
-def test_metrics_of_engines_listen_where_they_are_told_or_where_the_store_does() -> None:
-    store = StoreSpec(host="10.0.0.7", insecure=True)
-    told = [
-        service_application(ServiceSpec(ModelSpec("m"), engines=EngineSpec(metrics_host=host), store=store))
-        for host in ("", "127.0.0.1")
-    ]
-    assert [one["args"]["host"] for one in told] == ["10.0.0.7", "127.0.0.1"]
+def test_metrics_of_engines_listen_where_the_store_does() -> None:
+    store = StoreSpec(expert=StoreExpert(host="10.0.0.7", insecure=True))
+    assert service_application(ServiceSpec(ModelSpec("m"), store=store))["args"]["host"] == "10.0.0.7"
 
 
 def test_a_spare_is_one_replica_more_and_restarts_nothing() -> None:
     def made(spares: int) -> dict[str, Any]:
         return service_application(
-            ServiceSpec(ModelSpec("m"), EngineSpec(replicas=Scale(2, 2), spares=spares))
+            ServiceSpec(ModelSpec("m"), EngineSpec(replicas=2, expert=EngineSpecExpert(spares=spares)))
         )
 
     without, with_spare = made(0), made(1)
@@ -127,11 +128,11 @@ def test_a_spare_is_one_replica_more_and_restarts_nothing() -> None:
 
 
 def test_engines_on_node_groups_are_told_of_spares_only_where_there_are_some() -> None:
-    """On Kubernetes there are none, and an image of an older version cannot be told."""
+    """On Kubernetes there are none."""
     placement = Placement(engine={"kintsugi_engine": 1.0})
 
     def made(spares: int) -> dict[str, Any]:
-        spec = ServiceSpec(ModelSpec("m"), EngineSpec(spares=spares))
+        spec = ServiceSpec(ModelSpec("m"), EngineSpec(expert=EngineSpecExpert(spares=spares)))
         return deployments(service_application(spec, placement))[ENGINE_DEPLOYMENT]
 
     assert "user_config" not in made(0)
@@ -139,13 +140,13 @@ def test_engines_on_node_groups_are_told_of_spares_only_where_there_are_some() -
 
 
 def test_spares_of_a_changing_number_of_engines_are_refused() -> None:
-    with pytest.raises(InvalidField, match=r"engines.spares: .* 1 to 2: set replicas.min and .max alike"):
-        ServiceSpec(ModelSpec("m"), EngineSpec(replicas=Scale(1, 2), spares=1))
+    with pytest.raises(InvalidField, match=r"engines.expert.spares: .* 1 to 2: unset replicas_max"):
+        ServiceSpec(ModelSpec("m"), EngineSpec(replicas=1, replicas_max=2, expert=EngineSpecExpert(spares=1)))
 
 
-@pytest.mark.parametrize(("ratio", "told"), [(0.3, 0.3), (1, 1.0), (0, None), (1.5, None), ("most", None)])
-def test_shards_are_told_the_ratio_of_blends_without_a_restart(ratio: object, told: float | None) -> None:
-    other = dataclasses.replace(SMALL, engines=EngineSpec(connector={"ratio": ratio}))
+@pytest.mark.parametrize(("ratio", "told"), [(0.3, 0.3), (1.0, 1.0), (0.0, None)])
+def test_shards_are_told_the_ratio_of_blends_without_a_restart(ratio: float, told: float | None) -> None:
+    other = dataclasses.replace(SMALL, engines=EngineSpec(expert=EngineSpecExpert(ratio=ratio)))
     assert store_application(other)["args"] == store_application(SMALL)["args"]
     assert deployments(store_application(other))[SHARD_DEPLOYMENT]["user_config"].get("ratio") == told
     assert "ratio" not in deployments(store_application(SMALL))[SHARD_DEPLOYMENT]["user_config"]
@@ -154,25 +155,17 @@ def test_shards_are_told_the_ratio_of_blends_without_a_restart(ratio: object, to
 @given(spec=specs())
 def test_what_builders_get_is_what_was_asked_for(spec: ServiceSpec) -> None:
     store = load(StoreSpec, store_application(spec)["args"]["store"])
-    assert store == dataclasses.replace(
-        spec.store,
-        shards=1,
-        shards_max=None,
-        replication=1,
-        ramp_s=StoreSpec().ramp_s,
-        cpus=StoreSpec().cpus,
-        keys_file="",
-    )
+    expert = dataclasses.replace(spec.store.expert, shards_max=None)
+    assert store == dataclasses.replace(spec.store, shards=1, replication=1, expert=expert)
     told = deployments(store_application(spec))[SHARD_DEPLOYMENT]["user_config"]
-    assert (told["replication"], told["ramp_s"]) == (spec.store.replication, spec.store.ramp_s)
+    assert told["replication"] == spec.store.replication
     assert told.get("tokens_file", "") == spec.gateway.tokens_file
     service = service_application(spec)
     assert load(ModelSpec, service["args"]["model"]) == spec.model
     engines = load(EngineSpec, service["args"]["engines"])
-    assert (engines.kv_cache_gib, engines.connector) == (spec.engines.kv_cache_gib, spec.engines.connector)
+    assert (engines.vllm, engines.expert) == (spec.engines.vllm, spec.engines.expert)
     told = deployments(service)[GATEWAY_DEPLOYMENT]["user_config"]
     assert load(GatewaySpec, told["gateway"]) == dataclasses.replace(spec.gateway, replicas=1)
-    assert told["drain_s"] == spec.engines.drain_s
 
 
 def args_of(spec: ServiceSpec) -> tuple[Any, Any]:
@@ -183,9 +176,13 @@ def args_of(spec: ServiceSpec) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "other",
     [
-        dataclasses.replace(SMALL, engines=EngineSpec(replicas=Scale(1, 4), cpus=8.0)),
-        dataclasses.replace(SMALL, store=StoreSpec(shards=4, shards_max=6, replication=2, ramp_s=5.0)),
-        dataclasses.replace(SMALL, gateway=GatewaySpec(replicas=2, read_only=True, fill_on_miss="off")),
+        dataclasses.replace(SMALL, engines=EngineSpec(replicas=1, replicas_max=4, cpus=8.0)),
+        dataclasses.replace(
+            SMALL, store=StoreSpec(shards=4, replication=2, expert=StoreExpert(shards_max=6))
+        ),
+        dataclasses.replace(
+            SMALL, gateway=GatewaySpec(replicas=2, expert=GatewaySpecExpert(fill_on_miss=False))
+        ),
     ],
 )
 def test_counts_resources_and_the_gateway_restart_no_shard_and_no_engine(other: ServiceSpec) -> None:
@@ -202,38 +199,43 @@ def test_engines_know_the_directory_alone() -> None:
     assert service_application(SMALL)["args"]["store_url"] == "shards://127.0.0.1:7410"
     elsewhere = Placement(store_url="shards://store-head:7410")
     assert service_application(SMALL, elsewhere)["args"]["store_url"] == "shards://store-head:7410"
-    tls = StoreSpec(host="::1", tls_ca="/a", tls_cert="/c", tls_key="/k")
+    tls = StoreSpec(tls_ca="/a", tls_cert="/c", tls_key="/k", expert=StoreExpert(host="::1"))
     assert directory_url(tls) == "shards://[::1]:7410?tls_ca=/a&tls_cert=/c&tls_key=/k"
-    assert directory_url(StoreSpec(token_file="/t")) == "shards://127.0.0.1:7410?token_file=/t"
-    named = dataclasses.replace(tls, tls_name="store")
+    assert (
+        directory_url(StoreSpec(expert=StoreExpert(token_file="/t")))
+        == "shards://127.0.0.1:7410?token_file=/t"
+    )
+    named = dataclasses.replace(tls, expert=StoreExpert(tls_name="store"))
     assert directory_url(named).endswith("&tls_key=/k&tls_name=store")
     assert directory_url(StoreSpec(), "head") == "shards://head:7410"
 
 
 def test_paths_arrive_as_they_were_written() -> None:
-    store = StoreSpec(tls_ca="/a+b/ca", tls_cert="/a&b/50%25.crt", tls_key="/a#b/ä key=", tls_name="a b")
+    store = StoreSpec(
+        tls_ca="/a+b/ca", tls_cert="/a&b/50%25.crt", tls_key="/a#b/ä key=", expert=StoreExpert(tls_name="a b")
+    )
     query = parse_qs(urlsplit(directory_url(store)).query, strict_parsing=True)
-    assert query == {name: [getattr(store, name)] for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
+    assert query == {
+        "tls_ca": ["/a+b/ca"],
+        "tls_cert": ["/a&b/50%25.crt"],
+        "tls_key": ["/a#b/ä key="],
+        "tls_name": ["a b"],
+    }
 
 
 def test_engines_and_gateways_get_keys_and_shards_none() -> None:
-    keyed = dataclasses.replace(SMALL, store=dataclasses.replace(SMALL.store, keys_file="/k/a b.json"))
+    keyed = dataclasses.replace(SMALL, store=StoreSpec(expert=StoreExpert(keys_file="/k/a b.json")))
     assert store_application(keyed) == store_application(SMALL)
     url = service_application(keyed)["args"]["store_url"]
     assert parse_qs(urlsplit(url).query, strict_parsing=True) == {"keys": ["/k/a b.json"]}
     with_tls = dataclasses.replace(keyed.store, tls_ca="/a", tls_cert="/c", tls_key="/t")
-    assert directory_url(with_tls).endswith("?tls_ca=/a&tls_cert=/c&tls_key=/t&keys=/k/a+b.json")
+    assert directory_url(with_tls).endswith("?keys=/k/a+b.json&tls_ca=/a&tls_cert=/c&tls_key=/t")
 
 
 def test_replicas_may_use_all_of_their_drain_time() -> None:
-    spec = ServiceSpec(ModelSpec("m"), EngineSpec(drain_s=20), StoreSpec(drain_s=300))
-    every = [deployments(made(spec)) for made in (store_application, service_application)]
-    given = {name: one["graceful_shutdown_timeout_s"] for found in every for name, one in found.items()}
-    assert given == {
-        SHARD_DEPLOYMENT: 300 + END_MARGIN_S,
-        ENGINE_DEPLOYMENT: 20 + END_MARGIN_S,
-        GATEWAY_DEPLOYMENT: 20 + END_MARGIN_S,
-    }
+    every = [deployments(made(SMALL)) for made in (store_application, service_application)]
+    given = {one["graceful_shutdown_timeout_s"] for found in every for one in found.values()}
+    assert given == {DRAIN_S + END_MARGIN_S}
     assert END_MARGIN_S > 2  # that Serve waits before it asks a replica to end
 
 
@@ -250,36 +252,46 @@ def test_a_configuration_file() -> None:
     assert spec_from_yaml_mapping(values).store.tiers == (TierSpec("/a", 4.0),)
 
 
+M = {"model": {"path": "m"}}
+
+
 @pytest.mark.parametrize(
     ("values", "where"),
     [
         ({}, "config.model"),
         ({"model": {"path": ""}}, "model.path"),
         ({"model": {"path": "m", "codec": "zip"}}, "codec"),
-        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 3, "max": 1}}}, "engines.replicas"),
-        ({"model": {"path": "m"}, "engines": {"replicas": {"min": 0, "max": 1}}}, "engines.replicas.min"),
-        ({"model": {"path": "m"}, "engines": {"cpus": -1}}, "engines.cpus"),
-        ({"model": {"path": "m"}, "engines": {"gpus": float("nan")}}, "engines.gpus"),
-        ({"model": {"path": "m"}, "engines": {"kv_cache_gib": 0}}, "engines.kv_cache_gib"),
-        ({"model": {"path": "m"}, "engines": {"queueing_ms_max": 0}}, "engines.queueing_ms_max"),
-        ({"model": {"path": "m"}, "engines": {"connector": {"store": "ram://x"}}}, "engines.connector.store"),
-        ({"model": {"path": "m"}, "engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
-        ({"model": {"path": "m"}, "store": {"shards": 0}}, "store.shards"),
-        ({"model": {"path": "m"}, "store": {"shards": 2, "shards_max": 1}}, "store.shards_max"),
-        ({"model": {"path": "m"}, "store": {"replication": 2}}, "store.replication"),
-        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 1}]}}, "store.data_dir"),
-        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "", "gib": 1}]}}, "store.tiers.0.path"),
-        ({"model": {"path": "m"}, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.0.gib"),
-        ({"model": {"path": "m"}, "store": {"ram_gib": 0}}, "store.ram_gib"),
-        ({"model": {"path": "m"}, "store": {"tls_ca": "/a"}}, "store.tls"),
-        ({"model": {"path": "m"}, "store": {"tokens_file": "/a"}}, "store.token_file"),
-        ({"model": {"path": "m"}, "store": {"protect_metrics": True}}, "store.protect_metrics"),
-        ({"model": {"path": "m"}, "store": {"port": 65_536}}, "store.port"),
-        ({"model": {"path": "m"}, "store": {"directory_port": 0}}, "store.directory_port"),
-        ({"model": {"path": "m"}, "gateway": {"replicas": 0}}, "gateway.replicas"),
-        ({"model": {"path": "m"}, "gateway": {"http_port": -1}}, "gateway.http_port"),
-        ({"model": {"path": "m"}, "gateway": {"fill_on_miss": "always"}}, "gateway.fill_on_miss"),
-        ({"model": {"path": "m"}, "gateway": {"tls_cert": "/c"}}, "gateway.tls"),
+        ({**M, "engines": {"replicas": 3, "replicas_max": 1}}, "engines.replicas_max"),
+        ({**M, "engines": {"replicas": 0}}, "engines.replicas"),
+        ({**M, "engines": {"cpus": -1}}, "engines.cpus"),
+        ({**M, "engines": {"gpus": float("nan")}}, "engines.gpus"),
+        ({**M, "engines": {"expert": {"ratio": 1.5}}}, "engines.expert.ratio"),
+        ({**M, "engines": {"expert": {"ratio": "most"}}}, "config.engines.expert.ratio"),
+        (
+            {"model": {"path": "m"}, "engines": {"expert": {"load_deadline_ms": 0}}},
+            "engines.expert.load_deadline_ms",
+        ),
+        ({**M, "engines": {"vllm": {"model": "x"}}}, "engines.vllm.model"),
+        ({**M, "store": {"shards": 0}}, "store.shards"),
+        (
+            {"model": {"path": "m"}, "store": {"shards": 2, "expert": {"shards_max": 1}}},
+            "store.expert.shards_max",
+        ),
+        ({**M, "store": {"replication": 2}}, "store.replication"),
+        ({**M, "store": {"tiers": [{"path": "/a", "gib": 1}]}}, "store.data_dir"),
+        ({**M, "store": {"tiers": [{"path": "", "gib": 1}]}}, "store.tiers.0.path"),
+        ({**M, "store": {"tiers": [{"path": "/a", "gib": 0}]}}, "store.tiers.0.gib"),
+        ({**M, "store": {"ram_gib": 0}}, "store.ram_gib"),
+        ({**M, "store": {"tls_ca": "/a"}}, "store.tls"),
+        ({**M, "store": {"expert": {"tokens_file": "/a"}}}, "store.expert.token_file"),
+        ({**M, "store": {"expert": {"directory_port": 0}}}, "store.expert.directory_port"),
+        ({**M, "gateway": {"replicas": 0}}, "gateway.replicas"),
+        ({**M, "gateway": {"http_port": -1}}, "gateway.http_port"),
+        (
+            {"model": {"path": "m"}, "gateway": {"expert": {"engine_places": 0}}},
+            "gateway.expert.engine_places",
+        ),
+        ({**M, "gateway": {"tls_cert": "/c"}}, "gateway.tls"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], where: str) -> None:
@@ -300,7 +312,7 @@ def test_rules_for_namespaces_reach_gateways_and_shards_and_restart_nothing() ->
         {
             "model": {"path": "/model"},
             "limits": {"acme": {"ram_gib": 2, "requests_per_s": 5}},
-            "privacy": {"acme": {"accounting": False}},
+            "privacy": {"acme": {"expert": {"accounting": False}}},
         }
     )
     assert args_of(ruled) == args_of(plain)

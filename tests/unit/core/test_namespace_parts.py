@@ -19,7 +19,7 @@ from kintsugi.core.namespaces.parts import (
     is_within,
     narrow,
 )
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules, find_rule, sum_account
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.callers import Caller
@@ -111,7 +111,7 @@ def test_whoever_may_use_a_namespace_may_use_its_parts_and_no_others() -> None:
 
 
 def test_a_part_escapes_no_rule_of_its_base() -> None:
-    strict = NamespacePrivacy(accounting=False)
+    strict = NamespacePrivacy(expert=PrivacyExpert(accounting=False))
     rules = NamespaceRules(
         limits={"docs": NamespaceLimits(ram_gib=1), "*": NamespaceLimits(ram_gib=9)},
         privacy={"docs": strict, "docs*": NamespacePrivacy(), "docs/*": NamespacePrivacy()},
@@ -137,12 +137,12 @@ def test_parts_may_have_rules_of_their_own() -> None:
 def test_a_session_escapes_no_rule_of_its_tenant() -> None:
     rules = NamespaceRules(
         limits={"docs/-/acme": NamespaceLimits(weight=2), "docs/-/.*": NamespaceLimits(weight=9)},
-        privacy={"docs/-/acme": NamespacePrivacy(accounting=False)},
+        privacy={"docs/-/acme": NamespacePrivacy(expert=PrivacyExpert(accounting=False))},
     )
     session = narrow("docs", {TENANT: "acme", SESSION: "s"})
     assert rules.limits_of(session) == NamespaceLimits(weight=2)
     assert rules.account_of(session) == "docs/-/acme"
-    assert not rules.privacy_of(session).accounting
+    assert not rules.privacy_of(session).expert.accounting
     assert rules.limits_of(narrow("docs", {SESSION: "s"})) is None
     assert rules.account_of(narrow("docs", {SESSION: "s"})) == "docs"
 
@@ -150,12 +150,19 @@ def test_a_session_escapes_no_rule_of_its_tenant() -> None:
 def test_a_part_reveals_no_more_than_its_base() -> None:
     rules = NamespaceRules(
         privacy={
-            "docs": NamespacePrivacy(accounting=False, ttft_step_ms=400, chunk_tokens_multiple=64),
-            "docs/-/*": NamespacePrivacy(shared="docs", ttft_step_us_per_token=5, chunk_tokens_multiple=32),
+            "docs": NamespacePrivacy(
+                expert=PrivacyExpert(accounting=False, ttft_step_ms=400, chunk_tokens_multiple=64)
+            ),
+            "docs/-/*": NamespacePrivacy(
+                shared="docs", expert=PrivacyExpert(ttft_step_us_per_token=5, chunk_tokens_multiple=32)
+            ),
         }
     )
     assert rules.privacy_of("docs/-/acme/.b") == NamespacePrivacy(
-        accounting=False, ttft_step_ms=400, ttft_step_us_per_token=5, chunk_tokens_multiple=64, shared="docs"
+        shared="docs",
+        expert=PrivacyExpert(
+            accounting=False, ttft_step_ms=400, ttft_step_us_per_token=5, chunk_tokens_multiple=64
+        ),
     )
 
 

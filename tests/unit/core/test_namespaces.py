@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules, find_rule, sum_account
 
 
@@ -42,16 +42,17 @@ def test_use_is_counted_where_limits_are_shared() -> None:
 def test_the_other_rules_count_first() -> None:
     mine = NamespaceRules(limits={"a": NamespaceLimits(weight=1.0), "b": NamespaceLimits(weight=2.0)})
     other = NamespaceRules(
-        limits={"a": NamespaceLimits(weight=9.0)}, privacy={"a": NamespacePrivacy(accounting=False)}
+        limits={"a": NamespaceLimits(weight=9.0)},
+        privacy={"a": NamespacePrivacy(expert=PrivacyExpert(accounting=False))},
     )
     merged = mine.overridden_by(other)
     assert [merged.limits[name].weight for name in "ab"] == [9.0, 2.0]
-    assert not merged.privacy_of("a").accounting
+    assert not merged.privacy_of("a").expert.accounting
     assert mine.overridden_by(NamespaceRules()) is mine
 
 
 def test_a_step_grows_with_the_prompt() -> None:
-    privacy = NamespacePrivacy(ttft_step_ms=100, ttft_step_us_per_token=50)
+    privacy = NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=100, ttft_step_us_per_token=50))
     assert privacy.step_s(2000) == pytest.approx(0.2)
 
 
@@ -61,7 +62,7 @@ def test_namespaces_with_discovery_are_those_whose_rule_says_or_implies_it() -> 
             "default": NamespacePrivacy(discover=True),
             "users/*": NamespacePrivacy(shared="team"),
             "quiet/*": NamespacePrivacy(shared="team", discover=False),
-            "acme": NamespacePrivacy(accounting=False),
+            "acme": NamespacePrivacy(expert=PrivacyExpert(accounting=False)),
         }
     )
     assert rules.discovering == ["default", "users/*"]

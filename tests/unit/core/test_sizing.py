@@ -63,10 +63,6 @@ def test_a_corpus_takes_whole_chunks_on_every_replica() -> None:
     one = codec_size(layout, Codec.RAW, SizingWorkload(corpus_tokens=512))
     two = codec_size(layout, Codec.RAW, SizingWorkload(corpus_tokens=513, replication=3))
     assert two.corpus_bytes == 6 * one.corpus_bytes
-    copies = codec_size(layout, Codec.RAW, SizingWorkload(corpus_tokens=513, replication=3, copies=2))
-    assert copies.corpus_bytes == 2 * two.corpus_bytes
-    assert copies.prompt_bytes == two.prompt_bytes, "a prompt loads one copy of each chunk"
-    assert one.corpus_bytes == layout.chunk_bytes(Codec.RAW, 512) + layout.digests_bytes
 
 
 def test_only_active_experts_are_computed() -> None:

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kintsugi.cli.main import app
-from kintsugi.core.deploy import ServiceSpec, spec_from_yaml_mapping
+from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, ServiceSpec, spec_from_yaml_mapping
 
 REPOSITORY = Path(__file__).parents[3]
 COMPOSE = REPOSITORY / "docker" / "compose.yaml"
@@ -84,10 +84,10 @@ def test_nothing_is_published_beyond_loopback_and_only_files_of_ours_are_mounted
 def test_the_service_is_one_that_we_know_and_only_its_gateway_is_reachable(compose: dict[str, Any]) -> None:
     spec = service_of(compose)
     assert f"--model={spec.model.path}" in compose["services"]["kintsugi"]["command"]
-    assert spec.store.host == "127.0.0.1"
+    assert spec.store.expert.host == "127.0.0.1"
     published = {int(port.rsplit(":", 1)[1]) for port in compose["services"]["kintsugi"]["ports"]}
     assert {spec.gateway.grpc_port, spec.gateway.http_port} < published
-    folders = [spec.store.data_dir, spec.gateway.data_dir, *(tier.path for tier in spec.store.tiers)]
+    folders = [spec.store.data_dir, spec.gateway.expert.data_dir, *(tier.path for tier in spec.store.tiers)]
     assert all(folder.startswith("/data/") for folder in folders)
 
 
@@ -137,8 +137,8 @@ def test_prometheus_asks_the_ports_that_answer(compose: dict[str, Any]) -> None:
     targets = {each["labels"]["part"]: each["targets"] for each in job["static_configs"]}
     assert targets == {
         "gateway": [f"127.0.0.1:{spec.gateway.http_port}"],
-        "shard": [f"127.0.0.1:{spec.store.metrics_port}"],
-        "engine": [f"127.0.0.1:{spec.engines.metrics_port}"],
+        "shard": [f"127.0.0.1:{SHARD_METRICS_PORT}"],
+        "engine": [f"127.0.0.1:{ENGINE_METRICS_PORT}"],
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kintsugi.cli.commands.precompute import CorpusOptions
 from kintsugi.cli.session import Asked, build_prompt
-from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.deploy import EngineSpec, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName
 from kintsugi.engine.asynchronous import AsyncSpec
@@ -56,7 +56,9 @@ def test_engines_precompute_commands_and_calibration_agree(folder: Path) -> None
 def test_a_service_in_the_plain_form_agrees_with_a_job_in_it(system: str | None, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(make_checkpoint_once("tiny-llama"), tmp_path / "model"))
     folder = write_tokenizer(copied, CHATML)
-    spec = AsyncSpec.of(ModelSpec(str(folder), form="plain", system_prompt=system), EngineSpec(), STORE)
+    spec = AsyncSpec.of(
+        ModelSpec(str(folder), system_prompt=system, expert=ModelExpert(form="plain")), EngineSpec(), STORE
+    )
     (tmp_path / "system.txt").write_text(system or "")
     documents = CorpusOptions(
         source="x",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.deploy import EngineSpec, ModelSpec, ServiceSpec
+from kintsugi.core.deploy import EngineSpec, EngineSpecExpert, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.bundled import bundled_checkpoint
@@ -34,25 +34,24 @@ def test_the_reference_model_keeps_its_name_and_loads_from_the_cache(
 
 
 def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
-    model = ModelSpec("m", codec="int8", max_model_len=512)
+    model = ModelSpec("m", codec="int8")
     engines = EngineSpec(
-        kv_cache_gib=0.5,
         allow_uncalibrated=True,
-        connector={"ratio_max": 0.4},
-        vllm={"max_num_seqs": 4},
+        vllm={"max_num_seqs": 4, "tool_call_parser": "hermes"},
+        expert=EngineSpecExpert(ratio=0.4, load_deadline_ms=900),
     )
     spec = AsyncSpec.of(model, engines, STORE)
-    assert spec.vllm_args["max_model_len"] == 512
-    assert spec.vllm_args["kv_cache_memory_bytes"] == 1 << 29
-    assert spec.vllm_args["max_num_seqs"] == 4
+    assert spec.vllm_args == {"max_num_seqs": 4}
+    assert spec.openai.tool_call_parser == "hermes"
     config = spec.config
-    assert (config.codec, config.ratio_max, config.allow_uncalibrated) == ("int8", 0.4, True)
+    assert (config.codec, config.ratio, config.allow_uncalibrated) == ("int8", 0.4, True)
+    assert (config.lookup_deadline_ms, config.layer_deadline_ms) == (900, 900)
     assert config.prefix_token_ids is None
 
 
 @pytest.mark.parametrize("form", ["auto", "chat", "plain"])
 def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
-    model = ModelSpec(str(bundled_checkpoint()), form=form, system_prompt="You answer.")
+    model = ModelSpec(str(bundled_checkpoint()), system_prompt="You answer.", expert=ModelExpert(form=form))
     spec = AsyncSpec.of(model, EngineSpec(), STORE)
     assert spec.config.prefix_token_ids == list(spec.prompt_form.head)
     assert len(spec.prompt_form.head) > 1
@@ -61,14 +60,11 @@ def test_a_system_prompt_is_the_prefix_of_chunks(form: str) -> None:
 
 def test_a_context_reaches_the_connector() -> None:
     path = str(bundled_checkpoint())
-    spec = AsyncSpec.of(ModelSpec(path, context="bundled"), EngineSpec(), STORE)
+    spec = AsyncSpec.of(ModelSpec(path, expert=ModelExpert(context="bundled")), EngineSpec(), STORE)
     assert spec.context_token_ids == tokenize_context("bundled", path)
     assert spec.config.context_token_ids == list(spec.context_token_ids)
     with pytest.raises(NotFound, match=r"absent\.txt is not a file"):
-        AsyncSpec.of(ModelSpec(path, context="absent.txt"), EngineSpec(), STORE)
-    reserved = "connector.context_token_ids: follows from the rest"
-    with pytest.raises(InvalidField, match=reserved):
-        ServiceSpec(ModelSpec(path), EngineSpec(connector={"context_token_ids": [1]}))
+        AsyncSpec.of(ModelSpec(path, expert=ModelExpert(context="absent.txt")), EngineSpec(), STORE)
 
 
 def test_a_store_of_another_process_is_asked_for() -> None:
@@ -89,7 +85,9 @@ def test_form_and_context_load_the_tokenizer_once_at_the_revision_that_is_served
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", record)
     engines = EngineSpec(vllm={"revision": "older", "trust_remote_code": True})
-    spec = AsyncSpec.of(ModelSpec(str(bundled_checkpoint()), context="bundled"), engines, STORE)
+    spec = AsyncSpec.of(
+        ModelSpec(str(bundled_checkpoint()), expert=ModelExpert(context="bundled")), engines, STORE
+    )
     assert spec.prompt_form.tokenizer is not None
     assert spec.config.context_token_ids
     assert spec.config.prefix_token_ids == list(spec.prompt_form.head), "so the engine need not load it"

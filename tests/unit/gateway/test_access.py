@@ -295,12 +295,12 @@ def test_rules_beside_the_tokens_are_read_again_and_kept_when_a_token_is_added(t
     path, tokens = file_with(tmp_path, search=("search",))
     access_by_file = TokenFile(path)
     assert access_by_file.rules() == NamespaceRules()
-    rules = {"limits": {"search": {"requests_per_s": 3}}, "privacy": {"*": {"accounting": False}}}
+    rules = {"limits": {"search": {"requests_per_s": 3}}, "privacy": {"*": {"expert": {"accounting": False}}}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
     assert access_by_file.rules().limits["search"].requests_per_s == 3
     add_grant(path, new_token("other", ("other",))[1])
     assert access_by_file.rules().limits["search"].requests_per_s == 3
-    assert not access_by_file.rules().privacy_of("any").accounting
+    assert not access_by_file.rules().privacy_of("any").expert.accounting
     assert access_by_file.caller(tokens["search"]).name == "search"
     path.write_text(json.dumps({"tokens": [], "limits": {"search": {"requests_per_s": -3}}}))
     assert access_by_file.rules().limits["search"].requests_per_s == 3  # the file is invalid

@@ -199,19 +199,6 @@ def test_a_request_that_may_overtake_goes_next() -> None:
     run(test, places=1)
 
 
-def test_the_queue_of_a_namespace_is_bounded() -> None:
-    async def test(engine: Engine) -> None:
-        tasks = [await engine.ask("a") for _ in range(4)]
-        await asyncio.sleep(0)
-        error = tasks[3].exception()
-        assert isinstance(error, ResourceExhausted)
-        assert error.retry_after_s is not None
-        assert error.retry_after_s >= 1
-        assert engine.shares.queued == 2
-
-    run(test, 1, a=NamespaceLimits(queued=2))
-
-
 def test_a_full_queue_sheds_the_namespace_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares_module, "QUEUED_MAX", 4)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.blend_service import ROLES, BlendServiceSpec
 from kintsugi_operator.api.environment import FIELDS
 from kintsugi_operator.api.manifest import from_manifest
 from kintsugi_operator.objects.base import Owner
@@ -17,15 +17,22 @@ NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 OWNER = Owner("BlendService", "acme", "team", "uid-1")
 SMALL: dict[str, Any] = {
     "model": {"path": "/models/small"},
-    "image": {"repository": "registry.example/kintsugi/serving-cpu", "tag": "1"},
+    "image": "registry.example/kintsugi/serving-cpu:1",
     "gateway": {"tokensSecret": "acme-tokens"},
 }
 
 
-def spec_of(**parts: Any) -> BlendServiceSpec:
+def merged(parts: dict[str, Any]) -> dict[str, Any]:
     """The small one with parts of it replaced, as YAML names them."""
-    merged = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
-    return from_manifest(BlendServiceSpec, merged)
+    spec = dict(SMALL)
+    for key, value in parts.items():
+        spec[key] = {**SMALL.get(key, {}), **value} if isinstance(value, dict) else value
+    return spec
+
+
+def spec_of(**parts: Any) -> BlendServiceSpec:
+    """The small one with parts of it replaced, as a spec."""
+    return from_manifest(BlendServiceSpec, merged(parts))
 
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True)
@@ -37,22 +44,7 @@ tolerations = st.one_of(
     st.builds(lambda key, value: {"key": key, "value": value, "effect": "NoSchedule"}, objects, objects),
     st.just({"operator": "Exists"}),
 )
-nodes = st.fixed_dictionaries(
-    {
-        "selector": st.dictionaries(objects, objects, max_size=2),
-        "tolerations": st.lists(tolerations, max_size=2),
-    }
-)
-images = st.fixed_dictionaries(
-    {"repository": st.sampled_from(["a/b", "registry.example:5000/x/y"]), "tag": objects},
-    optional={"digest": st.just(f"sha256:{'0' * 64}"), "pullPolicy": st.sampled_from(["Always", "Never"])},
-)
-
-
-@st.composite
-def replicas(draw: st.DrawFn) -> dict[str, int]:
-    least = draw(st.integers(1, 8))
-    return {"min": least, "max": draw(st.integers(least, 16))}
+images = st.sampled_from(["a/b:tag", "registry.example:5000/x/y", f"a/b:1@sha256:{'0' * 64}"])
 
 
 @st.composite
@@ -85,23 +77,23 @@ pod_templates = st.fixed_dictionaries(
         "priorityClassName": objects,
         "runtimeClassName": objects,
         "schedulerName": objects,
+        "env": variables(),
+        "nodeSelector": st.dictionaries(objects, objects, max_size=2),
+        "tolerations": st.lists(tolerations, max_size=2),
         "volumes": st.just([{"name": "cache", "csi": {"driver": "cache.example.com"}}]),
     },
 )
+templates = st.dictionaries(st.sampled_from(ROLES), pod_templates, max_size=3)
 engines = st.fixed_dictionaries(
-    {"replicas": replicas()},
+    {"replicas": st.integers(1, 8)},
     optional={
+        "replicasMax": st.integers(8, 16),
         "cpus": st.sampled_from([0.5, 4, 7.25]),
         "memory": quantities,
         "gpus": st.integers(0, 4),
         "calibrate": st.booleans(),
-        "kvCacheGib": st.sampled_from([0.5, 40]),
-        "vllm": st.just({"max_num_seqs": 16}),
-        "connector": st.just({"slice_tokens": 256}),
-        "fixedReplicas": st.integers(1, 8),
-        "podTemplate": pod_templates,
-        "env": variables(),
-        "nodes": nodes,
+        "vllm": st.sampled_from([{"max_num_seqs": 16}, {"max_model_len": 512, "dtype": "float16"}]),
+        "expert": st.fixed_dictionaries({}, optional={"ratio": st.just(0.2), "portable": st.booleans()}),
     },
 )
 
@@ -115,30 +107,32 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "replication": draw(st.integers(1, min(shards, 8))),
         "ramGib": draw(st.sampled_from([0.25, 4, 96])),
         "tiers": [{"name": name, "gib": draw(st.sampled_from([1, 200.5]))} for name in tiers],
-        "volumes": {
-            "kind": draw(st.sampled_from(["Persistent", "Ephemeral"])),
-            "retain": draw(st.booleans()),
-        },
-        "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
         "tlsSecret": draw(optional),
         "keysSecret": draw(optional),
         "tokensSecret": draw(optional),
-        **draw(st.sampled_from([{}, {"bucketUrl": "s3://chunks/a", "bucketPort": 9000}] if tiers else [{}])),
-        "scrubMibPerS": draw(st.sampled_from([0, 2.5, 64])),
-        "eraseGraceSeconds": draw(st.sampled_from([0, 2.5, 240])),
+        **({"bucketUrl": "s3://chunks/a"} if tiers and draw(st.booleans()) else {}),
         "insecure": True,
-        "podTemplate": draw(pod_templates),
-        "env": draw(variables()),
-        "nodes": draw(nodes),
+        "expert": {
+            "volumes": {
+                "kind": draw(st.sampled_from(["Persistent", "Ephemeral"])),
+                "retain": draw(st.booleans()),
+            },
+            "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
+            "bucketPort": draw(st.sampled_from([443, 9000])),
+        },
         **({"image": draw(images)} if draw(st.booleans()) else {}),
     }
 
 
 @st.composite
 def gateways(draw: st.DrawFn) -> dict[str, Any]:
-    tokens = draw(optional)
+    tokens, tls = draw(optional), draw(optional)
+    expert = draw(gateway_experts)
+    expert["requireClientCertificate"] = bool(tls) and draw(st.booleans())
     return {
         "tokensSecret": tokens,
+        "tlsSecret": tls,
+        "expert": expert,
         "insecure": not tokens or draw(st.booleans()),
         **draw(gateway_options),
     }
@@ -150,11 +144,13 @@ gateway_options = st.fixed_dictionaries(
         "replicas": st.integers(1, 4),
         "serviceType": st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"]),
         "grpcPort": st.just(7501),
-        "podTemplate": pod_templates,
+    },
+)
+gateway_experts = st.fixed_dictionaries(
+    {},
+    optional={
         "serviceAnnotations": st.just({"example.com/load-balancer": "internal"}),
-        "fillOnMiss": st.sampled_from(["off", "background"]),
-        "env": variables(),
-        "nodes": nodes,
+        "fillOnMiss": st.booleans(),
     },
 )
 redis = st.sampled_from(
@@ -170,7 +166,6 @@ models = st.fixed_dictionaries(
         "name": objects,
         "codec": st.sampled_from(["raw", "int8"]),
         "systemPrompt": st.text(max_size=40),
-        "maxModelLen": st.integers(128, 8192),
         "volumeClaim": objects,
         "tokenSecret": objects,
     },
@@ -180,16 +175,17 @@ networks = st.fixed_dictionaries(
     optional={
         "clientNamespaces": st.lists(objects, max_size=2),
         "monitoringNamespace": objects,
-        "kuberayNamespace": objects,
-        "egress": st.lists(egress, max_size=2),
     },
+)
+experts = st.fixed_dictionaries(
+    {"podTemplates": templates, "redis": redis},
+    optional={"kuberayNamespace": objects, "egress": st.lists(egress, max_size=2)},
 )
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> dict[str, Any]:
     """The `spec` of a BlendService."""
-    secret = draw(optional)
     return {
         "model": draw(models),
         "image": draw(images),
@@ -197,9 +193,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         "store": draw(stores()),
         "gateway": draw(gateways()),
         "network": draw(networks),
-        "tls": {"secret": secret, "requireClient": bool(secret) and draw(st.booleans())},
-        "heads": {"podTemplate": draw(pod_templates)},
-        "redis": draw(redis),
+        "expert": draw(experts),
         "imagePullSecrets": draw(st.lists(objects, max_size=2)),
     }
 

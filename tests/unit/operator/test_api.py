@@ -55,7 +55,7 @@ def test_names_are_camel_in_yaml() -> None:
     ("values", "error", "says"),
     [
         ({"store": {"shard": 2}}, UnknownField, r"spec\.store\.shard: unknown; did you mean 'shards'"),
-        ({"engines": {"replicas": {"mn": 1}}}, UnknownField, r"spec\.engines\.replicas\.mn"),
+        ({"engines": {"replica": 1}}, UnknownField, r"spec\.engines\.replica"),
         ({"store": {"ramGib": "much"}}, InvalidField, r"spec\.store\.ramGib"),
         ({"model": {"path": None}}, InvalidField, r"spec\.model\.path"),
         ({"store": {"tiers": [{"name": "a"}]}}, InvalidField, r"spec\.store\.tiers\.0\.gib: is mandatory"),
@@ -69,71 +69,70 @@ def test_a_wrong_field_is_named_as_yaml_does(
         from_manifest(BlendServiceSpec, {**SMALL, **values})
 
 
+def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
+    """A spec whose engines have these environment variables."""
+    return {"expert": {"podTemplates": {"engines": {"env": list(variables)}}}}
+
+
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
         ({"gateway": {"tokensSecret": ""}}, "spec: gateway.tokensSecret is mandatory"),
         ({"network": {"policies": False}}, "spec: without network.policies the store needs store.tlsSecret"),
-        ({"engines": {"replicas": {"min": 3, "max": 2}}}, "spec.engines.replicas: min must not exceed max"),
-        ({"engines": {"replicas": {"min": 0}}}, "spec.engines.replicas.min: 0 must be at least 1"),
+        ({"engines": {"replicas": 3, "replicasMax": 2}}, "spec.engines.replicasMax: must not be less than"),
+        ({"engines": {"replicas": 0}}, "spec.engines.replicas: 0 must be at least 1"),
         (
             {"store": {"bucketUrl": "s3://chunks"}},
             "spec.store.bucketUrl: a bucket takes what",
         ),
         ({"gateway": {"httpPort": 7500}}, "spec.gateway.httpPort: grpcPort and httpPort must differ"),
         ({"gateway": {"httpPort": 8265}}, "8265 is used by Ray's dashboard"),
-        ({"engines": {"sharedMemory": "16Gi"}}, "counts towards engines.memory"),
+        ({"engines": {"expert": {"sharedMemory": "16Gi"}}}, "counts towards"),
         ({"store": {"replication": 2}}, "spec.store.replication: replication must not exceed shards"),
-        ({"tls": {"requireClient": True}}, "spec.tls.secret"),
-        ({"store": {"scrubMibPerS": -1}}, "spec.store.scrubMibPerS: -1.0 must be at least 0"),
+        ({"gateway": {"expert": {"requireClientCertificate": True}}}, "spec.gateway.tlsSecret"),
         ({"engines": {"vllm": {"model": "x"}}}, "spec.engines.vllm.model"),
-        ({"engines": {"connector": {"store": "x"}}}, "spec.engines.connector.store"),
+        ({"engines": {"expert": {"ratio": 2}}}, "spec.engines.expert.ratio: 2.0 must be at most 1"),
+        ({"expert": {"podTemplates": {"shards": {}}}}, "spec.expert.podTemplates.shards: unknown"),
         ({"model": {"codec": "zip"}}, "spec.model.codec: 'zip' is not one of 'raw'"),
         ({"gateway": {"grpcPort": 12000}}, "spec.gateway.grpcPort: 12000 is used by Ray's workers"),
         (
             {"engines": {"gpus": 1, "vllm": {"tensor_parallel_size": 2}}},
             "spec.engines.vllm.tensor_parallel_size: 2 ranks need as many GPUs",
         ),
-        ({"store": {"rampSeconds": -1}}, "spec.store.rampSeconds: -1.0 must be at least 0"),
         ({"store": {"shards": 257}}, "spec.store.shards: 257 must be at most 256"),
         (
             {"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}},
             "tiers.1.name: a is there",
         ),
         ({"engines": {"memory": "much"}}, "spec.engines.memory: "),
-        ({"engines": {"nodes": {"tolerations": [{}]}}}, "tolerations.0: without a key, operator must be"),
+        (
+            {"expert": {"podTemplates": {"engines": {"tolerations": [{}]}}}},
+            "tolerations.0: without a key, operator must be",
+        ),
         ({"model": {"path": "s3://bucket/model"}}, r"spec\.model\.path: 's3://bucket/model' does not match"),
         (
-            {"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}},
-            "spec.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
+            {"expert": {"podTemplates": {"store": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}}},
+            "spec.expert.podTemplates.store.env.0.name: this variable is .* \\(got 'RAY_ADDRESS'\\)",
         ),
-        ({"engines": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}, "model.tokenSecret"),
-        ({"redis": {"username": "ray"}}, "spec.redis.passwordSecret: a username needs passwordSecret"),
-        ({"redis": {"address": "redis"}}, "spec.redis.address: string should match"),
-        ({"engines": {"fixedReplicas": 0}}, "spec.engines.fixedReplicas: 0 must be at least 1"),
+        (env_of({"name": "HF_TOKEN", "value": "x"}), "model.tokenSecret"),
         (
-            {"gateway": {"serviceAnnotations": {"kintsugi.dev/desired": "x"}}},
-            "spec.gateway.serviceAnnotations: kintsugi.dev/desired cannot be set",
+            {"expert": {"redis": {"username": "ray"}}},
+            "spec.expert.redis.passwordSecret: a username needs passwordSecret",
         ),
-        ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "spec.gateway.env.1.name: A is there twice"),
-        ({"gateway": {"env": [{"name": "A", "valueFrom": {}}]}}, "env.0.valueFrom: name one of"),
+        ({"expert": {"redis": {"address": "redis"}}}, "spec.expert.redis.address: string should match"),
         (
-            {
-                "gateway": {
-                    "env": [
-                        {
-                            "name": "A",
-                            "value": "b",
-                            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
-                        }
-                    ]
-                }
-            },
+            {"gateway": {"expert": {"serviceAnnotations": {"kintsugi.dev/desired": "x"}}}},
+            "spec.gateway.expert.serviceAnnotations: kintsugi.dev/desired cannot be set",
+        ),
+        (env_of({"name": "A"}, {"name": "A"}), "podTemplates.engines.env.1.name: A is there twice"),
+        (env_of({"name": "A", "valueFrom": {}}), "env.0.valueFrom: name one of"),
+        (
+            env_of({"name": "A", "value": "b", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}),
             "env.0.value: give value or valueFrom",
         ),
-        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress.0.ports: is mandatory"),
-        ({"network": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.network.egress.0.cidr"),
-        ({"network": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
+        ({"expert": {"egress": [{"ports": []}]}}, "spec.expert.egress.0.ports: is mandatory"),
+        ({"expert": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.expert.egress.0.cidr"),
+        ({"expert": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
     ],
 )
 def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says: str) -> None:
@@ -147,8 +146,7 @@ def test_a_spec_that_cannot_work_says_what_to_change(parts: dict[str, Any], says
         ({"namespace": "a b"}, "spec.namespace"),
         ({"overlap": 512}, "overlap"),
         ({"schedule": "61 * * * *"}, "schedule"),
-        ({"workers": {"vllm": {"revision": "x"}}}, "spec.workers.vllm.revision: is the service's to decide"),
-        ({"workers": {"vllm": {"dtype": "float16"}}}, "spec.workers.vllm.dtype"),
+        ({"workers": {"vllm": {"revision": "x"}}}, "spec.workers.vllm: unknown"),
     ],
 )
 def test_a_corpus_that_cannot_work_says_what_to_change(values: dict[str, Any], says: str) -> None:
@@ -259,7 +257,7 @@ def test_the_files_are_what_the_types_say() -> None:
 
 def test_a_field_that_is_as_it_would_be_anyhow_changes_no_revision() -> None:
     """Else a later operator, with more fields, would start all engines anew."""
-    told = spec_of(model={"dtype": "auto", "codec": "raw", "name": ""}, engines={"connector": {}, "vllm": {}})
+    told = spec_of(model={"codec": "raw", "name": ""}, engines={"expert": {"portable": True}, "vllm": {}})
     assert EngineRevision.of(told).name == EngineRevision.of(spec_of()).name
     assert EngineRevision.of(spec_of(model={"codec": "int8"})).name != EngineRevision.of(spec_of()).name
 

@@ -72,7 +72,14 @@ def test_it_runs_at_once() -> None:
 
 def test_its_engines_have_the_environment_of_the_services() -> None:
     proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
-    spec = spec_of(engines={"env": [proxy]}, gateway={"env": [{"name": "OTEL_SERVICE_NAME", "value": "x"}]})
+    spec = spec_of(
+        expert={
+            "podTemplates": {
+                "engines": {"env": [proxy]},
+                "gateway": {"env": [{"name": "OTEL_SERVICE_NAME", "value": "x"}]},
+            }
+        }
+    )
     cluster = job_of(decide(corpus_of(), at=Target(spec, EngineRevision.of(spec), True)))["spec"][
         "rayClusterSpec"
     ]
@@ -106,17 +113,21 @@ def test_the_command_line_knows_what_jobs_say() -> None:
             "path": "org/name",
             "systemPrompt": "Be brief.",
             "codec": "int8",
-            "maxModelLen": 8192,
-            "form": "plain",
-            "context": "bundled",
+            "expert": {"form": "plain", "context": "bundled"},
         },
         engines={
             "gpus": 2,
-            "vllm": {"kv_cache_dtype": "fp8", "max_num_seqs": 4, "trust_remote_code": True},
-            "connector": {"portable": False, "plain_copies": False, "slice_tokens": 64},
+            "vllm": {
+                "kv_cache_dtype": "fp8",
+                "max_model_len": 8192,
+                "max_num_seqs": 4,
+                "tool_call_parser": "hermes",
+                "trust_remote_code": True,
+            },
+            "expert": {"portable": False, "plainCopies": False},
         },
     )
-    asked = corpus_of(retireOldEditions=True, format="csv", workers={"gpus": 4, "vllm": {"seed": 1}})
+    asked = corpus_of(expert={"retireOldEditions": True, "format": "csv"}, workers={"gpus": 4})
     at = Target(spec, EngineRevision.of(spec), True)
     job = job_of(decide(asked, at=at))
     told: Any = options_of(shlex.split(job["spec"]["entrypoint"]))
@@ -131,7 +142,6 @@ def test_the_command_line_knows_what_jobs_say() -> None:
     assert json.loads(told["engine"]) == {
         "kv_cache_dtype": "fp8",
         "max_model_len": 8192,
-        "seed": 1,
         "tensor_parallel_size": 4,
         "trust_remote_code": True,
     }
@@ -152,7 +162,7 @@ def test_the_command_line_knows_what_jobs_say() -> None:
         "tensor_parallel_size": 2,
         "trust_remote_code": True,
     }
-    assert json.loads(measured["connector"]) == {"portable": False}
+    assert measured["portable"] is False
     assert measured["system"] == told["system"]
     assert measured["form"] == told["form"] == "plain"
     assert measured["context"] == [told["context"]] == ["bundled"], "one, so nothing is chosen"
@@ -163,11 +173,6 @@ def test_where_chunks_are_discovered_the_calibration_is_about_segments(discover:
     spec = spec_of(privacy={"default": {"discover": discover}, "other": {}})
     command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
     assert options_of(command)["segments"] is discover
-    spec = spec_of(
-        privacy={"default": {"discover": True}}, engines={"connector": {"discovery": {"enabled": False}}}
-    )
-    command = shlex.split(calibration_job(spec, OWNER, EngineRevision.of(spec))["spec"]["entrypoint"])
-    assert not options_of(command)["segments"]
 
 
 def test_nothing_is_said_that_goes_without_saying() -> None:
@@ -224,13 +229,17 @@ def test_another_model_fills_it_again() -> None:
     assert again.superfluous == (done.job,)
 
 
-@pytest.mark.parametrize("changed", [{"source": "/corpus/more"}, {"tokensMax": 256}, {"errorsShare": 0.5}])
+@pytest.mark.parametrize(
+    "changed", [{"source": "/corpus/more"}, {"tokensMax": 256}, {"expert": {"errorsShare": 0.5}}]
+)
 def test_another_spec_fills_it_again(changed: dict[str, Any]) -> None:
     done = dataclasses.replace(decide(corpus_of()).status, phase="Failed")
     assert decide(corpus_of(**changed), done, JobState.FAILED).status.job != done.job
 
 
-@pytest.mark.parametrize("changed", [{"ttlS": 7}, {"suspend": True}, {"ledgerGib": 3}])
+@pytest.mark.parametrize(
+    "changed", [{"expert": {"ttlS": 7}}, {"suspend": True}, {"expert": {"ledgerGib": 3}}]
+)
 def test_what_does_not_change_the_chunks_does_not(changed: dict[str, Any]) -> None:
     running = decide(corpus_of()).status
     assert decide(corpus_of(**changed), running, JobState.RUNNING).status.job == running.job

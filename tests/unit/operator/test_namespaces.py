@@ -24,11 +24,11 @@ def told(config: Manifest, deployment: str) -> Manifest:
 
 
 def test_rules_reach_gateways_and_shards() -> None:
-    spec = spec_of(limits=LIMITS, privacy={"acme": {"ttftStepMs": 80, "accounting": False}})
+    spec = spec_of(limits=LIMITS, privacy={"acme": {"expert": {"ttftStepMs": 80, "accounting": False}}})
     expected = {"acme": {"requests_per_s": 5.0, "ram_gib": 2.0}, "team/*": {"together": True, "weight": 3.0}}
     gateway = told(service_config(spec, "blend", "team"), GATEWAY_DEPLOYMENT)
     assert gateway["limits"] == expected
-    assert gateway["privacy"] == {"acme": {"ttft_step_ms": 80.0, "accounting": False}}
+    assert gateway["privacy"] == {"acme": {"expert": {"ttft_step_ms": 80.0, "accounting": False}}}
     shard = told(store_config(spec), SHARD_DEPLOYMENT)
     assert shard["limits"] == expected
     assert "tokens_file" not in shard

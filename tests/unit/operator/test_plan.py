@@ -17,7 +17,6 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from kintsugi.gateway.access import check_exposure
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.environment import RESERVED
 from kintsugi_operator.api.status import BlendServiceStatus
@@ -143,7 +142,7 @@ def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
 
 def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
     """RayClusters have no scale: Kubernetes lets no pod of theirs go under `maxUnavailable`."""
-    spec = spec_of(store={"shards": 3}, gateway={"replicas": 2}, engines={"replicas": {"min": 1, "max": 4}})
+    spec = spec_of(store={"shards": 3}, gateway={"replicas": 2}, engines={"replicasMax": 4})
 
     def least(engines: int) -> dict[str, int]:
         observed = Observed(
@@ -264,13 +263,13 @@ def test_the_store_knows_nothing_of_engines_and_model(spec: BlendServiceSpec) ->
     other = dataclasses.replace(
         spec,
         model=dataclasses.replace(spec.model, path="/models/other", codec="fp8", system_prompt="Be brief."),
-        image=dataclasses.replace(spec.image, repository="elsewhere/image", digest="", tag="2"),
-        ray_version="2.61.0",
-        engines=spec_of(engines={"gpus": 2, "replicas": {"min": 3, "max": 9}}).engines,
+        image="elsewhere/image:2",
+        expert=dataclasses.replace(spec.expert, ray_version="2.61.0"),
+        engines=spec_of(engines={"gpus": 2, "replicas": 3, "replicasMax": 9}).engines,
         gateway=dataclasses.replace(spec.gateway, replicas=7, grpc_port=7555),
     )
     after = named(objects_of(other, observed=observed), "RayService", name)
-    if spec.store.image is None:
+    if not spec.store.image:
         assert after == before
     else:
         assert after["spec"]["rayClusterConfig"] == before["spec"]["rayClusterConfig"]
@@ -311,7 +310,7 @@ def test_each_shard_has_a_group_and_volumes_of_its_own() -> None:
 def test_claims_outlive_the_service_unless_told_otherwise() -> None:
     kept = objects_of(spec_of())
     assert all("ownerReferences" not in one["metadata"] for one in kept if "Claim" in one["kind"])
-    gone = objects_of(spec_of(store={"volumes": {"retain": False}}))
+    gone = objects_of(spec_of(store={"expert": {"volumes": {"retain": False}}}))
     claims = [one for one in gone if "Claim" in one["kind"]]
     assert claims
     assert all(one["metadata"]["ownerReferences"][0]["uid"] == OWNER.uid for one in claims)
@@ -333,7 +332,7 @@ def test_scaling_engines_changes_no_pod_and_no_argument() -> None:
     """Else Ray would start all engines anew."""
     few, many = (
         named(
-            objects_of(spec_of(engines={"replicas": {"min": 1, "max": most}})),
+            objects_of(spec_of(engines={"replicasMax": most})),
             "RayService",
             f"acme-{EngineRevision.of(spec_of()).name}",
         )
@@ -344,11 +343,11 @@ def test_scaling_engines_changes_no_pod_and_no_argument() -> None:
     assert before["args"] == after["args"]
     assert before["deployments"][0]["autoscaling_config"]["max_replicas"] == 2
     assert after["deployments"][0]["autoscaling_config"]["max_replicas"] == 8
-    assert "user_config" not in before["deployments"][0], "engines of an older image could not take it over"
+    assert "user_config" not in before["deployments"][0]
 
 
 def test_gpus_are_asked_for_and_used() -> None:
-    spec = spec_of(engines={"gpus": 2, "gpuResource": "amd.com/gpu"})
+    spec = spec_of(engines={"gpus": 2, "expert": {"gpuResource": "amd.com/gpu"}})
     service = named(objects_of(spec), "RayService", f"acme-{EngineRevision.of(spec).name}")
     engine, gateway = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert engine["template"]["spec"]["containers"][0]["resources"]["limits"]["amd.com/gpu"] == "2"
@@ -374,7 +373,15 @@ def test_variables_reach_the_pods_they_are_for_and_no_others() -> None:
     empty = {"name": "MALLOC_ARENA_MAX", "value": ""}
     plain = objects_of(spec_of())
     told = objects_of(
-        spec_of(gateway={"env": [host, collector]}, engines={"env": [proxy]}, store={"env": [empty]})
+        spec_of(
+            expert={
+                "podTemplates": {
+                    "gateway": {"env": [host, collector]},
+                    "engines": {"env": [proxy]},
+                    "store": {"env": [empty]},
+                }
+            }
+        )
     )
     added = {
         role: [one for one in env if one not in environments(plain)[role]]
@@ -395,7 +402,7 @@ def test_variables_reach_the_pods_they_are_for_and_no_others() -> None:
 @PROPERTY
 @given(specs)
 def test_nothing_that_the_operator_sets_may_be_set_by_a_spec(spec: BlendServiceSpec) -> None:
-    own = {one.name for part in (spec.engines, spec.store, spec.gateway) for one in part.env}
+    own = {one.name for added in spec.expert.pod_templates.values() for one in added.env}
     for template in pod_templates(objects_of(spec)):
         names = [one["name"] for one in template["spec"]["containers"][0]["env"]]
         assert len(set(names)) == len(names)
@@ -409,7 +416,7 @@ def test_what_may_be_called_is_what_the_spec_names() -> None:
         {"ports": [3128, 9000], "cidr": "10.0.0.0/8"},
         {"ports": [8443]},
     ]
-    objects = objects_of(spec_of(network={"egress": asked, "downloads": False}))
+    objects = objects_of(spec_of(network={"downloads": False}, expert={"egress": asked}))
     plain = {one["metadata"]["name"] for one in objects_of(spec_of(network={"downloads": False}))}
     added = {one["metadata"]["name"]: one for one in objects if one["metadata"]["name"] not in plain}
     assert sorted(added) == ["acme-egress-calibration", "acme-egress-corpus", "acme-egress-service"]
@@ -427,14 +434,14 @@ def test_what_may_be_called_is_what_the_spec_names() -> None:
 @pytest.mark.parametrize(("told", "namespace"), [({}, "team"), ({"kuberayNamespace": "kuberay"}, "kuberay")])
 def test_kuberay_reaches_dashboards_from_one_namespace_only(told: dict[str, str], namespace: str) -> None:
     """Its label alone would let in whoever may make a pod somewhere."""
-    policy = named(objects_of(spec_of(network=told)), "NetworkPolicy", "acme-heads")
+    policy = named(objects_of(spec_of(expert=told)), "NetworkPolicy", "acme-heads")
     (peer,) = [one for one in policy["spec"]["ingress"][0]["from"] if "kuberay" in str(one["podSelector"])]
     assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    seen = plan_service(spec_of(network=told), OWNER, BEFORE, Observed(), NOW)
+    seen = plan_service(spec_of(expert=told), OWNER, BEFORE, Observed(), NOW)
     (condition,) = [one for one in seen.status.conditions if one.type == "KubeRayReady"]
     assert (
         condition.message
-        == f"network policies admit KubeRay of namespace {namespace} (network.kuberayNamespace)"
+        == f"network policies admit KubeRay of namespace {namespace} (expert.kuberayNamespace)"
     )
 
 
@@ -467,7 +474,8 @@ def test_policies_deny_what_they_do_not_name() -> None:
 
 
 def test_shards_may_call_their_bucket() -> None:
-    store = {"tiers": [{"name": "a", "gib": 1}], "bucketUrl": "s3://chunks", "bucketPort": 9000}
+    store: dict[str, Any] = {"tiers": [{"name": "a", "gib": 1}], "bucketUrl": "s3://chunks"}
+    store["expert"] = {"bucketPort": 9000}
     policy = named(objects_of(spec_of(store=store)), "NetworkPolicy", "acme-store")["spec"]
     assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [9000]
 
@@ -482,11 +490,11 @@ def test_the_gateways_are_those_of_the_active_revision() -> None:
 def test_a_changed_store_image_waits_for_its_own_setting() -> None:
     spec = spec_of()
     observed = running(spec)
-    moved = spec_of(image={"tag": "2"})
+    moved = spec_of(image="registry.example/kintsugi/serving-cpu:2")
     store = named(objects_of(moved, observed=observed), "RayService", "acme-store")
     container = store["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert container["image"] == "registry.example/kintsugi/serving-cpu:1"
-    told = spec_of(store={"image": {"repository": "registry.example/kintsugi/serving-cpu", "tag": "2"}})
+    told = spec_of(store={"image": "registry.example/kintsugi/serving-cpu:2"})
     store = named(objects_of(told, observed=observed), "RayService", "acme-store")
     container = store["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert container["image"] == "registry.example/kintsugi/serving-cpu:2"
@@ -494,7 +502,7 @@ def test_a_changed_store_image_waits_for_its_own_setting() -> None:
 
 def test_another_ray_version_of_the_store_is_said_and_not_done() -> None:
     observed = running(spec_of())
-    asked = {"rayVersion": "2.99.0", "image": {"repository": "x/y", "tag": "9"}}
+    asked = {"expert": {"rayVersion": "2.99.0"}, "image": "x/y:9"}
     result = plan_service(spec_of(store=asked), OWNER, BEFORE, observed, NOW)
     store = named(result.objects, "RayService", "acme-store")
     assert store["spec"]["rayClusterConfig"]["rayVersion"] == "2.60.0"
@@ -511,18 +519,18 @@ def test_what_is_told_to_gateways_and_shards_lets_them_listen(spec: BlendService
     for port in (gateway.grpc_port, gateway.http_port):
         listen = f"{gateway.host}:{port}"
         check_exposure(listen, bool(gateway.tokens_file), bool(gateway.tls_cert), gateway.insecure)
-    assert store.insecure or store.tls_cert
+    assert store.expert.insecure or store.tls_cert
 
 
 def test_tokens_are_asked_for_with_and_without_tls() -> None:
-    for tls in ({}, {"secret": "certificates"}):
-        told = service_spec(spec_of(tls=tls)).gateway
+    for tls in ("", "certificates"):
+        told = service_spec(spec_of(gateway={"tlsSecret": tls})).gateway
         assert told.tokens_file == "/etc/kintsugi/tokens/tokens.yaml"
         assert told.insecure is not bool(tls)
 
 
 def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
-    spec = spec_of(store={"tlsSecret": "certificates", "tlsName": "acme-store"})
+    spec = spec_of(store={"tlsSecret": "certificates", "expert": {"tlsName": "acme-store"}})
     objects = objects_of(spec)
     service = named(objects, "RayService", f"acme-{EngineRevision.of(spec).name}")
     args = json.loads(service["spec"]["serveConfigV2"])["applications"][0]["args"]
@@ -532,8 +540,8 @@ def test_the_store_speaks_tls_where_a_secret_is_named() -> None:
     assert args["store_url"].endswith("&tls_name=acme-store")
     store = named(objects, "RayService", "acme-store")
     told = json.loads(store["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
-    assert told["tls_name"] == "acme-store"
-    assert "insecure" not in told
+    assert told["expert"]["tls_name"] == "acme-store"
+    assert "insecure" not in told["expert"]
     for template in pod_templates(objects):
         mounts = template["spec"]["containers"][0]["volumeMounts"]
         assert any(mount["mountPath"] == "/etc/kintsugi/store-tls" for mount in mounts)
@@ -555,18 +563,16 @@ def test_keys_of_namespaces_reach_those_who_read_chunks_and_no_shard() -> None:
     assert roles == {"engine", "gateway"}
 
 
-def test_audit_logs_the_scrub_rate_and_the_erase_grace_reach_gateways_and_shards() -> None:
-    store = {"audit": True, "scrubMibPerS": 2.5, "eraseGraceSeconds": 5, "volumes": {"dataGib": 2}}
-    spec = spec_of(store=store, gateway={"tokensSecret": "acme-tokens", "audit": True})
+def test_audit_logs_reach_gateways_and_shards() -> None:
+    store = {"expert": {"audit": True, "volumes": {"dataGib": 2}}}
+    spec = spec_of(store=store, gateway={"expert": {"audit": True}})
     told, plain = service_spec(spec), service_spec(spec_of())
-    assert (told.store.audit_dir, told.gateway.audit_dir) == ("/data/audit", "/data/audit")
-    assert (plain.store.audit_dir, plain.gateway.audit_dir, plain.store.scrub_mib_per_s) == ("", "", 16)
-    assert plain.store.erase_grace_s == ShardConfig().erase_grace_s
+    assert (told.store.expert.audit_dir, told.gateway.expert.audit_dir) == ("/data/audit", "/data/audit")
+    assert (plain.store.expert.audit_dir, plain.gateway.expert.audit_dir) == ("", "")
     objects = objects_of(spec)
     shards = named(objects, "RayService", "acme-store")
     given = json.loads(shards["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
-    assert (given["audit_dir"], given["scrub_mib_per_s"]) == ("/data/audit", 2.5)
-    assert given["erase_grace_s"] == 5
+    assert given["expert"]["audit_dir"] == "/data/audit"
     folders = {
         template["metadata"]["labels"][LABEL_ROLE]: volume
         for template in pod_templates(objects)
@@ -585,7 +591,7 @@ def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:
     assert args["store_url"].endswith(":7410?token_file=/etc/kintsugi/store-token/token")
     store = named(objects, "RayService", "acme-store")
     told = json.loads(store["spec"]["serveConfigV2"])["applications"][0]["args"]["store"]
-    assert told["tokens_file"] == "/etc/kintsugi/store-tokens/tokens.yaml"
+    assert told["expert"]["tokens_file"] == "/etc/kintsugi/store-tokens/tokens.yaml"
     given: dict[str, list[tuple[str, str]]] = {}
     for template in pod_templates(objects):
         keys = secret_keys(template, "store-access")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import crds
 from kintsugi_operator.api.manifest import from_manifest
@@ -33,8 +34,13 @@ ADDED: dict[str, Any] = {
     "volumes": [{"name": "cache", "csi": {"driver": "cache.example.com"}}],
     "volumeMounts": [{"name": "cache", "mountPath": "/cache", "readOnly": True}],
 }
-PARTS = {"engines": {"engine", "calibration"}, "store": {"shard"}, "gateway": {"gateway"}, "heads": {"head"}}
-"""Whose pods a part's template adds to."""
+ROLES_OF = {
+    "engines": {"engine", "calibration"},
+    "store": {"shard"},
+    "gateway": {"gateway"},
+    "heads": {"head"},
+}
+"""Whose pods a template adds to."""
 
 
 def role_of(template: Manifest) -> str:
@@ -60,39 +66,47 @@ def is_added(template: Manifest) -> bool:
     return found[0]
 
 
-@pytest.mark.parametrize("part", PARTS)
+def with_template(role: str, added: dict[str, Any]) -> BlendServiceSpec:
+    return spec_of(expert={"podTemplates": {role: added}})
+
+
+@pytest.mark.parametrize("part", ROLES_OF)
 def test_additions_reach_the_pods_of_their_workload_and_no_others(part: str) -> None:
-    spec = spec_of(**{part: {"podTemplate": ADDED}})
+    spec = with_template(part, ADDED)
     check_service(spec)
     reached = {role_of(template): is_added(template) for template in pod_templates(objects_of(spec))}
-    assert {role for role, is_there in reached.items() if is_there} == PARTS[part]
+    assert {role for role, is_there in reached.items() if is_there} == ROLES_OF[part]
 
 
-def test_additions_reach_the_pods_of_a_corpus() -> None:
-    values = {"service": "acme", "namespace": "n", "source": "/corpus/x", "workers": {"podTemplate": ADDED}}
+@pytest.mark.parametrize("role", ["engines", "corpora"])
+def test_additions_reach_the_pods_of_a_corpus(role: str) -> None:
+    """It has those of engines where it has none of its own."""
+    values = {"service": "acme", "namespace": "n", "source": "/corpus/x"}
     corpus = from_manifest(CorpusPrecomputeSpec, values)
     check_corpus(corpus)
-    service = spec_of()
+    service = with_template(role, ADDED)
     job = corpus_job(corpus, OWNER, service, EngineRevision.of(service), "r-x-1")
     assert [is_added(template) for template in pod_templates((job,))] == [True, True]
 
 
 @pytest.mark.parametrize("part", ["engines", "store", "gateway", "heads"])
 def test_an_empty_template_changes_nothing(part: str) -> None:
-    assert objects_of(spec_of(**{part: {"podTemplate": {}}})) == objects_of(spec_of())
+    assert objects_of(with_template(part, {})) == objects_of(spec_of())
 
 
 @pytest.mark.parametrize("name", sorted(PodTemplate.REFUSED))
 def test_what_must_not_be_overridden_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        spec_of(store={"podTemplate": {name: {}}})
-    assert str(caught.value).startswith(f"spec.store.podTemplate.{name}: cannot be set: ")
+        with_template("store", {name: {}})
+    assert str(caught.value).startswith(f"spec.expert.podTemplates.store.{name}: cannot be set: ")
     assert PodTemplate.REFUSED[name] in str(caught.value)
 
 
 def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> None:
     schema = crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    template = schema["properties"]["spec"]["properties"]["gateway"]["properties"]["podTemplate"]
+    template = schema["properties"]["spec"]["properties"]["expert"]["properties"]["podTemplates"][
+        "additionalProperties"
+    ]
     assert template["x-kubernetes-preserve-unknown-fields"] is True
     assert set(template["properties"]) >= {"labels", "affinity", "volumeMounts"}
 
@@ -129,7 +143,7 @@ def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> N
         ),
         (
             {"volumeMounts": [{"name": "a", "mountPath": "/a"}]},
-            "volumeMounts.0.name: podTemplate.volumes has no volume a",
+            "volumeMounts.0.name: volumes has no volume a",
         ),
         *(
             (
@@ -150,5 +164,5 @@ def test_the_api_server_keeps_a_refused_field_for_the_operator_to_explain() -> N
 )
 def test_an_addition_that_would_override_something_is_refused(added: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        check_service(spec_of(engines={"podTemplate": added}))
-    assert str(caught.value).startswith(f"spec.engines.podTemplate.{says}")
+        check_service(with_template("engines", added))
+    assert str(caught.value).startswith(f"spec.expert.podTemplates.engines.{says}")

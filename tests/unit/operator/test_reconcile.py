@@ -25,7 +25,7 @@ from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import Figures
 from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeReads, FakeWeb
-from tests.unit.operator.specs import NOW, SMALL, spec_of
+from tests.unit.operator.specs import NOW, merged, spec_of
 
 OLD = EngineRevision.of(spec_of()).name
 
@@ -51,7 +51,7 @@ class World:
 
     def make(self, name: str = "acme", **parts: Any) -> Manifest:
         """A person applies a BlendService."""
-        spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
+        spec = merged(parts)
         existing = self.cluster.objects.get(("BlendService", "default", name), {})
         manifest = {
             "apiVersion": API_VERSION,
@@ -178,11 +178,11 @@ def test_a_claim_that_somebody_has_enlarged_stays_so(world: World) -> None:
     before = world.cluster.writes.copy()
     world.look()
     assert world.cluster.writes == before
-    world.make(store={"volumes": {"dataGib": 2}})
+    world.make(store={"expert": {"volumes": {"dataGib": 2}}})
     world.settle()
     claim = world.cluster.find("PersistentVolumeClaim", "acme-data-0")
     assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    world.make(store={"volumes": {"dataGib": 8}})
+    world.make(store={"expert": {"volumes": {"dataGib": 8}}})
     world.settle()
     claim = world.cluster.find("PersistentVolumeClaim", "acme-data-0")
     assert claim["spec"]["resources"]["requests"]["storage"] == "8192Mi"
@@ -219,9 +219,11 @@ def test_a_bad_spec_leaves_what_runs_alone(world: World) -> None:
 def test_another_model_serves_only_once_it_may(world: World) -> None:
     world.up()
     store = copy.deepcopy(world.cluster.find("RayService", "acme-store")["spec"])
-    world.make(model={"path": "/models/other"}, image={"tag": "2"})
+    world.make(model={"path": "/models/other"}, image="registry.example/kintsugi/serving-cpu:2")
     world.settle()
-    new = EngineRevision.of(spec_of(model={"path": "/models/other"}, image={"tag": "2"})).name
+    new = EngineRevision.of(
+        spec_of(model={"path": "/models/other"}, image="registry.example/kintsugi/serving-cpu:2")
+    ).name
     assert {f"acme-{OLD}", f"acme-{new}"} <= set(world.cluster.named("RayService"))
     assert world.serving() == OLD
     world.kuberay.serve(f"acme-{new}")
@@ -304,9 +306,9 @@ def test_a_shard_upgrade_restarts_one_at_a_time(world: World) -> None:
 
 
 def test_a_head_keeps_nothing_that_is_not_wanted_any_more(world: World) -> None:
-    world.up(store={"nodes": {"selector": {"old": "a", "both": "b"}}})
+    world.up(expert={"podTemplates": {"heads": {"nodeSelector": {"old": "a", "both": "b"}}}})
     world.kuberay.serve("acme-store")
-    world.make(store={"nodes": {"selector": {"new": "c", "both": "b"}}})
+    world.make(expert={"podTemplates": {"heads": {"nodeSelector": {"new": "c", "both": "b"}}}})
     world.look()
     world.look()
     (cluster,) = [name for name in world.cluster.named("RayCluster") if name.startswith("acme-store")]
@@ -405,7 +407,7 @@ def test_without_kuberay_it_says_what_to_do() -> None:
 
 def test_a_pod_that_does_not_start_is_said_and_not_written_again(world: World) -> None:
     """A missing Secret, or a node's memory, is seen on pods alone."""
-    world.make(tls={"secret": "nobody-made-it"})
+    world.make(gateway={"tlsSecret": "nobody-made-it"})
     world.settle()
     parts = {"store": "StoreReady", "service": "Ready"}
     for part in parts:

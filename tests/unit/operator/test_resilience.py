@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
+from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT
 from kintsugi_operator.api.crd import crds
 from kintsugi_operator.desired.plan import plan_service
-from kintsugi_operator.objects.deployed import (
-    ENGINE_METRICS_PORT,
-    SHARD_METRICS_PORT,
-    EngineRevision,
-)
+from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import ANNOTATION_CLUSTER, LABEL_NAME, LABEL_REVISION, LABEL_ROLE
 from kintsugi_operator.objects.pods import AGENT_PORT, DASHBOARD_PORT, Manifest
 from kintsugi_operator.observed.views import Observed, RayServiceView
@@ -117,11 +114,15 @@ def test_a_new_revision_need_not_avoid_the_old_one() -> None:
         ({}, {"acme-store-head": 0, "acme-service-head": 0}),
         ({"store": {"shards": 2}}, {"acme-store-head": 1, "acme-service-head": 0}),
         (
-            {"engines": {"replicas": {"min": 2, "max": 2}}},
+            {"engines": {"replicas": 2}},
             {"acme-store-head": 0, "acme-service-head": 1},
         ),
         (
-            {"store": {"shards": 2}, "engines": {"fixedReplicas": 2}, "redis": {"address": "redis:6379"}},
+            {
+                "store": {"shards": 2},
+                "engines": {"replicas": 2},
+                "expert": {"redis": {"address": "redis:6379"}},
+            },
             {"acme-store-head": 0, "acme-service-head": 0},
         ),
     ],
@@ -144,7 +145,7 @@ def clusters(**parts: Any) -> dict[str, Manifest]:
 
 def test_redis_keeps_what_heads_know() -> None:
     redis = {"address": "rediss://redis.infra.svc:6380", "username": "ray", "passwordSecret": "redis"}
-    for cluster in clusters(redis=redis).values():
+    for cluster in clusters(expert={"redis": redis}).values():
         assert cluster["gcsFaultToleranceOptions"] == {
             "redisAddress": "rediss://redis.infra.svc:6380",
             "redisUsername": {"value": "ray"},
@@ -154,7 +155,7 @@ def test_redis_keeps_what_heads_know() -> None:
 
 
 def test_heads_may_call_redis_and_nobody_else_may() -> None:
-    objects = objects_of(spec_of(redis={"address": "redis.infra.svc:6380"}))
+    objects = objects_of(spec_of(expert={"redis": {"address": "redis.infra.svc:6380"}}))
     open_to = {
         one["metadata"]["name"]
         for one in objects
@@ -169,7 +170,9 @@ def test_heads_may_call_redis_and_nobody_else_may() -> None:
 def test_a_running_store_takes_redis_over_and_gives_it_up(address: str) -> None:
     """With the head's next start: a merge patch removes what is null."""
     observed = Observed(store=RayServiceView(is_ready=True, cluster="acme-store-c1"), cluster_digest="old")
-    patch = plan_service(spec_of(redis={"address": address}), OWNER, BEFORE, observed, NOW).cluster_patch
+    patch = plan_service(
+        spec_of(expert={"redis": {"address": address}}), OWNER, BEFORE, observed, NOW
+    ).cluster_patch
     assert patch is not None
     written = patch.over({})["spec"]["gcsFaultToleranceOptions"]
     assert written == ({"redisAddress": address} if address else None)
@@ -177,11 +180,14 @@ def test_a_running_store_takes_redis_over_and_gives_it_up(address: str) -> None:
 
 def test_redis_restarts_no_shard() -> None:
     """Its address is no part of the pods' templates, whose digests decide about restarts."""
-    plain, told = clusters()["acme-store"], clusters(redis={"address": "redis:6379"})["acme-store"]
+    plain, told = (
+        clusters()["acme-store"],
+        clusters(expert={"redis": {"address": "redis:6379"}})["acme-store"],
+    )
     assert plain["workerGroupSpecs"] == told["workerGroupSpecs"]
     stores = [
         named(objects_of(spec), "RayService", "acme-store")
-        for spec in (spec_of(), spec_of(redis={"address": "r:1"}))
+        for spec in (spec_of(), spec_of(expert={"redis": {"address": "r:1"}}))
     ]
     digests = [one["metadata"]["annotations"][ANNOTATION_CLUSTER] for one in stores]
     assert digests[0] != digests[1]
@@ -189,7 +195,7 @@ def test_redis_restarts_no_shard() -> None:
 
 def test_services_carry_the_annotations_of_a_load_balancer() -> None:
     annotations = {"example.com/load-balancer": "internal"}
-    objects = objects_of(spec_of(gateway={"serviceAnnotations": annotations}))
+    objects = objects_of(spec_of(gateway={"expert": {"serviceAnnotations": annotations}}))
     for name in ("acme-grpc", "acme-http"):
         found = named(objects, "Service", name)["metadata"]["annotations"]
         assert annotations.items() <= found.items()
@@ -199,8 +205,8 @@ def test_services_carry_the_annotations_of_a_load_balancer() -> None:
     )
 
 
-def test_a_fixed_number_of_engines_replaces_serves_autoscaling() -> None:
-    spec = spec_of(engines={"replicas": {"min": 1, "max": 4}, "fixedReplicas": 3})
+def test_a_fixed_number_of_engines_is_not_autoscaled() -> None:
+    spec = spec_of(engines={"replicas": 3})
     service = named(objects_of(spec), "RayService", f"acme-{REVISION}")
     (application,) = json.loads(service["spec"]["serveConfigV2"])["applications"]
     engine = application["deployments"][0]
@@ -221,8 +227,6 @@ def test_the_scale_subresource_reads_what_the_status_holds() -> None:
         for name in path.removeprefix(".").split("."):
             at = at["properties"][name]
         assert at["type"] in ("integer", "string")
-    # Where Serve scales the engines, there is nothing to set.
-    assert "default" not in schema["spec"]["properties"]["engines"]["properties"]["fixedReplicas"]
     observed = dataclasses.replace(Observed(), engines={REVISION: 2, "other": 1})
     status = plan_service(spec_of(), OWNER, BEFORE, observed, NOW).status
     assert status.engine_replicas == 2

@@ -156,7 +156,7 @@ def test_columns_tell_the_truth(world: World) -> None:
         live = read_as_api_server(world.cluster.find("BlendService", "acme"))
         return [column("BlendService", title, live) for title in titles]
 
-    world.make(store={"shards": 3}, engines={"replicas": {"min": 2, "max": 4}})
+    world.make(store={"shards": 3}, engines={"replicas": 2, "replicasMax": 4})
     assert shown("Ready", "Reason", "Shards") == ["Unknown", "Pending", ""]
     world.look()
     assert shown("Valid", "Ready", "Shards", "Engines") == ["True", "False", "0/3", "0/2"]

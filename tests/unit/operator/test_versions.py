@@ -27,7 +27,7 @@ def test_fields_of_a_newer_crd_are_left_out() -> None:
 
 def test_what_a_person_adds_to_pods_is_not_left_out() -> None:
     known = to_manifest(spec_of())
-    newer = {**known, "engines": {**known["engines"], "podTemplate": {"hostNetwork": True}}}
+    newer = {**known, "expert": {"podTemplates": {"engines": {"hostNetwork": True}}}}
     with pytest.raises(InvalidField, match="hostNetwork"):
         from_live_spec(BlendServiceSpec, {"spec": newer})
 
@@ -66,4 +66,4 @@ def test_mounts_over_what_is_ours_are_refused_however_they_are_written(path: str
         volume_mounts=(VolumeMount(name="mine", mount_path=path, sub_path=sub_path),),
     )
     with pytest.raises(InvalidField):
-        check_pod_template(template, "spec.engines.podTemplate")
+        check_pod_template(template, "spec.expert.podTemplates.engines")

@@ -62,7 +62,7 @@ def test_facts_of_a_model() -> None:
     assert (facts.dtype, facts.layout.num_layers, facts.layout.num_kv_heads) == ("bfloat16", 4, 2)
     assert facts.space.prefix_token_ids == (0,)
     assert facts.layout.chunk_bytes(facts.codec, 512) == 512 * facts.layout.chunk_bytes(facts.codec, 1)
-    assert ModelFacts.of(spec(dtype="float16")).space.fingerprint != facts.space.fingerprint
+    assert ModelFacts.of(spec(engine={"dtype": "float16"})).space.fingerprint != facts.space.fingerprint
 
 
 def test_facts_follow_what_the_engines_are_told() -> None:

@@ -111,7 +111,7 @@ def context(metrics: dict[str, dict[str, float]] | None, current: int) -> Simple
 
 
 def test_policies_keep_the_number_until_somebody_reports() -> None:
-    assert EnginePolicy(500)(context(None, 3)) == (3, {})
+    assert EnginePolicy()(context(None, 3)) == (3, {})
     assert ShardPolicy()(context({}, 3)) == (3, {})
 
 
@@ -121,6 +121,6 @@ def test_policies_read_what_replicas_report() -> None:
         "tokens_per_s": {"a": 1000.0, "b": 0.0},
         "busy_share": {"a": 0.4, "b": 0.2},
     }
-    assert EnginePolicy(500)(context(engines, 2)) == (3, {})
+    assert EnginePolicy()(context(engines, 2)) == (3, {})
     shards = {"used_bytes": {"a": 9.0}, "capacity_bytes": {"a": 10.0}, "returns_per_s": {"a": 2.0}}
     assert ShardPolicy()(context(shards, 1)) == (2, {})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.deploy import EngineSpec, ModelSpec
+from kintsugi.core.deploy import ModelSpec
 from kintsugi.core.errors import Corrupted, Unavailable
 from kintsugi.core.report import CalibrationReport
 from kintsugi.models.bundled import bundled_checkpoint, bundled_report
@@ -75,7 +75,6 @@ def test_a_broken_report_is_said_so(store_url: str, tmp_path: Path) -> None:
 
 def test_questions_are_the_configured_ones_else_those_beside_the_checkpoint(tmp_path: Path) -> None:
     model = ModelSpec(str(tmp_path))
-    assert questions_file(model, EngineSpec(questions="/q.jsonl")) == Path("/q.jsonl")
-    assert questions_file(model, EngineSpec()) is None
+    assert questions_file(model) is None
     shutil.copy(bundled_checkpoint() / "questions.jsonl", tmp_path)
-    assert questions_file(model, EngineSpec()) == tmp_path / "questions.jsonl"
+    assert questions_file(model) == tmp_path / "questions.jsonl"

@@ -12,7 +12,7 @@ import pytest
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.gateway.addresses import free_port
 from kintsugi.serving import directory
-from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, Configured, DirectoryActor, Membership
+from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, DirectoryActor, Membership
 from kintsugi.store.client.directory import ShardAddress
 
 
@@ -189,12 +189,12 @@ def test_a_shard_says_nothing_of_the_store_before_serve_has_told_it(monkeypatch:
     monkeypatch.setattr(directory, "HEARTBEAT_S", 600.0)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
     announcer = Announcer({}, "a", "h:1", lambda: True)
-    announcer.configure(Configured(2, 5.0))
+    announcer.configure(2)
     announcer.close()
     (instance,) = {values[2] for values in told[:2]}
     assert told == [
         ("a", "h:1", instance, True, None),
-        ("a", "h:1", instance, True, Configured(2, 5.0)),
+        ("a", "h:1", instance, True, 2),
         ("a",),
     ]
 
@@ -206,7 +206,7 @@ def test_all_who_ask_a_new_directory_at_once_find_it_listening(monkeypatch: pyte
     port = free_port("127.0.0.1", 29610, 64)
 
     async def ask() -> set[str]:
-        actor = DirectoryActor({"directory_port": port})
+        actor = DirectoryActor({"expert": {"directory_port": port}})
         try:
             return set(await asyncio.gather(*(actor.start() for _ in range(4))))
         finally:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from kintsugi.core.deploy import StoreSpec, TierSpec
+from kintsugi.core.deploy import StoreExpert, StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
 from kintsugi.serving.store_shard import ShardRules, StoreShard, claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
@@ -23,7 +23,7 @@ MIB = 1 / 1024
 
 
 def spec(folder: Path, **values: object) -> StoreSpec:
-    return StoreSpec(ram_gib=16 * MIB, data_dir=str(folder), metrics_port=0, **values)  # type: ignore[arg-type]
+    return StoreSpec(ram_gib=16 * MIB, data_dir=str(folder), **values)  # type: ignore[arg-type]
 
 
 def test_shards_of_a_host_take_folders_of_their_own_and_come_back_to_them(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_had_for_another_reason_is_no_reason_to_take_the
 
 
 def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Path) -> None:
-    with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
+    with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path))
     shards = [claim_shard(with_metrics), claim_shard(with_metrics)]
     servers = [serve_shard(with_metrics, shard) for shard in shards]
     try:
@@ -79,21 +79,8 @@ def test_a_shard_is_served_with_its_metrics_on_the_first_free_port(tmp_path: Pat
             shard.close()
 
 
-def test_metrics_listen_on_an_interface_of_their_own(tmp_path: Path) -> None:
-    beside = StoreSpec(ram_gib=16 * MIB, host="localhost", metrics_host="127.0.0.1", metrics_port=29_700)
-    shard = claim_shard(beside)
-    server = serve_shard(beside, shard)
-    try:
-        assert server.address.startswith("localhost:")
-        assert server.metrics_address.startswith("127.0.0.1:")
-        assert server._options.metrics_listen.startswith("127.0.0.1:")
-    finally:
-        server.stop()
-        shard.close()
-
-
 def test_a_probe_succeeds_from_when_the_directory_knows_the_shard_until_it_drains(tmp_path: Path) -> None:
-    with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path), metrics_port=29_700)
+    with_metrics = StoreSpec(ram_gib=16 * MIB, data_dir=str(tmp_path))
     waiting = ["the shard is not in the directory yet"]
     shard = claim_shard(with_metrics)
     server = serve_shard(with_metrics, shard, lambda: "".join(waiting))
@@ -128,24 +115,6 @@ def test_a_server_whose_loop_stands_still_is_not_ready(
         shard.close()
 
 
-def test_the_scrub_rate_of_the_service_reaches_the_shard(tmp_path: Path) -> None:
-    shard = claim_shard(spec(tmp_path))
-    server = serve_shard(spec(tmp_path, scrub_mib_per_s=2.5), shard)
-    try:
-        assert server._options.scrub_bytes_per_s == 2.5 * (1 << 20)
-    finally:
-        server.stop()
-        shard.close()
-
-
-@pytest.mark.parametrize("folder", ["", "data"])
-def test_the_erase_grace_of_the_service_reaches_the_shard(tmp_path: Path, folder: str) -> None:
-    data_dir = str(tmp_path / folder) if folder else ""
-    store = StoreSpec(ram_gib=16 * MIB, data_dir=data_dir, erase_grace_s=0.25)
-    with closing(claim_shard(store)) as shard:
-        assert shard._erase_grace_s == 0.25
-
-
 def test_a_shard_places_chunks_by_the_ratio_that_its_deployment_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +128,7 @@ def test_a_shard_places_chunks_by_the_ratio_that_its_deployment_tells(
     with closing(claim_shard(spec(tmp_path / "data", tiers=ssds))) as shard:
         replica._shard, replica._rules, replica._announcer = shard, ShardRules(shard), Mock()
         for told, tier in (({}, "ssd0"), ({"ratio": 0.25}, "ssd1"), ({}, "ssd0")):
-            replica.reconfigure({"replication": 1, "ramp_s": 60.0, **told})
+            replica.reconfigure({"replication": 1, **told})
             put = shard.table.begin_put(manifest, PutOptions(recompute_ms=100.0), 0.0)
             assert put is not None
             assert put.tier == tier
@@ -170,7 +139,7 @@ def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:
     shard = claim_shard(spec(tmp_path))
     try:
         with pytest.raises(InvalidField, match="insecure"):
-            serve_shard(spec(tmp_path, host="0.0.0.0"), shard)
+            serve_shard(spec(tmp_path, expert=StoreExpert(host="0.0.0.0")), shard)
     finally:
         shard.close()
 

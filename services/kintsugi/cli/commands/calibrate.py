@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments, parse_json_object
+from kintsugi.cli.options import CalibrateTask, check_writable, parse_engine_arguments
 from kintsugi.cli.render import format_count, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
@@ -43,19 +43,12 @@ from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, star
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store
 
-REPLACED_BY = {"prefix_token_ids": "--form and --system", "context_token_ids": "--context"}
-"""Fields of the connector's configuration that follow from options."""
-
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
     """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
     prepare_model(screen, task.model)
-    connector = parse_json_object("connector", task.connector, '{"portable": false}')
-    for name, option in REPLACED_BY.items():
-        if name in connector:
-            raise InvalidField("connector", f"must not hold {name}; use {option}")
     arguments = parse_engine_arguments(task.engine)
-    budget = Budget(task.prompts, task.minutes, task.seed)
+    budget = Budget(minutes=task.minutes)
     check_budget(budget, Thresholds())
     _check_destination(task)
     given = None if task.questions is None else read_questions(task.questions)
@@ -68,11 +61,10 @@ def run(screen: Screen, task: CalibrateTask) -> ExitCode:
         context: MeasuringEngineSpec(
             task.model,
             codec=task.codec,
-            store=task.chunk_store,
             form=form,
             context_token_ids=ids,
-            extra_config=connector,
-            vllm_args={**arguments, "dtype": task.dtype},
+            extra_config={"portable": task.portable},
+            vllm_args=arguments,
         )
         for context, ids in zip(contexts, token_ids, strict=True)
     }

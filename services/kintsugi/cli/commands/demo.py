@@ -28,9 +28,14 @@ from kintsugi.cli.session import (
     read_chunk,
     resolve_model_argument,
 )
-from kintsugi.core.deploy import EngineSpec, GatewaySpec, ModelSpec, ServiceSpec
+from kintsugi.core.deploy import (
+    EngineSpec,
+    EngineSpecExpert,
+    GatewaySpec,
+    ModelSpec,
+    ServiceSpec,
+)
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotBlendable, ResourceExhausted, Unavailable
-from kintsugi.core.prompt import FormName
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
@@ -49,6 +54,8 @@ CONSOLE_PORTS = 16
 FILES_QUESTION = "What are these texts about?"
 _ORDER_SEED = 3
 
+REPEAT = 3
+"""How often each method is timed; medians are shown."""
 BLEND = BlendChoice(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """How the demo blends, on every model."""
 
@@ -124,7 +131,7 @@ def run(screen: Screen, task: DemoTask) -> None:
     ) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
-            measurements = compare(session.engine, session.prompt, BLEND, show.max_tokens, task.repeat, say)
+            measurements = compare(session.engine, session.prompt, BLEND, show.max_tokens, REPEAT, say)
     for measurement in measurements:
         _require_blend(measurement.fell_back_because)
     document = demo_document(show, session, measurements)
@@ -143,10 +150,10 @@ def _serve_console(screen: Screen, model: ModelSource, dtype: str) -> None:
 def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
     """A service on this machine that blends as the demo does, whatever that costs."""
     gateway = GatewaySpec(grpc_port=0)
-    connector = {"loading_controller": False, "selector": BLEND.selector, "ratio": BLEND.ratio}
+    expert = EngineSpecExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
-        ModelSpec(model.path, model.name, dtype),
-        engines=EngineSpec(allow_uncalibrated=True, connector=connector),
+        ModelSpec(model.path, model.name),
+        engines=EngineSpec(allow_uncalibrated=True, vllm={"dtype": dtype}, expert=expert),
         gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
     )
 
@@ -171,7 +178,7 @@ def _choose_show(screen: Screen, task: DemoTask) -> Show:
     except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
         if task.model is not None or task.files or task.question is not None:
             raise
-        return replace(_bundled_show(task.form), fallback=Fallback(type(error).__name__, str(error)))
+        return replace(_bundled_show(), fallback=Fallback(type(error).__name__, str(error)))
     return _passages_show(model, task)
 
 
@@ -179,11 +186,11 @@ def _passages_show(model: ModelSource, task: DemoTask) -> Show:
     """The user's files and question, or the passages and the question that ship."""
     texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
     if task.files or task.question is not None:
-        return Show(model, Asked(texts, task.question or FILES_QUESTION, task.form))
+        return Show(model, Asked(texts, task.question or FILES_QUESTION))
     questions = read_demo_questions()
     shown = choose_shown(questions)
     tally = Tally.of(questions)
-    show = Show(model, Asked(texts, shown.question, task.form), answers=shown.answers)
+    show = Show(model, Asked(texts, shown.question), answers=shown.answers)
     if model.path != REFERENCE.name:
         return replace(show, chosen=OTHER_MODEL_NOTE)
     return replace(show, chosen=_describe_choice(tally), tally=tally, dtype=REFERENCE_DTYPE)
@@ -200,12 +207,12 @@ def _describe_choice(tally: Tally) -> str:
     )
 
 
-def _bundled_show(form: FormName) -> Show:
+def _bundled_show() -> Show:
     shown = showcase()
     texts = [(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)]
     return Show(
         model=ModelSource(str(bundled_checkpoint()), BUNDLED_NAME),
-        asked=Asked(texts, shown.question, form, bare=False),
+        asked=Asked(texts, shown.question, bare=False),
         note=OUTSIDE_NOTE,  # its report speaks about prompts a sixth as long
         max_tokens=1,
         answers=(shown.answer,),

@@ -6,17 +6,20 @@ import dataclasses
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rich.console import Console
 
 from kintsugi.cli.exits import error_document
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import EvaluateTask, parse_floats, parse_integers, parse_selectors
+from kintsugi.cli.options import EvaluateTask, parse_engine_arguments, read_yaml
 from kintsugi.cli.render import format_count, make_figures_table, print_form
 from kintsugi.cli.screen import Screen
-from kintsugi.core.errors import KintsugiError
+from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.prompt import FormName
+from kintsugi.core.request import parse_selector
+from kintsugi.core.schema import STRICT, load
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
 from kintsugi.models.reference import REFERENCE, is_reference
@@ -72,29 +75,30 @@ def run(screen: Screen, task: EvaluateTask) -> Evaluation:
 
 def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
     """Measure with every engine in turn, and add the results to `found`."""
-    questions = read_questions(task.questions, task.limit)
-    settings = list(_axes(task, num_layers=2).engines())
+    compared = EvaluationGrid.read(task.grid)
+    questions = read_questions(task.questions, compared.limit)
+    settings = list(compared.axes(num_layers=2).engines())
     with screen.step("Reading the tokenizer"):
         form = load_form(task.model, task.form)
         context = tokenize_context(task.context, task.model)
     found.form = form.name.value
     for number, (codec, speed) in enumerate(settings):
-        store = task.chunk_store or ram_url(f"eval-{uuid.uuid4().hex[:8]}", speed)
+        store = ram_url(f"eval-{uuid.uuid4().hex[:8]}", speed)
         spec = MeasuringEngineSpec(
             task.model,
             codec=codec,
             store=store,
             form=form,
             context_token_ids=context,
-            vllm_args={"dtype": task.dtype},
+            vllm_args=parse_engine_arguments(task.engine),
         )
         with screen.engine_log(), ExitStack() as stack:
             with screen.step(f"Starting vLLM, {codec}{'' if speed is None else f', {speed:g} bytes/s'}"):
                 engine = stack.enter_context(start_measuring_engine(spec))
-            max_tokens = task.max_tokens or answer_tokens(questions, form.tokenizer)
+            max_tokens = compared.max_tokens or answer_tokens(questions, form.tokenizer)
             cases, warnings = tokenize_questions(questions, form, engine.max_model_len, max_tokens)
             found.warnings += warnings
-            axes = _axes(task, engine.num_layers)
+            axes = compared.axes(engine.num_layers)
             with screen.step(f"Measuring {format_count(len(cases), 'question')}") as say:
                 found.rows += evaluate(engine, cases, axes, codec, speed, max_tokens, say)
             if number == 0 and axes.rates_per_s:
@@ -106,20 +110,61 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
                     found.rates += measure_rates(engine, bench, best, axes.rates_per_s, say)
 
 
-def _axes(task: EvaluateTask, num_layers: int) -> Axes:
-    """Raises `InvalidField`."""
-    layers = parse_integers("check_layers", task.check_layers) or None  # None: those that the grid proposes
-    selectors, ratios = parse_selectors(task.selectors), parse_floats("ratios", task.ratios)
-    axes: dict[str, Any] = {
-        "codecs": [codec.strip() for codec in task.codecs.split(",")],
-        "chunk_tokens": parse_integers("chunk_tokens", task.chunk_tokens),
-        "chunk_counts": parse_integers("chunks", task.chunks),
-        "batches": parse_integers("batches", task.batches),
-        "tier_bytes_per_s": parse_floats("tiers", task.tiers),
-        "rates_per_s": parse_floats("rates", task.rates),
-    }
-    selections = grid.selections(selectors, ratios, num_layers, layers)
-    return Axes(selections, **{name: values for name, values in axes.items() if values})
+@dataclass(frozen=True)
+class EvaluationGrid:
+    """What `--grid` holds: everything that is compared with everything else."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    selectors: tuple[str, ...] = ("hkvd", "hkvd_gradual", "chunk_head", "query", "hybrid")
+    """Selectors."""
+    ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
+    """Shares of the chunks' tokens to recompute."""
+    check_layers: tuple[int, ...] = ()
+    """Layers whose KV deviation selects; empty: a few, by the model's depth."""
+    codecs: tuple[str, ...] = ("raw",)
+    """Encodings of chunk KV."""
+    chunk_tokens: tuple[int, ...] = ()
+    """Sizes to cut chunks to; empty: as they are."""
+    chunks: tuple[int, ...] = ()
+    """Numbers of chunks to keep; empty: all."""
+    batches: tuple[int, ...] = (32,)
+    """Numbers of prompts to submit at once."""
+    tiers: tuple[float, ...] = ()
+    """Speeds of slower tiers, in bytes per second."""
+    rates: tuple[float, ...] = ()
+    """Request rates per second, for TTFT."""
+
+    limit: int | None = None
+    """Number of leading questions to use; None: all."""
+    max_tokens: int | None = None
+    """Maximum tokens in an answer; None: as many as the longest expected answer has."""
+
+    def __post_init__(self) -> None:
+        for name in self.selectors:
+            parse_selector(name)
+        for name in ("limit", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidField(f"grid.{name}", f"{value} must be at least 1")
+
+    @staticmethod
+    def read(path: Path | None) -> EvaluationGrid:
+        """The grid of a YAML file; without one the default. Raises `InvalidField` and `NotFound`."""
+        return EvaluationGrid() if path is None else load(EvaluationGrid, read_yaml(path), "grid")
+
+    def axes(self, num_layers: int) -> Axes:
+        """Raises `InvalidField`."""
+        axes: dict[str, Any] = {
+            "codecs": list(self.codecs),
+            "chunk_tokens": list(self.chunk_tokens),
+            "chunk_counts": list(self.chunks),
+            "batches": list(self.batches),
+            "tier_bytes_per_s": list(self.tiers),
+            "rates_per_s": list(self.rates),
+        }
+        layers = list(self.check_layers) or None  # None: those that the grid proposes
+        selections = grid.selections(list(self.selectors), list(self.ratios), num_layers, layers)
+        return Axes(selections, **{name: values for name, values in axes.items() if values})
 
 
 HEADINGS = ("method", "cost", "ms", "EM", "EM lost", "F1", "R-L", "KL", "top-1")

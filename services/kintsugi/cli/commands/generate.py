@@ -26,22 +26,25 @@ from kintsugi.cli.session import (
 from kintsugi.core.request import KintsugiParams, parse_selector
 from kintsugi.quality import reports
 
+NAMESPACE = "cli"
+"""Namespace of the chunks, in a store of this process."""
+
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """`NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
     selector = None if task.selector is None else parse_selector(task.selector)
-    choice = BlendChoice(task.namespace, task.ratio, selector)
-    KintsugiParams(namespace=task.namespace, ratio=task.ratio)  # refuses bad values before an engine starts
+    choice = BlendChoice(NAMESPACE, task.ratio, selector)
+    KintsugiParams(namespace=NAMESPACE, ratio=task.ratio)  # refuses bad values before an engine starts
     trust = Trust(task.report, task.allow_uncalibrated)
     if task.report is not None:
         reports.read(task.report)  # refuses a bad one before an engine starts
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
-    given = (asked, task.namespace, task.max_tokens, trust, task.context)
+    given = (asked, NAMESPACE, task.max_tokens, trust, task.context)
     step = "Answering four ways" if task.compare else "Answering"
     with open_session(screen, model, *given) as session, screen.step(step) as say:
         request = session.engine, session.prompt, choice, task.max_tokens
-        measurements = compare(*request, task.repeat, say) if task.compare else [blend_once(*request)]
+        measurements = compare(*request, 1, say) if task.compare else [blend_once(*request)]
     blend = measurements[-1]
     document = generate_document(model, session, task, measurements)
     screen.show(document, lambda console: _render(console, session, measurements))

@@ -24,6 +24,7 @@ from kintsugi.cli.options import (
     EngineArguments,
     Form,
     PlainCopies,
+    Portable,
     SystemPrompt,
     parse_engine_arguments,
 )
@@ -31,6 +32,7 @@ from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.core.prompt import FormName
+from kintsugi.core.schema import load
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.reference import REFERENCE
 from kintsugi.precompute.chunking import ChunkingConfig
@@ -41,8 +43,9 @@ from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns, Failure
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import pin as pin_corpus
-from kintsugi.precompute.warm import retire as retire_editions
 
+LEASE_S = 86_400.0
+"""Time until the pins of a corpus expire."""
 DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
 
@@ -85,19 +88,19 @@ class CorpusOptions:
     store: StoreUrl = DEFAULT_STORE
     tokens_max: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
     overlap: Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")] = 0
-    text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text"
-    id_column: Annotated[str, typer.Option(help="Column with the document's id.")] = "id"
+    columns: Annotated[
+        str, typer.Option(help="Columns of a document, such as text=body,id=key,version=revision.")
+    ] = ""
     file_format: Annotated[
         Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
     ] = None
-    dtype: Annotated[str, typer.Option(help="KV data type of serving engines. Default: the model's.")] = ""
     form: Form = FormName.AUTO
     system: SystemPrompt = None
-    portable: Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")] = True
+    portable: Portable = True
     context: Context = NONE
     plain_copies: PlainCopies = True
 
-    def job_spec(self, version_column: str = "version", **options: Any) -> JobSpec:
+    def job_spec(self, **options: Any) -> JobSpec:
         """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
         engine = options.get("engine", {})
         prefix = None  # the head of the model's own form
@@ -112,15 +115,20 @@ class CorpusOptions:
             store=self.store,
             namespace=self.namespace,
             format=self.file_format,
-            columns=Columns(self.text_column, self.id_column, version_column),
+            columns=parse_columns(self.columns),
             chunking=ChunkingConfig(self.tokens_max, self.overlap),
-            dtype=self.dtype,
             prefix_token_ids=prefix,
             portable=self.portable,
             context_token_ids=list(context),
             plain_copies=self.plain_copies,
             **options,
         )
+
+
+def parse_columns(text: str) -> Columns:
+    """`text=body,id=key`; columns that are not named keep their names. Raises `InvalidField`."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    return load(Columns, {name.strip(): column.strip() for name, _, column in pairs}, "columns")
 
 
 def state_folder(given: Path | None) -> Path:
@@ -135,15 +143,10 @@ def run(
     documents: CorpusOptions,
     corpus: Annotated[str, typer.Option(help="Name of the corpus. Default: from the source.")] = "",
     state: StateFolder = None,
-    version_column: Annotated[str, typer.Option(help="Column with the document's version.")] = "version",
     codec: Codec = "raw",
     workers: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
-    batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per batch; a lost worker costs one.")
-    ] = 16_384,
     tokens_per_s: Annotated[float, typer.Option(min=0, help="Maximum tokens per second; 0: no limit.")] = 0.0,
-    bytes_max: Annotated[int, typer.Option(min=0, help="Maximum KV bytes; 0: the store's size.")] = 0,
     errors_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of documents that may fail.")
     ] = 0.05,
@@ -152,19 +155,18 @@ def run(
         bool, typer.Option("--retire", help="Afterwards, delete chunks of models replaced before this run.")
     ] = False,
     engine: EngineArguments = "{}",
-    dry_run: Annotated[bool, typer.Option(help="Print what would be done, and whether it fits.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print what is stored, by tier, what is missing, and whether it fits.")
+    ] = False,
 ) -> ExitCode:
     """Prefill the chunks that the store lacks. Run again, it continues where it stopped."""
     prepare_model(screen, documents.model)
     spec = documents.job_spec(
-        version_column,
         corpus=corpus,
         codec=codec,
         workers=workers,
         gpus_per_worker=gpus_per_worker,
-        batch_tokens=batch_tokens,
         tokens_per_s_max=tokens_per_s,
-        bytes_max=bytes_max,
         errors_share_max=errors_share,
         replace_model=replace_model,
         retire=retire,
@@ -188,24 +190,13 @@ def pin(
     screen: Screen,
     corpus: CorpusName,
     store: StoreUrl = DEFAULT_STORE,
-    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until the pins expire.")] = 86_400,
     state: StateFolder = None,
 ) -> None:
-    """Protect a corpus from eviction."""
-    chunks, pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, lease_s)
-    document = {"corpus": corpus, "chunks": chunks, "pinned": pinned, "lease_s": lease_s}
+    """Protect a corpus from eviction for a day."""
+    chunks, pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, LEASE_S)
+    document = {"corpus": corpus, "chunks": chunks, "pinned": pinned, "lease_s": LEASE_S}
     text = f"{pinned} of {chunks} chunks pinned"
     screen.show(document, lambda console: console.print(text, highlight=False))
-
-
-@command(app)
-def retire(
-    screen: Screen, corpus: CorpusName, store: StoreUrl = DEFAULT_STORE, state: StateFolder = None
-) -> None:
-    """Delete the chunks of models that a newer one has replaced."""
-    deleted = retire_editions(Ledger(state_folder(state)), store, corpus)
-    text = f"{deleted} chunks deleted"
-    screen.show({"corpus": corpus, "deleted": deleted}, lambda console: console.print(text, highlight=False))
 
 
 @command(app, "list")

@@ -7,24 +7,22 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import ServeTask
+from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,
     GatewaySpec,
     ModelSpec,
-    Scale,
     ServiceSpec,
     StoreSpec,
     TierSpec,
-    calibrates_segments,
     directory_url,
     serve_config,
     spec_from_yaml_mapping,
@@ -43,7 +41,7 @@ from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.callers import EVERY_NAMESPACE, Verb
-from kintsugi.store.shard.opening import BucketSpec, SsdSpec, parse_size
+from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
 """A large model takes minutes to load."""
@@ -78,7 +76,7 @@ def _engines(engines: EngineSpec, task: ServeTask) -> EngineSpec:
     if task.allow_uncalibrated:
         engines = dataclasses.replace(engines, allow_uncalibrated=True)
     if task.engines is not None:
-        engines = dataclasses.replace(engines, replicas=Scale(task.engines, task.engines))
+        engines = dataclasses.replace(engines, replicas=task.engines, replicas_max=None)
     return engines
 
 
@@ -93,18 +91,8 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
             TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
         )
         changes["data_dir"] = store.data_dir or str(tiers[0].path.resolve() / "shards")
-    if task.bucket is not None:
-        bucket = BucketSpec.from_text(task.bucket)
-        changes["bucket_url"] = str(bucket.url)
-        changes["bucket_gib"] = bucket.capacity_bytes / GIB
-    if task.data_dir is not None:
-        changes["data_dir"] = str(task.data_dir.resolve())
     if task.shards is not None:
         changes["shards"] = task.shards
-    if task.keys_file is not None:
-        changes["keys_file"] = str(task.keys_file.resolve())
-    if task.audit_dir is not None:
-        changes["audit_dir"] = str(task.audit_dir.resolve())
     return dataclasses.replace(store, **changes)
 
 
@@ -113,20 +101,15 @@ def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
     for name in ("grpc_port", "http_port"):
         if getattr(task, name) is not None:
             changes[name] = getattr(task, name)
-    for name in ("tokens_file", "audit_dir", "tls_cert", "tls_key"):
+    for name in ("tokens_file", "tls_cert", "tls_key"):
         if getattr(task, name) is not None:
             changes[name] = str(getattr(task, name).resolve())
-    for name in ("insecure", "read_only"):
-        changes[name] = getattr(gateway, name) or getattr(task, name)
-    return dataclasses.replace(gateway, **changes)
+    return dataclasses.replace(gateway, insecure=gateway.insecure or task.insecure, **changes)
 
 
 def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, NamespacePrivacy]:
     """The rules, and for each namespace in which chunks are to be discovered the one that it has, with
     `discover`: its own rule will be the only one that counts for it."""
-    discovery = spec.engines.connector.get("discovery")
-    if discovering and isinstance(discovery, Mapping) and discovery.get("enabled") is False:
-        raise InvalidField("discover", "engines.connector.discovery.enabled is false; leave out one of both")
     rules = {
         check_namespace_pattern(name, "discover"): dataclasses.replace(
             spec.rules.privacy_of(name), discover=True
@@ -136,23 +119,8 @@ def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, Namespa
     return {**spec.privacy, **rules}
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file. Raises `NotFound` and `InvalidField`."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NotFound(f"{path} cannot be read ({error.strerror}); name a configuration file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(values, dict):
-        raise InvalidField("config", f"{path} must be a mapping; see docs/howto/serve.md for its keys")
-    return values
-
-
 def run(screen: Screen, task: ServeTask) -> ExitCode:
-    """Serve until SIGINT or SIGTERM; then running answers have `engines.drain_s` to end."""
+    """Serve until SIGINT or SIGTERM; then running answers have `DRAIN_S` to end."""
     spec = build_service_spec(task)
     if task.print_config:
         import yaml
@@ -196,9 +164,9 @@ def _check_here(spec: ServiceSpec) -> None:
             "--print-config prints on a Ray cluster",
         )
     open_access(gateway.tokens_file)
-    open_access(spec.store.tokens_file)
-    if spec.store.keys_file:
-        KeyFile(Path(spec.store.keys_file))
+    open_access(spec.store.expert.tokens_file)
+    if spec.store.expert.keys_file:
+        KeyFile(Path(spec.store.expert.keys_file))
     files = load_gateway_tls(gateway)
     if files is not None:
         files.read()
@@ -211,7 +179,7 @@ def _check_here(spec: ServiceSpec) -> None:
 def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
     """Has shards ask for a token where the gateway asks for some: every user of this machine can connect to
     their ports. Engines and the gateway show a token of this run, whose files only this user may read."""
-    if not spec.gateway.tokens_file or spec.store.tokens_file or spec.store.tls_ca:
+    if not spec.gateway.tokens_file or spec.store.expert.tokens_file or spec.store.tls_ca:
         yield spec
         return
     with tempfile.TemporaryDirectory(prefix="kintsugi-store-") as folder:
@@ -220,13 +188,17 @@ def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
         add_grant(tokens_file, grant)
         token_file.touch(mode=0o600)
         token_file.write_text(token)
-        store = dataclasses.replace(spec.store, tokens_file=str(tokens_file), token_file=str(token_file))
-        yield dataclasses.replace(spec, store=store)
+        yield _with_store_expert(spec, tokens_file=str(tokens_file), token_file=str(token_file))
+
+
+def _with_store_expert(spec: ServiceSpec, **changes: Any) -> ServiceSpec:
+    expert = dataclasses.replace(spec.store.expert, **changes)
+    return dataclasses.replace(spec, store=dataclasses.replace(spec.store, expert=expert))
 
 
 def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
     """Choose a free port for the directory. Raises `Unavailable` if a port of the gateway is taken."""
-    store, gateway = spec.store, spec.gateway
+    gateway, expert = spec.gateway, spec.store.expert
     for option, port in (("--grpc-port", gateway.grpc_port), ("--http-port", gateway.http_port)):
         try:
             if port:
@@ -235,8 +207,8 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
             raise Unavailable(
                 f"{error} ({option} 0: any free port); kintsugi status says whether a service runs already"
             ) from error
-    directory = free_port(store.host, store.directory_port, DIRECTORY_PORTS)
-    return dataclasses.replace(spec, store=dataclasses.replace(store, directory_port=directory))
+    directory = free_port(expert.host, expert.directory_port, DIRECTORY_PORTS)
+    return _with_store_expert(spec, directory_port=directory)
 
 
 def _listen_for_signals(stop: threading.Event) -> None:
@@ -248,7 +220,7 @@ def _listen_for_signals(stop: threading.Event) -> None:
 @contextmanager
 def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> Iterator[Service]:
     """Start Ray and the service, and stop both at the end."""
-    calibrators = int(spec.engines.calibrate and not spec.engines.allow_uncalibrated)
+    calibrators = int(not spec.engines.allow_uncalibrated)
     try:
         with screen.engine_log():
             with screen.step("Starting Ray"):
@@ -360,13 +332,14 @@ class ServiceMonitor:
         first, self._blending = self._blending is None, info.blending
         if not first:
             self._screen.show_event("blending", f"blending: {info.blending}", blending=info.blending)
-        engines = self._service.spec.engines
-        if info.blending.startswith(NEEDS_CALIBRATION) and engines.calibrate and self._calibrator is None:
+        if self._service.spec.engines.allow_uncalibrated or self._calibrator is not None:
+            return
+        if info.blending.startswith(NEEDS_CALIBRATION):
             self._start_calibration()
 
     def _start_calibration(self) -> None:
         spec = self._service.spec
-        segments = calibrates_segments(spec.privacy.values(), spec.engines.connector)
+        segments = bool(spec.rules.discovering)
         self._calibrator = start_calibrator(spec.model, spec.engines, directory_url(spec.store), segments)
         self._running = self._calibrator.run.remote()
         self._screen.show_event(

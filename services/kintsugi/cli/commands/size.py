@@ -12,7 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import Dtype
 from kintsugi.cli.render import make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
@@ -29,6 +28,10 @@ from kintsugi.core.sizing import (
 )
 from kintsugi.models.checkpoint import read_config
 
+HOT_SHARE = 0.1
+"""Share of the corpus that RAM holds."""
+COST = 0.2
+"""Share of a full prefill that a blend computes."""
 UTILISATION = 0.6
 """Share of a device's peak that prefill reaches, as large matrix products do on recent GPUs."""
 
@@ -115,28 +118,25 @@ def size(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 6,
     replication: Annotated[int, typer.Option(min=1, help="Shards that hold each chunk.")] = 1,
-    copies: Annotated[
-        int, typer.Option(min=1, max=2, help="Copies of each chunk: 2 with a context and plain copies.")
-    ] = 1,
-    hot: Annotated[float, typer.Option(help="Share of the corpus to hold in RAM.")] = 0.1,
-    cost: Annotated[
-        float, typer.Option(help="Share of a full prefill that a blend computes; see kintsugi calibrate.")
-    ] = 0.2,
     prefill_tokens_per_s: Annotated[
         float | None, typer.Option(help="Measured prefill rate of such prompts on one engine.")
     ] = None,
     tflops: Annotated[
         float, typer.Option(help="Peak TFLOP/s of an engine's devices, used without a measured rate.")
     ] = 989.0,
-    dtype: Dtype = "auto",
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
     work = SizingWorkload(
-        parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication, hot, cost, copies
+        parse_count("corpus_tokens", corpus_tokens),
+        chunk_tokens,
+        chunks,
+        replication,
+        HOT_SHARE,
+        COST,
     )
     bytes_per_s = parse_speed(bandwidth)
     prepare_model(screen, model)
-    shape = model_size(read_config(model), dtype)
+    shape = model_size(read_config(model), "auto")
     prefill = prefill_of(shape, work, prefill_tokens_per_s, tflops)
     rows = rows_of(shape, work, prefill, bytes_per_s)
     document = {
@@ -145,7 +145,6 @@ def size(
         "corpus_tokens": work.corpus_tokens,
         "prompt_tokens": work.prompt_tokens,
         "replication": work.replication,
-        "copies": work.copies,
         "hot_share": work.hot_share,
         "cost": work.cost,
         "bandwidth_bytes_per_s": bytes_per_s,

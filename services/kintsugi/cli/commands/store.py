@@ -22,24 +22,24 @@ from kintsugi.cli.options import BucketTier, SsdTiers, TlsCert, TlsKey
 from kintsugi.cli.render import format_bytes
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
+from kintsugi.core.deploy import DRAIN_S
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.admin import ShardAdmin, Verified
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.store.client.registry import open_directory
-from kintsugi.store.protocol.tls import TlsFiles, parse_address
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.registry import open_directory, open_store
+from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.admission import ERASE_GRACE_S, RATIO, ShardConfig
 from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
-from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S
 
 app = typer.Typer(help="Run and inspect shards of the chunk KV-cache store.", no_args_is_help=True)
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the chunks.")]
 DEFAULT_ADDRESS = "127.0.0.1:7400"
+DEFAULT_STORE = f"grpc://{DEFAULT_ADDRESS}"
 FAILURE_POLL_S = 0.5
 VERIFY_PAGE = 64
 SWITCH_INTERVAL_S = 0.0005
@@ -65,23 +65,20 @@ class TlsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardLink(TlsOptions):
+class ShardLink:
     """How a command reaches a shard."""
 
-    address: Annotated[str, typer.Option(help="The shard's address: host:port or grpc://host:port.")] = (
-        DEFAULT_ADDRESS
-    )
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that the shard asks for.")] = (
-        None
-    )
+    store: Annotated[
+        str,
+        typer.Option(help="The shard's URL: grpc://HOST:PORT, with ?token_file=FILE and tls_ca=… if needed."),
+    ] = DEFAULT_STORE
 
     @contextmanager
     def connect(self) -> Iterator[ShardAdmin]:
         """Raises `InvalidField`."""
-        address = self.address.removeprefix("grpc://")
-        parse_address("address", address)
-        options = GrpcOptions(tls=self.files(), token_file=self.token_file)
-        with closing(GrpcStore(address, options)) as store:
+        with closing(open_store(self.store)) as store:
+            if not isinstance(store, GrpcStore):
+                raise InvalidField("store", f"{self.store!r} is not one shard: name it as grpc://HOST:PORT")
             yield ShardAdmin(store)
 
 
@@ -104,16 +101,6 @@ def serve(
     policy: Annotated[
         str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}, or an added one.")
     ] = DEFAULT_POLICY,
-    recompute_ms_per_token: Annotated[
-        float, typer.Option(help="Prefill cost, for writers that do not send it; guides where chunks go.")
-    ] = 0.0,
-    ratio: Annotated[
-        float,
-        typer.Option(help="Share of a chunk's prefill that a blend computes; a load must hide behind it."),
-    ] = RATIO,
-    scrub: Annotated[str, typer.Option(help="Bytes per second to verify in the background; 0: none.")] = (
-        f"{SCRUB_BYTES_PER_S >> 20}MiB"
-    ),
     peers: Annotated[
         str,
         typer.Option(
@@ -125,10 +112,6 @@ def serve(
     share_arena: Annotated[
         bool, typer.Option(help="Let peers on this host read the RAM tier directly.")
     ] = True,
-    socket_folder: Annotated[
-        Path | None, typer.Option(help="Folder shared by a pod's containers, for sockets.")
-    ] = None,
-    drain_s: Annotated[float, typer.Option(help="Maximum seconds to write back before stopping.")] = 30.0,
     *,
     tls: TlsOptions,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
@@ -139,21 +122,15 @@ def serve(
     protect_metrics: Annotated[
         bool, typer.Option(help="Show metrics only to tokens with the verb admin on every namespace.")
     ] = False,
-    erase_grace_s: Annotated[
-        float, typer.Option(help="Seconds after which an erasure cuts the reads and puts that it waits for.")
-    ] = ERASE_GRACE_S,
 ) -> int:
     """Run a shard until interrupted; it drains before it stops."""
     if ack not in ("ram", "durable"):
         raise InvalidField("ack", f"{ack!r} must be ram or durable")
-    if not drain_s >= 0:
-        raise InvalidField("drain-s", f"{drain_s} must be at least 0")
     spec = ShardSpec(
         ram_bytes=parse_size(ram),
         data_dir=data_dir,
         ssds=tuple(SsdSpec.from_text(text) for text in ssd or []),
         policy=policy,
-        config=ShardConfig(recompute_ms_per_token, ratio, erase_grace_s),
         bucket=None if bucket is None else BucketSpec.from_text(bucket),
     )
     if ack == "durable" and not spec.ssds:
@@ -161,8 +138,6 @@ def serve(
     options = ServerOptions(
         durable_by_default=ack == "durable",
         share_arena=share_arena,
-        socket_folder=socket_folder,
-        scrub_bytes_per_s=parse_size(scrub),
         tls=tls.files(),
         insecure=insecure,
         metrics_listen=metrics,
@@ -170,12 +145,10 @@ def serve(
         tokens_file=tokens_file,
         audit_dir=audit_dir,
     )
-    return _serve_shard(screen, spec, listen, options, drain_s, peers)
+    return _serve_shard(screen, spec, listen, options, peers)
 
 
-def _serve_shard(
-    screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, drain_s: float, peers: str
-) -> int:
+def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOptions, peers: str) -> int:
     """Serve until a signal or a failure. Returns the exit code."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -200,14 +173,14 @@ def _serve_shard(
             sys.stdout.flush()
             while shard.failure is None and not stop.wait(FAILURE_POLL_S):
                 pass
-            left = shard.drain(drain_s) if shard.failure is None else 0
+            left = shard.drain(DRAIN_S) if shard.failure is None else 0
     finally:
         shard.close()
     if shard.failure is not None:
         screen.note(f"the shard failed: {shard.failure!r}")
         return 1
     if left:
-        screen.note(f"{left} bytes were not written back within {drain_s:.0f} s")
+        screen.note(f"{left} bytes were not written back within {DRAIN_S:.0f} s")
         return 1
     return 0
 
@@ -258,11 +231,10 @@ def list_chunks(
     *,
     shard: ShardLink,
     limit: Annotated[int, typer.Option(help="Maximum chunks to list.", min=1, max=10_000)] = 100,
-    after: Annotated[str | None, typer.Option(help="List chunks after this key.")] = None,
 ) -> None:
     """List chunks of a namespace in key order."""
     with shard.connect() as admin:
-        chunks = admin.store.list_found(namespace, limit, ChunkKey.from_hex(after) if after else None)
+        chunks = admin.store.list_found(namespace, limit)
     rows: list[dict[str, Any]] = [
         {
             "key": chunk.manifest.key.hex,
@@ -322,23 +294,6 @@ def _erase(screen: Screen, admin: ShardAdmin, namespace: str, keys: list[ChunkKe
             console.print(f"{place.place}: {place.items} chunks, {format_bytes(place.size_bytes)}, gone")
 
     screen.show({"places": [asdict(place) for place in places]}, render)
-
-
-@command(app)
-def pin(
-    screen: Screen,
-    namespace: Namespace,
-    keys: Annotated[list[str], typer.Argument(help="Chunk keys in hexadecimal.")],
-    lease_s: Annotated[float, typer.Option(help="Seconds until the pin expires.")] = 3600.0,
-    *,
-    shard: ShardLink,
-) -> None:
-    """Protect chunks from eviction."""
-    with shard.connect() as admin:
-        pinned = admin.store.pin(namespace, parse_keys(keys), lease_s)
-    text = f"{pinned.chunks} of {len(keys)} chunks pinned by lease {pinned.lease_id}"
-    document = {"pinned": pinned.chunks, "lease_id": pinned.lease_id}
-    screen.show(document, lambda console: console.print(text, highlight=False))
 
 
 @command(app)

@@ -108,7 +108,6 @@ class ServiceFacts:
     clock_ahead_s: float = 0.0
     """By how much the gateway's clock is ahead of ours; uncertain by half of `round_trip_s`."""
     has_tokens: bool = False
-    read_only: bool = False
     caller: CallerFacts | None = None
     engines: EngineFacts | None = None
     store: StoreFacts | None = None
@@ -227,7 +226,6 @@ def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float)
         round_trip_s=ended_s - began_s,
         clock_ahead_s=document["time_s"] - (began_s + ended_s) / 2,
         has_tokens=document["has_tokens"],
-        read_only=document["read_only"],
         caller=CallerFacts(caller["name"], tuple(caller["namespaces"]), tuple(caller["verbs"])),
         engines=_pick(EngineFacts, engines),
         store=None if store is None else _pick(StoreFacts, store),

@@ -103,7 +103,7 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
             helps=list(_NEXT[facts.contact]),
         )
     engines = facts.engines
-    runs = [("gateway", f"Kintsugi {facts.version}" + (", read-only" if facts.read_only else ""))]
+    runs = [("gateway", f"Kintsugi {facts.version}")]
     if engines is None or engines.error is not None:
         runs.append(("engines", engines.error or "none" if engines is not None else "none"))
         runs += _describe_store(facts.store)
@@ -190,7 +190,7 @@ def _advise_on_store(store: StoreFacts) -> list[str]:
         return ["start a shard, or look into the log of kintsugi serve: without one nothing is blended"]
     if store.shards_away:
         return [
-            f"see what ails {store.shards_away[0]}: kintsugi store status --address {store.shards_away[0]}"
+            f"see what ails {store.shards_away[0]}: kintsugi store status --store grpc://{store.shards_away[0]}"
         ]
     if not store.chunks:
         return [_NOT_BLENDED[_NO_CHUNK]]

@@ -19,24 +19,17 @@ class NamespaceLimits(Settings):
     weight: float = setting(1.0, minimum=0.01, maximum=1000)
     """Share of the engines where namespaces wait for them, relative to the weights of the others."""
     requests_per_s: float | None = setting(None, minimum=0.01)
-    """Requests a second; a burst may have as many as two seconds allow."""
+    """Requests per second; a burst may have as many as two seconds allow."""
     tokens_per_s: float | None = setting(None, minimum=1)
-    """Tokens a second, of prompts, answers and chunks that are put."""
+    """Tokens per second, of prompts, answers and chunks that are put."""
     concurrent: int | None = setting(None, minimum=1)
     """Requests at a time, including those that wait for an engine."""
-    queued: int | None = setting(None, minimum=0)
-    """Requests that wait for an engine at a time, where `gateway.engine_places` makes requests wait."""
     ram_gib: float | None = setting(None, minimum=0)
-    """Chunk KV in the RAM tier of each shard."""
+    """Chunk KV in the RAM tier of each shard, in GiB."""
     ssd_gib: float | None = setting(None, minimum=0)
-    """Chunk KV in all SSD tiers of each shard; 0: chunks are never written to SSD."""
-    pinned_gib: float | None = setting(None, minimum=0)
-    """Pinned chunk KV in each shard; unset: half of what may be pinned there."""
-    known_chunks: int | None = setting(None, minimum=0)
-    """Chunks whose tokens and text each gateway remembers."""
+    """Chunk KV in all SSD tiers of each shard, in GiB; 0: chunks are never written to SSD."""
     together: bool = False
-    """All namespaces that match the pattern share one set of these limits, instead of having one each.
-    `known_chunks` is always for each."""
+    """All namespaces that match the pattern share one set of these limits, instead of having one each."""
 
 
 NO_LIMITS = NamespaceLimits()

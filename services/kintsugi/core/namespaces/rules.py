@@ -65,10 +65,6 @@ class NamespaceRules(Settings):
         """Patterns of namespaces in which chunks are discovered."""
         return sorted(pattern for pattern, privacy in self.privacy.items() if privacy.discovers)
 
-    def known_chunks_max(self, namespace: str) -> int | None:
-        limits = self.limits_of(namespace)
-        return None if limits is None else limits.known_chunks
-
     def overridden_by(self, other: NamespaceRules) -> NamespaceRules:
         """These rules and the other's, which count where both have a pattern."""
         if not (other.limits or other.privacy):

@@ -27,11 +27,11 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.async_utils import make_async
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kintsugi.core.deploy import OpenAISpec
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import trim_spans
 from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.openai.options import OpenAIOptions
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents, with_whole_messages
 from kintsugi.engine.openai.requests import (
     CallState,
@@ -97,14 +97,14 @@ class OpenAIFront:
         client: Any,
         names: Sequence[str],
         prefix_token_ids: tuple[int, ...] = (),
-        options: OpenAISpec | None = None,
+        options: OpenAIOptions | None = None,
     ) -> None:
         """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``names`` those that callers may use
         for the model, the one in answers first.
 
         Raises what vLLM raises for an unknown parser or a template that does not load.
         """
-        options = options or OpenAISpec()
+        options = options or OpenAIOptions()
         renderer, model_config = client.renderer, client.model_config
         template = load_chat_template(options.chat_template)
         shared: dict[str, Any] = {

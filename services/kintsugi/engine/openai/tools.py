@@ -19,7 +19,7 @@ def check_tools(body: Mapping[str, Any], parses_tools: bool) -> None:
         return
     raise InvalidField(
         "tools",
-        "cannot be called: set engines.openai.tool_call_parser in the service's configuration to the parser "
+        "cannot be called: set engines.vllm.tool_call_parser in the service's configuration to the parser "
         "of this model, such as hermes, or send tool_choice none",
     )
 

@@ -281,9 +281,9 @@ class Comparer:
         """Stores the chunks. Where the caller may not, the blend takes what others have stored."""
         chunks = [Segment(text=document.text) for document in asked.documents]
         caller.authorize(asked.namespace, Verb.GENERATE)
-        if not caller.may(Verb.PUT) or self._gateway.read_only:
-            why = "this gateway is read-only" if self._gateway.read_only else "your token lacks the verb put"
-            return {"event": "stored", "chunks": [], "problem": f"chunks were not stored: {why}"}
+        if not caller.may(Verb.PUT):
+            problem = "chunks were not stored: your token lacks the verb put"
+            return {"event": "stored", "chunks": [], "problem": problem}
         put = ServedRequest("PutChunks", served.headers, _UNCOUNTED, "OK", audit=served.audit)
         put.request_id, put.caller, put.namespace = served.request_id, caller.name, asked.namespace
         # In the log and the audit log it is a request of its own, with the verb that it needs.

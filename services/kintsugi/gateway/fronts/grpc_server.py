@@ -464,9 +464,9 @@ class GatewayServer:
 
 def load_gateway_tls(spec: GatewaySpec) -> TlsFiles | None:
     """The gateway's TLS files; None without TLS. Raises `InvalidField`."""
-    if not (spec.tls_cert or spec.tls_key or spec.tls_client_ca):
+    if not (spec.tls_cert or spec.tls_key or spec.expert.tls_client_ca):
         return None
     if not (spec.tls_cert and spec.tls_key):
         raise InvalidField("gateway", "tls_cert and tls_key belong together, and tls_client_ca needs both")
-    client_ca = Path(spec.tls_client_ca) if spec.tls_client_ca else None
+    client_ca = Path(spec.expert.tls_client_ca) if spec.expert.tls_client_ca else None
     return TlsFiles(client_ca, Path(spec.tls_cert), Path(spec.tls_key))

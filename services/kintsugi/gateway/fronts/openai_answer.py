@@ -74,7 +74,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self.ttl_s = call.params.ttl_s
         self._caller = caller
         priority = call.body.get("priority")
-        self.may_overtake = isinstance(priority, int) and priority < 0
+        self.is_negative_priority = isinstance(priority, int) and priority < 0
         # Before an engine has told what its model can write, a caller's number is not believed.
         answer_tokens_max = prompts.tokens_max or ANSWER_TOKENS_ASSUMED
         self.tokens_asked, answer_tokens = estimate_tokens(call.path, call.body, answer_tokens_max)
@@ -103,7 +103,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             ttl_s=find_retention_s(self._call.body) if own.ttl_s is None else own.ttl_s,
             timeline=timeline,
             shared=self.privacy.shared,
-            chunk_tokens_multiple=self.privacy.chunk_tokens_multiple,
+            chunk_tokens_multiple=self.privacy.expert.chunk_tokens_multiple,
             discover=self.privacy.discovers,
         )
         return backend.openai(replace(self._call, params=params, trace=trace))

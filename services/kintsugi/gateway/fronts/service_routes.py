@@ -240,7 +240,6 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
     return {
         "version": __version__,
         "time_s": time.time(),
-        "read_only": gateway.read_only,
         "has_tokens": gateway.access.has_tokens,
         "caller": describe_caller(caller),
         "engines": engines,

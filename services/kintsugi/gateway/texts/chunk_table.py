@@ -30,7 +30,7 @@ other. Where more of them fill the table, the one that holds most gives way, so 
 even share loses nothing to others. Shares are even between namespaces, not callers: a caller that may use a
 thousand namespaces has a thousand shares."""
 _CHECKSUM_BYTES = 8
-_REMEDY = "remove the folder, which costs hits but no answers, or name another gateway.data_dir"
+_REMEDY = "remove the folder, which costs hits but no answers, or name another gateway.expert.data_dir"
 
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS chunk (
@@ -205,19 +205,6 @@ class ChunkTable:
             removed += _parse_texts(namespace, [text])
         self.num_chunks, self.num_tokens = chunks, tokens
         return removed
-
-    def shrink(self, namespace: str, chunks_max: int) -> list[Removed]:
-        """Delete a namespace's oldest chunks beyond a number. Returns the texts of chunks that left."""
-        chunks, _ = self.share(namespace)
-        if chunks <= chunks_max:
-            return []
-        with self._writes.transaction() as db:
-            removed = []
-            for _ in range(chunks - chunks_max):
-                text, _ = self._expect_row(db.execute(_DELETE_OLDEST, (namespace,)).fetchone())
-                removed += _parse_texts(namespace, [text])
-            self.num_chunks, self.num_tokens = self._read_total(db)
-            return removed
 
     def _read_total(self, db: sqlite3.Connection) -> tuple[int, int]:
         """Chunks and tokens in the table. Raises `Corrupted`."""

@@ -15,13 +15,13 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
-from kintsugi.gateway.texts.chunk_table import NAMESPACE_SHARE_MAX, Address, ChunkTable, Record, Removed
+from kintsugi.gateway.texts.chunk_table import NAMESPACE_SHARE_MAX, Address, ChunkTable, Record
 from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextIndex, disjoint, window_hashes
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,6 @@ class KnownChunks:
         """Chunks used since the last write, the oldest use first."""
         self._recent: OrderedDict[Address, float] = OrderedDict()
         """When chunks were remembered last, the latest last: an erasure spares what came after it."""
-        self.chunks_max_of: Callable[[str], int | None] = lambda namespace: None
-        """Limit of a namespace's chunks; None: only its share of all."""
         self._table = ChunkTable(folder, chunks_max, tokens_max)
         for namespace, text in self._table.texts():
             self._add_text(namespace, text)
@@ -82,9 +80,6 @@ class KnownChunks:
         """Whether one more chunk of the namespace fits without an eviction; false once the namespace uses
         half of the tokens that it may have."""
         chunks, tokens = self._table.share(namespace)
-        chunks_max = self.chunks_max_of(namespace)
-        if chunks_max is not None and chunks >= chunks_max:
-            return False
         few_tokens = 2 * tokens < NAMESPACE_SHARE_MAX * self._tokens_max
         return few_tokens and chunks + 1 <= NAMESPACE_SHARE_MAX * self._chunks_max
 
@@ -187,7 +182,6 @@ class KnownChunks:
                 touched, self._touched = self._touched, OrderedDict()
             try:
                 removed = self._table.apply(touched, changes)
-                removed += self._enforce_limits({namespace for (namespace, _), _ in changes})
             except KintsugiError as error:
                 log.warning("%d known chunks cannot be written: %s", len(changes), error)
                 return
@@ -197,15 +191,6 @@ class KnownChunks:
                         self._add_text(namespace, record.text)
                 for namespace, text in removed:
                     self._remove_text(namespace, text)
-
-    def _enforce_limits(self, namespaces: Iterable[str]) -> list[Removed]:
-        limits = {name: self.chunks_max_of(name) for name in namespaces}
-        return [
-            removed
-            for name, chunks_max in limits.items()
-            if chunks_max is not None
-            for removed in self._table.shrink(name, chunks_max)
-        ]
 
     def _add_text(self, namespace: str, text: ChunkText) -> None:
         self._text_users[namespace, text] += 1

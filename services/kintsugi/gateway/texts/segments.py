@@ -156,7 +156,7 @@ class SegmentResolver:
     ) -> None:
         """Remember the chunks of a request that was accepted: a refused one must not evict others' chunks."""
         new = []
-        multiple = self.privacy_of(space.namespace).chunk_tokens_multiple
+        multiple = self.privacy_of(space.namespace).expert.chunk_tokens_multiple
         for segment, piece in zip(segments, pieces, strict=True):
             if segment.plain or not piece.is_chunk or (segment.token_ids is None and segment.text is None):
                 continue
@@ -196,7 +196,7 @@ class SegmentResolver:
         for index, segment in enumerate(segments):
             name = where if where == "question" else f"{where}[{index}]"
             is_chunk = not segment.plain and where != "question"
-            multiple = privacy.chunk_tokens_multiple if is_chunk else 1
+            multiple = privacy.expert.chunk_tokens_multiple if is_chunk else 1
             if segment.text is not None:
                 room = tokens_max - tokens
                 self._check_length(segment.text, name, min(room, TOKENS_MAX) if is_chunk else room)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.namespaces.limits import bytes_of
 from kintsugi.core.namespaces.rules import NamespaceRules, sum_account
 from kintsugi.store.shard.entry import ChunkEntry
 
@@ -69,24 +68,20 @@ class Leases:
         return lease_id
 
     def _check_share(self, namespace: str, size_bytes: int, rules: NamespaceRules) -> None:
-        limits = rules.limits_of(namespace)
-        bytes_max = self.bytes_max(namespace, rules)
+        bytes_max = self.namespace_bytes_max
         pinned = sum_account(self.bytes_by_namespace, namespace, rules)
         if pinned + size_bytes > bytes_max:
             raise ResourceExhausted(
-                f"namespace {namespace!r} has pinned {pinned} bytes and may pin {bytes_max:.0f}; unpin some, "
-                "or have its limit pinned_gib raised"
+                f"namespace {namespace!r} has pinned {pinned} bytes and may pin {bytes_max:.0f}; unpin some"
             )
-        leases_max = PINS_MAX if limits is not None and limits.pinned_gib is not None else (PINS_MAX + 1) // 2
+        leases_max = (PINS_MAX + 1) // 2
         if sum_account(self._leases_by_namespace, namespace, rules) >= leases_max:
             raise ResourceExhausted(f"namespace {namespace!r} has {leases_max} leases; unpin some")
 
-    def bytes_max(self, namespace: str, rules: NamespaceRules) -> float:
-        """The most that the namespace may pin."""
-        limits = rules.limits_of(namespace)
-        if limits is None or limits.pinned_gib is None:
-            return NAMESPACE_SHARE_MAX * self._bytes_max
-        return bytes_of(limits.pinned_gib)
+    @property
+    def namespace_bytes_max(self) -> float:
+        """The most that one namespace may pin."""
+        return NAMESPACE_SHARE_MAX * self._bytes_max
 
     def end(self, lease_id: str) -> Sequence[ChunkEntry]:
         """The chunks that the lease held; none for a lease that is over."""

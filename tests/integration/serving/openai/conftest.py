@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from kintsugi.core.deploy import GatewaySpec, OpenAISpec
+from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
+from kintsugi.engine.openai.options import OpenAIOptions
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import accounting_in
@@ -194,7 +195,7 @@ async def _engine(store: str) -> NotingEngine:
         # The controller would rather prefill in full: this model takes no time for what these tests hit.
         extra_config={"loading_controller": False, "report_poll_ms": 100, **PATIENT},
         vllm_args={"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20},
-        openai=OpenAISpec(tool_call_parser="hermes"),
+        openai=OpenAIOptions(tool_call_parser="hermes"),
         aliases=find_aliases(BUNDLED_NAME, HUB_NAME, bundled_checkpoint()),
     )
     engine = NotingEngine(spec, await launch(spec, lambda binding: publish_report(store)))

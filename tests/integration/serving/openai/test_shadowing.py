@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_report, showcase
 from kintsugi.quality import reports
 from kintsugi.quality.metrics import kl_divergence
+from kintsugi.serving import shadowing as shadowing_module
 from kintsugi.serving.shadowing import Shadowing, make_shadowing
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
@@ -38,7 +40,8 @@ def registry() -> CollectorRegistry:
 @pytest.fixture
 def shadowing(served: Served, registry: CollectorRegistry) -> Iterator[Shadowing]:
     async def start() -> Shadowing | None:
-        return make_shadowing(EngineSpec(shadow_share=1.0, shadow_time_share=1.0), served.engine, registry)
+        with patch.multiple(shadowing_module, SHADOW_SHARE=1.0, SHADOW_TIME_SHARE=1.0):
+            return make_shadowing(EngineSpec(), served.engine, registry)
 
     shadowing = served.run(start())
     assert shadowing is not None
@@ -144,9 +147,8 @@ def test_whole_answers_are_compared_where_calibration_measured_them(
     assert shadowing.counts.kl_sum < 1.0
 
 
-@pytest.mark.parametrize("spec", [EngineSpec(shadow_share=0.0), EngineSpec(allow_uncalibrated=True)])
-def test_nothing_is_shadowed_without_a_share_or_a_calibration(served: Served, spec: EngineSpec) -> None:
-    assert make_shadowing(spec, served.engine) is None
+def test_nothing_is_shadowed_without_a_calibration(served: Served) -> None:
+    assert make_shadowing(EngineSpec(allow_uncalibrated=True), served.engine) is None
 
 
 def _publish_baseline(served: Served, baseline: Baseline) -> None:

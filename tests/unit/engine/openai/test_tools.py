@@ -17,7 +17,7 @@ WITHIN = "tools[0].tools[1].type"
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
 def test_tools_that_cannot_be_called_are_refused_by_our_own_setting(choice: dict[str, Any]) -> None:
     body = {"tools": TOOLS, **choice}
-    with pytest.raises(InvalidField, match=r"engines\.openai\.tool_call_parser"):
+    with pytest.raises(InvalidField, match=r"engines\.vllm\.tool_call_parser"):
         check_tools(body, parses_tools=False)
     check_tools(body, parses_tools=True)
 

@@ -22,7 +22,7 @@ from kintsugi.core.exchange import (
     OpenAIHead,
 )
 from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
@@ -39,7 +39,7 @@ from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answ
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 ACCOUNTING = {"outcome": "blended", "chunks_hit": 3, "ttft_ms": 7.0}
 STEP_S = 0.1
-HIDDEN = NamespaceRules(privacy={"acme": NamespacePrivacy(accounting=False)})
+HIDDEN = NamespaceRules(privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(accounting=False))})
 
 
 class Tokens(Access):
@@ -180,7 +180,9 @@ def test_callers_do_not_choose_whose_chunks_they_read(name: str, value: object) 
 
 def test_a_namespaces_privacy_reaches_the_engine() -> None:
     async def body() -> None:
-        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(shared="docs", chunk_tokens_multiple=16)})
+        rules = NamespaceRules(
+            privacy={"acme": NamespacePrivacy(shared="docs", expert=PrivacyExpert(chunk_tokens_multiple=16))}
+        )
         backend = ScriptedBackend()
         async with client(backend, rules) as caller:
             await caller.post(CHAT_PATH, json=CHAT)
@@ -238,7 +240,9 @@ async def _time_s(caller: httpx.AsyncClient) -> float:
 
 def test_a_whole_answer_is_as_late_as_its_first_token_is() -> None:
     """Rounding the whole time up would tell, across a step, how early the first token was."""
-    rules = NamespaceRules(privacy={"acme": NamespacePrivacy(ttft_step_ms=STEP_S * 1e3)})
+    rules = NamespaceRules(
+        privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=STEP_S * 1e3))}
+    )
 
     async def body() -> None:
         for first_s, total_s in ((0.01, 0.04), (0.07, 0.1)):
@@ -252,7 +256,9 @@ def test_a_whole_answer_is_as_late_as_its_first_token_is() -> None:
 
 
 def test_streams_begin_at_the_step_whatever_was_cached() -> None:
-    rules = NamespaceRules(privacy={"acme": NamespacePrivacy(ttft_step_ms=STEP_S * 1e3)})
+    rules = NamespaceRules(
+        privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=STEP_S * 1e3))}
+    )
 
     async def body() -> None:
         for first_s in (0.0, 0.05):
@@ -405,7 +411,7 @@ def test_a_request_that_got_nothing_is_charged_nothing() -> None:
     async def body() -> None:
         scripts: list[list[Item]] = [_refused_by_engine(None), [errors.Unavailable("gone")], [JSON, b"{}"]]
         backend = ScriptedBackend()
-        rules = limited(tokens_per_s=100, queued=0)
+        rules = limited(tokens_per_s=100)
         async with client(backend, rules, engine_places=1) as caller:
             await caller.get("/readyz")
             most = {**CHAT, "max_tokens": 190}
@@ -436,7 +442,9 @@ def test_prefetch_does_not_tell_what_is_hidden() -> None:
 
 def test_what_is_shorter_than_a_chunk_is_never_saved_as_one() -> None:
     async def body() -> None:
-        rules = NamespaceRules(privacy={"acme": NamespacePrivacy(chunk_tokens_multiple=16)})
+        rules = NamespaceRules(
+            privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(chunk_tokens_multiple=16))}
+        )
         gateway = gateway_over(ScriptedBackend(), rules=rules)
         found = await gateway.prompts.learn_texts("acme", ["short", "long enough for one chunk"])
         assert [len(tokens) for _, tokens in found] == [16]

@@ -14,7 +14,7 @@ import pytest
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.parts import CACHE_KEY, narrow
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
@@ -167,7 +167,7 @@ def searched(gateway: Gateway) -> int:
 
 def test_residency_is_told_to_nobody_who_may_not_list() -> None:
     async def body() -> None:
-        hidden = NamespaceRules(privacy={"docs": NamespacePrivacy(accounting=False)})
+        hidden = NamespaceRules(privacy={"docs": NamespacePrivacy(expert=PrivacyExpert(accounting=False))})
         cases: list[tuple[dict[str, Any], str]] = [({}, "blind"), ({"rules": hidden}, "seeing")]
         for more, token in cases:
             gateway = open_gateway(access=Tokens(), **more)
@@ -215,7 +215,7 @@ def test_a_shared_namespaces_chunks_are_found_with_where_they_are() -> None:
 
 def test_the_answer_is_padded_where_first_tokens_are() -> None:
     async def body() -> None:
-        rules = NamespaceRules(privacy={"docs": NamespacePrivacy(ttft_step_ms=200)})
+        rules = NamespaceRules(privacy={"docs": NamespacePrivacy(expert=PrivacyExpert(ttft_step_ms=200))})
         gateway = open_gateway(access=Tokens(), rules=rules)
         await put(gateway)
         async with client(gateway) as caller:
@@ -230,7 +230,9 @@ def test_the_answer_is_padded_where_first_tokens_are() -> None:
 
 def test_what_an_engine_finds_does_not_show_in_when_the_answer_comes() -> None:
     """The step grows with the prompt, whatever of it is stored."""
-    rules = NamespaceRules(privacy={"docs": NamespacePrivacy(ttft_step_us_per_token=1000)})
+    rules = NamespaceRules(
+        privacy={"docs": NamespacePrivacy(expert=PrivacyExpert(ttft_step_us_per_token=1000))}
+    )
 
     async def body() -> None:
         gateway = open_gateway(access=Tokens(), rules=rules)

@@ -48,7 +48,7 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
         finally:
             await server.stop()
         assert facts.contact is Contact.ANSWERED, facts.detail
-        assert (facts.version, facts.has_tokens, facts.read_only) == (__version__, False, False)
+        assert (facts.version, facts.has_tokens) == (__version__, False)
         assert facts.engines == EngineFacts(None, "scripted", 4096, "", "on")
         assert facts.store is not None
         assert (facts.store.error, facts.store.shards, facts.store.chunks) == (None, 1, 0)

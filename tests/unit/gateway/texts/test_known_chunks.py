@@ -282,7 +282,6 @@ def test_a_damaged_time_of_use_leaves_times_for_others(tmp_path: Path, value: ob
 def test_damaged_counts_are_an_error_that_says_what_to_do(tmp_path: Path, value: object) -> None:
     with closing(KnownChunks(tmp_path)) as known:
         known.remember("tenant", key_of(1), (1,))
-        known.chunks_max_of = lambda namespace: 0
         damage(tmp_path, "UPDATE total SET chunks = ?", value)
         damage(tmp_path, "UPDATE share SET chunks = ?", value)
         known.has_room("tenant")
@@ -308,7 +307,7 @@ def test_a_disk_that_fails_costs_hits_only(tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Unavailable, match=r"file/below.*gateway\.data_dir"):
+    with pytest.raises(Unavailable, match=r"file/below.*gateway\.expert\.data_dir"):
         KnownChunks(tmp_path / "file" / "below")
     (tmp_path / "chunks.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(Corrupted, match="remove the folder"):

@@ -162,22 +162,6 @@ def test_leases_of_parts_count_with_their_base(monkeypatch: pytest.MonkeyPatch) 
     assert pin("docs/-/another")
 
 
-@pytest.mark.parametrize(("gib", "expected"), [(0.0, 0), (2.5 * CHUNK / GIB, 2)])
-def test_pins_keep_their_limit(ram_shard: Shard, gib: float, expected: int) -> None:
-    limits(ram_shard, "flood", pinned_gib=gib)
-    assert pin_all(ram_shard, "flood", 10) == expected
-
-
-def test_a_lease_that_ends_gives_its_share_back(ram_shard: Shard) -> None:
-    limits(ram_shard, "flood", pinned_gib=1.5 * CHUNK / GIB)
-    first, second = (put(ram_shard, "flood", tokens).key for tokens in (100, 101))
-    lease, _ = ram_shard.pin("flood", [first], lease_s=60)
-    with pytest.raises(ResourceExhausted, match="pinned_gib"):
-        ram_shard.pin("flood", [second], lease_s=60)
-    ram_shard.unpin(lease)
-    assert ram_shard.pin("flood", [second], lease_s=60)[1] == 1
-
-
 def test_puts_that_began_together_keep_the_limit_of_ram(ram_shard: Shard) -> None:
     limits(ram_shard, "flood", ram_gib=1.5 * CHUNK / GIB)
     space = ChunkSpace(SPACE.fingerprint, "flood")

@@ -142,7 +142,7 @@ class Shares:
             {
                 "ram": bytes_of(limits.ram_gib),
                 "ssd": bytes_of(limits.ssd_gib),
-                "pinned": self._leases.bytes_max(namespace, self.rules),
+                "pinned": self._leases.namespace_bytes_max,
             },
         )
 
