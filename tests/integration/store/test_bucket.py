@@ -15,6 +15,8 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
+from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys
@@ -317,6 +319,20 @@ def test_what_is_computed_sooner_than_loaded_is_not_uploaded(shard: Shard, s3: S
     demote(shard)
     assert len(shard) == 0
     assert s3.names() == []
+
+
+def test_the_limit_of_a_namespace_counts_what_is_in_the_bucket(shard: Shard) -> None:
+    limits = NamespaceLimits(ssd_gib=1.5 * A[0].chunk_bytes / GIB)
+    shard.set_rules(NamespaceRules(limits={"acme": limits}))
+    put(shard, A)
+    demote(shard)
+    (use,) = shard.table.namespace_uses()
+    assert (tier_of(shard, A), use.used_bytes["ssd"]) == ("bucket", A[0].chunk_bytes)
+    put(shard, B)
+    assert (tier_of(shard, A), tier_of(shard, B)) == ("", "ram")
+    (use,) = shard.table.namespace_uses()
+    assert use.used_bytes["ssd"] == B[0].chunk_bytes
+    shard.table.check()
 
 
 # Restarts

@@ -27,7 +27,7 @@ class NamespaceLimits(Settings):
     ram_gib: float | None = setting(None, minimum=0)
     """Chunk KV in the RAM tier of each shard, in GiB."""
     ssd_gib: float | None = setting(None, minimum=0)
-    """Chunk KV in all SSD tiers of each shard, in GiB; 0: chunks are never written to SSD."""
+    """Chunk KV in the SSD tiers and the bucket of each shard, in GiB; 0: chunks are never written there."""
     together: bool = False
     """All namespaces that match the pattern share one set of these limits, instead of having one each."""
 

@@ -83,7 +83,7 @@ class EntryTable:
         self._index = Index(self.events)
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
-        self.shares = Shares(ram, disks, self._leases)
+        self.shares = Shares(ram, (*disks, *bucket), self._leases)
         transitions = Transitions(self._begin_write, life.drop_copy, self._forget)
         self._room = Room(self._index, ram, self.queues, self.shares, self.reuse, transitions)
         promotions = Promotions(life.acquire, life.release, life.begin_load, self._room.make)

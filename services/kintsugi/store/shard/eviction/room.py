@@ -89,7 +89,7 @@ class Room:
         return True
 
     def trim_ssd(self, namespace: str) -> None:
-        """Drop copies on SSD until a namespace keeps its limit."""
+        """Drop copies below RAM until a namespace is within its limit."""
         while (victim := self._shares.choose_from_ssd(namespace)) is not None:
             if victim.ram is None:
                 self.forget(victim)

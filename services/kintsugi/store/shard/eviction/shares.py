@@ -1,6 +1,6 @@
-"""What each namespace may keep in a shard: limits of RAM and SSD by the rules for namespaces.
+"""The limits that the rules for namespaces set in a shard: bytes in RAM, and bytes below it.
 
-Called under the table's lock. It decides and chooses; only the table changes chunks.
+Call it under the table's lock. It decides and chooses; only the table changes chunks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.placement import RAM
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import PutOptions
-from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 
 @dataclass(frozen=True)
 class NamespaceUse:
-    """What a namespace uses of a shard, or all namespaces that share their limits."""
+    """Bytes that one namespace, or all namespaces that share limits, use in a shard."""
 
     name: str
     used_bytes: Mapping[str, int]
@@ -32,44 +32,36 @@ class NamespaceUse:
 
 
 class Shares:
-    """The rules, and what counts against them."""
+    """The rules, and the bytes that count against them."""
 
-    def __init__(self, ram: RamTier, disks: Sequence[DiskTier], leases: Leases) -> None:
+    def __init__(self, ram: RamTier, lower: Sequence[LowerTier], leases: Leases) -> None:
+        """`lower`: the tiers whose bytes `ssd_gib` limits: the SSD tiers, and the bucket if there is one."""
         self.rules: NamespaceRules = NO_RULES
         self._ram = ram
-        self._disks = disks
+        self._lower = lower
         self._leases = leases
 
     def exceeds_ram(self, namespace: str, added_bytes: int) -> bool:
-        """Whether the namespace would have more in RAM than it may."""
+        """Return whether `added_bytes` more would exceed the namespace's limit of RAM."""
         limits = self.rules.limits_of(namespace)
-        if limits is None or limits.ram_gib is None:
-            return False
-        return self._ram_bytes(namespace) + added_bytes > bytes_of(limits.ram_gib)
+        return limits is not None and self._ram_bytes(namespace) + added_bytes > bytes_of(limits.ram_gib)
 
-    def exceeds_ssd(self, namespace: str) -> bool:
-        """Whether the namespace has more on SSD than it may."""
+    def _exceeds_ssd(self, namespace: str, added_bytes: int = 0) -> bool:
         limits = self.rules.limits_of(namespace)
-        if limits is None or limits.ssd_gib is None:
-            return False
-        return self._ssd_bytes(namespace) > bytes_of(limits.ssd_gib)
+        return limits is not None and self._ssd_bytes(namespace) + added_bytes > bytes_of(limits.ssd_gib)
 
     def is_full_for(self, manifest: ChunkManifest) -> bool:
-        """Whether others would have to leave for the chunk, by the limits of its namespace."""
-        namespace, limits = manifest.namespace, self.rules.limits_of(manifest.namespace)
-        if limits is None:
-            return False
-        if self._disks:
-            return self._ssd_bytes(namespace) + manifest.chunk_bytes > bytes_of(limits.ssd_gib)
-        return self.exceeds_ram(namespace, manifest.chunk_bytes)
+        """Return whether the limits of its namespace let the chunk in only if others leave."""
+        exceeds = self._exceeds_ssd if self._lower else self.exceeds_ram
+        return exceeds(manifest.namespace, manifest.chunk_bytes)
 
     def may_be_on_ssd(self, manifest: ChunkManifest) -> bool:
-        """Whether the chunk alone keeps its namespace's limit of SSD."""
+        """Return whether the chunk alone fits its namespace's limit of SSD."""
         limits = self.rules.limits_of(manifest.namespace)
         return limits is None or manifest.chunk_bytes <= bytes_of(limits.ssd_gib)
 
     def check_size(self, manifest: ChunkManifest) -> None:
-        """Raise `ResourceExhausted` for a chunk that RAM, or its namespace's limit of it, can never hold."""
+        """Raise `ResourceExhausted` for a chunk larger than RAM, or than its namespace's limit of RAM."""
         if manifest.chunk_bytes > self._ram.capacity_bytes:
             raise ResourceExhausted(
                 f"a chunk of {manifest.chunk_bytes} bytes exceeds the RAM tier's {self._ram.capacity_bytes}; "
@@ -83,51 +75,44 @@ class Shares:
             )
 
     def tier_for(self, manifest: ChunkManifest, tier: str, options: PutOptions) -> str:
-        """The best ``tier``, or RAM where the namespace may not have the chunk on SSD. Raises
-        `ResourceExhausted` where the put asks for SSD."""
+        """Return `tier`, or RAM if the namespace's limit keeps the chunk off SSD. Raises `ResourceExhausted`
+        if the put requires SSD."""
         if tier == RAM or self.may_be_on_ssd(manifest):
             return tier
         if options.durable or options.tier == tier:
-            raise self.refuse_ssd(manifest)
+            raise _ssd_refusal(manifest)
         return RAM
 
     def check_write(self, entry: ChunkEntry) -> None:
-        """Raise `ResourceExhausted` for a chunk that may not be on SSD, `Unavailable` for one that RAM does
-        not hold: its only copy is in a bucket that does not keep it now."""
+        """Raise `ResourceExhausted` for a chunk that may not be on SSD, and `Unavailable` for one that only
+        an unreachable bucket holds."""
         if entry.ram is None:
             raise Unavailable("the chunk is only in a bucket that does not answer; put it again later")
         if not self.may_be_on_ssd(entry.manifest):
-            raise self.refuse_ssd(entry.manifest)
-
-    def refuse_ssd(self, manifest: ChunkManifest) -> ResourceExhausted:
-        """The error for a chunk that its namespace may not have on SSD."""
-        return ResourceExhausted(
-            f"a chunk of {manifest.chunk_bytes} bytes exceeds ssd_gib of namespace {manifest.namespace!r}; "
-            "put it to RAM, or have the limit raised"
-        )
+            raise _ssd_refusal(entry.manifest)
 
     def may_make_room(self, namespace: str) -> Callable[[str], bool]:
-        """Whether chunks of another namespace count against the same limits as this one's."""
+        """Return a test of whether another namespace's chunks count against this namespace's limits."""
         account = self.rules.account_of(namespace)
         return lambda other: other == namespace or self.rules.account_of(other) == account
 
     def choose_from_ssd(self, namespace: str) -> ChunkEntry | None:
-        """The chunk whose copy on SSD leaves next, the slowest tier's first; None once the namespace keeps
-        its limit, and where nothing may leave."""
-        if not self.exceeds_ssd(namespace):
+        """Return the chunk whose copy below RAM leaves next, from the slowest tier first. None if the
+        namespace is within its limit, or if no chunk may leave."""
+        if not self._exceeds_ssd(namespace):
             return None
         is_own = self.may_make_room(namespace)
-        for disk in reversed(self._disks):
-            victim = disk.policy.evict(
+        for tier in reversed(self._lower):
+            victim = tier.policy.evict(
                 lambda entry: is_own(entry.manifest.namespace) and admission.may_leave_disk(entry)
             )
             if victim is not None:
-                disk.evictions += 1
+                tier.evictions += 1
                 return victim
         return None
 
     def uses(self, namespaces: Iterable[str]) -> list[NamespaceUse]:
-        """What those of the namespaces use that a rule is about."""
+        """Return the uses of those namespaces that have limits, by account."""
         limited = [name for name in namespaces if self.rules.limits_of(name) is not None]
         by_account = {self.rules.account_of(name): name for name in limited}
         return [self._use_of(account, name) for account, name in sorted(by_account.items())]
@@ -150,4 +135,11 @@ class Shares:
         return sum_account(self._ram.bytes_by_namespace, namespace, self.rules)
 
     def _ssd_bytes(self, namespace: str) -> int:
-        return sum(sum_account(disk.bytes_by_namespace, namespace, self.rules) for disk in self._disks)
+        return sum(sum_account(tier.bytes_by_namespace, namespace, self.rules) for tier in self._lower)
+
+
+def _ssd_refusal(manifest: ChunkManifest) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"a chunk of {manifest.chunk_bytes} bytes exceeds ssd_gib of namespace {manifest.namespace!r}; "
+        "put it to RAM, or have the limit raised"
+    )
