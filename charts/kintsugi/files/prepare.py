@@ -96,8 +96,8 @@ def upgrade_crds(folder: str) -> None:
 
 
 def keep_secret(folder: str, name: str, labels: dict[str, str], data: dict[str, str]) -> None:
-    """Create a Secret, or update an existing one to hold `data`. The annotation keeps helm from deleting a
-    Secret that an earlier chart rendered."""
+    """Create a Secret, or update an existing one to hold `data`. The annotation keeps tools that prune
+    what the chart does not render, such as Argo CD, from deleting it."""
     metadata: dict[str, Any] = {"annotations": KEEP, "labels": labels}
     live = call("GET", f"{folder}/{name}")
     if live is None:

@@ -53,9 +53,18 @@ WITHIN_S = 120.0
 
 SMALL: dict[str, Any] = {
     "model": {"path": "/models/small"},
-    "image": {"repository": "registry.example/kintsugi/serving-cpu", "tag": "1"},
+    "image": "registry.example/kintsugi/serving-cpu:1",
     "gateway": {"insecure": True},
 }
+
+
+def small_spec(**parts: Any) -> Manifest:
+    """The spec of a small service. Mappings in `parts` are added to its own, other values replace them."""
+    changed = {
+        key: {**SMALL.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in parts.items()
+    }
+    return {**SMALL, **changed}
 
 
 def why_not() -> str:
@@ -139,13 +148,12 @@ class Team:
         self.namespace = namespace
 
     def make(self, name: str = "acme", **parts: Any) -> Manifest:
-        """Create or change a BlendService: `parts` replace those of a small one."""
-        spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
+        """Create or change a BlendService that differs from a small one in `parts`."""
         manifest = {
             "apiVersion": BLEND_SERVICE.api_version,
             "kind": BLEND_SERVICE.kind,
             "metadata": {"name": name, "namespace": self.namespace},
-            "spec": spec,
+            "spec": small_spec(**parts),
         }
         return self.kube.apply(BLEND_SERVICE.path(self.namespace, name), manifest)
 

@@ -272,8 +272,8 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("model.codec=int4", "model.codec"),
         ("model.name=gpt2", "model.name"),
         ("model.path=models/7b/final", "model.path"),
-        ("model.maxModelLen=0", "model.maxModelLen"),
-        ("engines.replicas.max=none", "engines.replicas.max"),
+        ("engines.replicasMax=none", "engines.replicasMax"),
+        ("engines.expert.ratio=2", "engines.expert.ratio"),
         ("engines.gpus=-1", "engines.gpus"),
         ("store.shards=0", "store.shards"),
         ("store.tiers[0].name=Fast\\,store.tiers[0].gib=1", "store.tiers.0.name"),
@@ -282,8 +282,8 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("image.repository=https://registry/x", "image.repository"),
         ("image.repository=registry/x:1.0", "image.repository"),
         ("engines.memory=64GB", "engines.memory"),
-        ("network.egress[0].namespace=x", "network.egress.0"),
-        ("gateway.env[0].name=not a name", "gateway.env.0.name"),
+        ("expert.egress[0].namespace=x", "expert.egress.0"),
+        ("expert.podTemplates.gateway.env[0].name=not a name", "expert.podTemplates.gateway.env.0.name"),
         ("service.name=a-name-that-is-longer-than-forty-characters", "service.name"),
         ("test.namespace=a b", "test.namespace"),
         ("store.tiers[0].name=ssd,store.tiers[0].gib=0", "store.tiers.0.gib"),
@@ -291,9 +291,9 @@ def test_an_unset_repository_says_how_to_build_images(helm: str) -> None:
         ("operator.memory=lots", "operator.memory"),
         ("precompute.corpora[0].name=c", "precompute.corpora.0"),
         ("monitoring.interval=often", "monitoring.interval"),
-        ("engines.podTemplate.hostNetwork=true", "engines.podTemplate"),
-        ("store.podTemplate.priorityClassName=High", "store.podTemplate.priorityClassName"),
-        ("redis.address=redis", "redis.address"),
+        ("expert.podTemplates.engines.hostNetwork=true", "expert.podTemplates.engines"),
+        ("expert.podTemplates.store.priorityClassName=High", "expert.podTemplates.store.priorityClassName"),
+        ("expert.redis.address=redis", "expert.redis.address"),
         ("ingress.hosts[0]=https://a.b", "ingress.hosts.0"),
         ("httpRoute.parentRefs[0].namespace=infra", "httpRoute.parentRefs.0"),
         ("httpRoute.parentRefs[0].name=Public", "httpRoute.parentRefs.0.name"),
@@ -449,13 +449,15 @@ def test_the_service_runs_the_image_that_fits_its_engines() -> None:
     images = {
         name: one(rendered(HELMS[1], name), "BlendService")["spec"]["image"] for name in ("defaults", "cpu")
     }
-    assert images["defaults"]["repository"] == "registry.example.com/kintsugi/serving-gpu"
-    assert images["cpu"]["repository"] == "localhost/kintsugi/serving-cpu"
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images["defaults"] == f"registry.example.com/kintsugi/serving-gpu:{version}"
+    assert images["cpu"] == f"localhost/kintsugi/serving-cpu:{version}"
 
 
 def test_images_can_be_named_by_digest() -> None:
     manifests = rendered(HELMS[1], "air-gapped")
-    assert one(manifests, "BlendService")["spec"]["image"]["digest"].startswith("sha256:")
+    serving = one(manifests, "BlendService")["spec"]["image"]
+    assert serving.startswith("registry.internal:5000/mirror/kintsugi/serving-gpu@sha256:")
     (container,) = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["image"].startswith("registry.internal:5000/mirror/kintsugi/operator@sha256:")
     assert one(manifests, "Deployment")["spec"]["template"]["spec"]["imagePullSecrets"] == [

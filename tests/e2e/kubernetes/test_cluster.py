@@ -44,6 +44,7 @@ from tests.e2e.kubernetes.clusters import (
     kubeconfig_for,
     kuberay_crds,
     needs_cluster,
+    small_spec,
     until,
 )
 from tests.unit.operator.rights import chart_rules
@@ -53,9 +54,13 @@ pytestmark = [needs_cluster, pytest.mark.timeout(600)]
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces"
 
 
+def pods(*roles: str, **template: Any) -> dict[str, Any]:
+    """Parts of a spec that add a template to the pods of roles."""
+    return {"expert": {"podTemplates": dict.fromkeys(roles, template)}}
+
+
 def revision(**parts: Any) -> str:
-    spec = {**SMALL, **{key: {**SMALL.get(key, {}), **value} for key, value in parts.items()}}
-    return EngineRevision.of(from_manifest(BlendServiceSpec, spec)).name
+    return EngineRevision.of(from_manifest(BlendServiceSpec, small_spec(**parts))).name
 
 
 def serving(team: Team, **parts: Any) -> None:
@@ -90,13 +95,14 @@ def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team
     live = team.wait_for(BLEND_SERVICE, "acme")
     spec = live["spec"]
     assert spec["store"]["shards"] == 1
-    assert spec["store"]["volumes"] == {
+    assert spec["store"]["expert"]["volumes"] == {
         "kind": "Persistent",
         "retain": True,
         "dataGib": 1.0,
         "storageClass": "",
     }
-    assert spec["engines"]["replicas"] == {"min": 1, "max": 1}
+    assert spec["engines"]["replicas"] == 1
+    assert "replicasMax" not in spec["engines"]
     assert spec["gateway"]["grpcPort"] == 7500
     assert spec["network"]["policies"] is True
     # What the API server has filled in is what the operator would have.
@@ -108,34 +114,27 @@ def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team
     [
         ({"gateway": {"insecure": False}}, "tokensSecret is mandatory"),
         ({"store": {"shards": 2, "replication": 3}}, "replication must not exceed shards"),
-        ({"engines": {"replicas": {"min": 3, "max": 1}}}, "min must not exceed max"),
+        ({"engines": {"replicas": 0}}, "spec.engines.replicas"),
         ({"store": {"shards": 0}}, "spec.store.shards"),
         ({"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}}, "tiers"),
         ({"network": {"policies": False}}, "store.tlsSecret"),
         ({"gateway": {"httpPort": 7500}}, "must differ"),
         ({"model": {"codec": "zip"}}, "spec.model.codec"),
-        ({"image": {"repository": ""}}, "spec.image.repository"),
-        ({"image": {"repository": "https://registry/x"}}, "spec.image.repository"),
+        ({"image": ""}, "spec.image"),
+        ({"image": "https://registry/x"}, "spec.image"),
         ({"model": {"path": "gpt2"}}, "spec.model.path"),
-        ({"gateway": {"env": [{"name": "RAY_ADDRESS", "value": "x"}]}}, "the operator's or Ray's own"),
-        ({"gateway": {"env": [{"name": "A"}, {"name": "A"}]}}, "env"),
-        ({"engines": {"env": [{"name": "A", "valueFrom": {}}]}}, "name one of secretKeyRef"),
+        (pods("gateway", env=[{"name": "RAY_ADDRESS", "value": "x"}]), "the operator's or Ray's own"),
+        (pods("gateway", env=[{"name": "A"}, {"name": "A"}]), "env"),
+        (pods("engines", env=[{"name": "A", "valueFrom": {}}]), "name one of secretKeyRef"),
         (
-            {
-                "store": {
-                    "env": [
-                        {
-                            "name": "A",
-                            "value": "b",
-                            "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}},
-                        }
-                    ]
-                }
-            },
+            pods(
+                "store",
+                env=[{"name": "A", "value": "b", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            ),
             "give value or valueFrom",
         ),
-        ({"network": {"egress": [{"ports": []}]}}, "spec.network.egress"),
-        ({"network": {"egress": [{"ports": [1], "namespace": "a", "cidr": "::/0"}]}}, "not both"),
+        ({"expert": {"egress": [{"ports": []}]}}, "spec.expert.egress"),
+        ({"expert": {"egress": [{"ports": [1], "namespace": "a", "cidr": "::/0"}]}}, "not both"),
     ],
 )
 def test_the_api_server_refuses_what_cannot_be(team: Team, parts: dict[str, Any], says: str) -> None:
@@ -150,7 +149,7 @@ def test_the_api_server_refuses_changes_that_volumes_cannot_follow(team: Team) -
     with pytest.raises(Refused, match="cannot shrink"):
         team.make(store={"tiers": [{"name": "nvme", "gib": 5}]})
     with pytest.raises(Refused, match="keep their kind"):
-        team.make(store={"volumes": {"kind": "Ephemeral"}})
+        team.make(store={"expert": {"volumes": {"kind": "Ephemeral"}}})
     with pytest.raises(Refused, match="must start with a letter"):
         team.make("1st")
 
@@ -230,7 +229,7 @@ def test_every_pod_is_admitted_where_pods_are_restricted(team: Team, operator: O
         "volumes": [{"name": "cache", "emptyDir": {}}],
         "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
     }
-    serving(team, **{part: {"podTemplate": added} for part in ("engines", "store", "gateway", "heads")})
+    serving(team, **pods("engines", "store", "gateway", "heads", **added))
     found = [*team.kube.list(RAY_SERVICE, team.namespace), *team.kube.list(RAY_JOB, team.namespace)]
     assert len(found) == 3
     for one in found:
@@ -338,7 +337,7 @@ def test_scaling(team: Team, operator: Operator) -> None:
     name = f"acme-{revision()}"
     before = team.wait_for(RAY_SERVICE, name)["spec"]
     store = team.wait_for(RAY_SERVICE, "acme-store")["spec"]
-    team.make(engines={"replicas": {"min": 1, "max": 6}})
+    team.make(engines={"replicasMax": 6})
     until(
         lambda: team.wait_for(RAY_SERVICE, name)["spec"]["serveConfigV2"] != before["serveConfigV2"],
         "engines may be more",
@@ -362,39 +361,37 @@ def test_scaling(team: Team, operator: Operator) -> None:
 
 
 def test_something_else_may_scale_the_engines(team: Team, operator: Operator) -> None:
-    team.make()
     path = BLEND_SERVICE.path(team.namespace, "acme", "scale")
-    with pytest.raises(Refused):
-        team.kube.request("GET", path)
-    team.make(engines={"fixedReplicas": 2})
+    team.make(engines={"replicas": 2})
     until(lambda: team.status().get("engineSelector"), "the status has a selector", operator.said)
     scale = team.kube.request("GET", path)
     assert scale["spec"]["replicas"] == 2
     assert f"{LABEL_SERVICE}=acme" in scale["status"]["selector"]
     patch = {"spec": {"replicas": 3}}
     team.kube.request("PATCH", path, patch, "application/merge-patch+json")
-    assert team.wait_for(BLEND_SERVICE, "acme")["spec"]["engines"]["fixedReplicas"] == 3
+    assert team.wait_for(BLEND_SERVICE, "acme")["spec"]["engines"]["replicas"] == 3
     name = f"acme-{revision()}"
     until(
         lambda: '"num_replicas": 3' in team.wait_for(RAY_SERVICE, name)["spec"]["serveConfigV2"],
         "three engines",
         operator.said,
     )
-    with pytest.raises(Refused, match="fixedReplicas"):
+    with pytest.raises(Refused, match=r"spec\.engines\.replicas"):
         team.kube.request("PATCH", path, {"spec": {"replicas": 0}}, "application/merge-patch+json")
 
 
 def test_what_pods_must_not_be_given_is_said_with_the_reason(team: Team, operator: Operator) -> None:
-    team.make(engines={"podTemplate": {"hostNetwork": True}})
+    team.make(**pods("engines", hostNetwork=True))
     said = team.wait_for_condition("Valid", "False", "InvalidSpec")["message"]
-    assert said.startswith("spec.engines.podTemplate.hostNetwork: cannot be set: ")
-    team.make(engines={"podTemplate": {"priorityClassName": "serving"}})
+    assert said.startswith("spec.expert.podTemplates.engines.hostNetwork: cannot be set: ")
+    team.make(**pods("engines", priorityClassName="serving"))
     team.wait_for_condition("Valid", "True")
 
 
 def test_kuberay_takes_a_redis_and_nothing_drifts(team: Team, operator: Operator) -> None:
     redis = {"address": "rediss://redis.infra.svc:6380", "username": "ray", "passwordSecret": "redis"}
-    parts = {"redis": redis, "gateway": {"serviceAnnotations": {"example.com/scheme": "internal"}}}
+    annotations = {"example.com/scheme": "internal"}
+    parts = {"expert": {"redis": redis}, "gateway": {"expert": {"serviceAnnotations": annotations}}}
     serving(team, **parts)
     for name in ("acme-store", f"acme-{revision(**parts)}"):
         options = team.wait_for(RAY_SERVICE, name)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]

@@ -77,7 +77,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     player = Player(folder)
     manifests = helm_named(HELMS[1]).template("cpu")
     blend = one(manifests, "BlendService")
-    check_image(player, "{repository}:{tag}".format(**blend["spec"]["image"]))
+    check_image(player, blend["spec"]["image"])
     check_memory()
     spec = from_manifest(BlendServiceSpec, blend["spec"])
     owner = Owner("BlendService", RELEASE, NAMESPACE, "uid")

@@ -1,7 +1,4 @@
-"""The chart's jobs around a release, against a server that keeps CRDs and Secrets as an API server does.
-
-`recorded/` has the CRDs of the first charts, which named no version.
-"""
+"""The chart's jobs around a release, against a server that keeps CRDs and Secrets as an API server does."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from tests.e2e.kubernetes.clusters import APPLY, CRDS, Kube, Team, kube, needs_c
 from tests.e2e.kubernetes.rendering import CHART, Manifest
 from tests.e2e.kubernetes.test_scripts import Answer, run, server
 
-RECORDED = Path(__file__).with_name("recorded")
 NAMES = ("blendservices", "corpusprecomputes")
 SECRETS = "/api/v1/namespaces/rag/secrets"
 WANTED = {
@@ -35,10 +31,20 @@ WANTED = {
 }
 
 
-def crds_in(folder: Path) -> dict[str, Manifest]:
-    """CRDs by the path under which the API server has them."""
-    found = [yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in NAMES]
+def chart_crds() -> dict[str, Manifest]:
+    """The chart's CRDs by their paths at the API server."""
+    found = [yaml.safe_load((CHART / "crds" / f"{name}.yaml").read_text()) for name in NAMES]
     return {f"{CRDS}/{crd['metadata']['name']}": crd for crd in found}
+
+
+def older_crds() -> dict[str, Manifest]:
+    """The chart's CRDs as an older chart could have had them: of another version, with one field less."""
+    older = chart_crds()
+    for crd in older.values():
+        crd["metadata"]["annotations"]["kintsugi.dev/version"] = "0.0.1"
+        spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        del spec["properties"]["expert"]
+    return older
 
 
 class Objects:
@@ -103,16 +109,16 @@ def upgrade(objects: Objects, folder: Path, crds: dict[str, Manifest] | None = N
     """The job before an upgrade, with CRDs as its ConfigMap has them."""
     carried = folder / "crds"
     carried.mkdir(exist_ok=True)
-    for path, crd in (crds or crds_in(CHART / "crds")).items():
+    for path, crd in (crds or chart_crds()).items():
         (carried / f"{path.rsplit('/', 1)[1].split('.')[0]}.json").write_text(json.dumps(crd))
     return prepare(objects, "crds", folder, CRDS=str(carried))
 
 
-def test_crds_of_the_first_charts_become_todays(tmp_path: Path) -> None:
-    objects = Objects(crds_in(RECORDED))
+def test_crds_of_an_older_chart_become_this_charts(tmp_path: Path) -> None:
+    objects = Objects(older_crds())
     done = upgrade(objects, tmp_path)
     assert done.returncode == 0, done.stderr
-    for path, crd in crds_in(CHART / "crds").items():
+    for path, crd in chart_crds().items():
         assert objects.kept[path]["spec"] == crd["spec"]
     assert len(objects.writes) == 2
     kept = copy.deepcopy(objects.kept)
@@ -122,7 +128,7 @@ def test_crds_of_the_first_charts_become_todays(tmp_path: Path) -> None:
 
 def test_an_older_chart_leaves_newer_crds_alone(tmp_path: Path) -> None:
     """Another release of the cluster may have brought them."""
-    newer = crds_in(CHART / "crds")
+    newer = chart_crds()
     for crd in newer.values():
         crd["metadata"]["annotations"]["kintsugi.dev/version"] = "0.10.0"
     objects = Objects(newer)
@@ -132,7 +138,7 @@ def test_an_older_chart_leaves_newer_crds_alone(tmp_path: Path) -> None:
 
 
 def test_all_crds_are_upgraded_or_none(tmp_path: Path) -> None:
-    objects = Objects(crds_in(RECORDED))
+    objects = Objects(older_crds())
     objects.refused = "corpusprecomputes"
     done = upgrade(objects, tmp_path)
     assert done.returncode != 0
@@ -141,7 +147,7 @@ def test_all_crds_are_upgraded_or_none(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_stored_is_not_dropped(tmp_path: Path) -> None:
-    old = crds_in(RECORDED)
+    old = older_crds()
     for crd in old.values():
         crd["status"] = {"storedVersions": ["v1alpha0", "v1alpha1"]}
     objects = Objects(old)
@@ -157,65 +163,6 @@ def test_crds_that_are_not_there_are_left_to_who_installs_them(tmp_path: Path) -
     assert objects.writes == []
 
 
-def schemas(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        for crd in crds_in(folder).values()
-    }
-
-
-def narrowings(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:
-    """What a stored object may hold by the old schema and not by the new one."""
-    found = [] if old["type"] == new["type"] else [f"{path} has another type"]
-    found += [
-        f"{path}.{name} is required" for name in set(new.get("required", [])) - set(old.get("required", []))
-    ]
-    found += [
-        f"{path} allows less: {one}"
-        for one in set(old.get("enum", [])) - set(new.get("enum", old.get("enum", [])))
-    ]
-    for bound, is_wider in (
-        *(
-            (name, lambda was, now: now >= was)
-            for name in ("maximum", "maxLength", "maxItems", "maxProperties")
-        ),
-        *((name, lambda was, now: now <= was) for name in ("minimum", "minLength", "minItems")),
-    ):
-        if bound in new and (bound not in old or not is_wider(old[bound], new[bound])):
-            found.append(f"{path}: {bound} is narrower")
-    if "pattern" in new and new["pattern"] != old.get("pattern"):
-        found.append(f"{path}: another pattern")
-    if path.startswith("spec") and old.get("default") != new.get("default") and old["type"] != "object":
-        found.append(f"{path}: another default, {new.get('default')!r}")
-    for name, inner in old.get("properties", {}).items():
-        where = f"{path}.{name}".lstrip(".")
-        if name not in new["properties"]:
-            found.append(f"{where} is gone")
-        else:
-            found += narrowings(inner, new["properties"][name], where)
-    if "items" in old:
-        found += narrowings(old["items"], new["items"], f"{path}[]")
-    return found
-
-
-@pytest.mark.parametrize("kind", ["BlendService", "CorpusPrecompute"])
-def test_what_the_first_charts_stored_todays_crds_accept(kind: str) -> None:
-    assert narrowings(schemas(RECORDED)[kind], schemas(CHART / "crds")[kind], "") == []
-
-
-def test_a_narrower_schema_is_found() -> None:
-    old = schemas(RECORDED)["BlendService"]
-    new = copy.deepcopy(old)
-    spec = new["properties"]["spec"]["properties"]
-    del spec["tls"]
-    spec["store"]["properties"]["shards"]["maximum"] = 2
-    spec["gateway"]["properties"]["grpcPort"]["default"] = 1
-    spec["required"] = ["network"]
-    found = " ".join(narrowings(old, new, ""))
-    for problem in ("tls is gone", "shards: maximum is narrower", "grpcPort: another default"):
-        assert problem in found
-
-
 def test_a_token_is_made_once_and_known_to_the_gateway(tmp_path: Path) -> None:
     objects = Objects()
     assert prepare(objects, "token", tmp_path, TOKENS=json.dumps(WANTED)).returncode == 0
@@ -225,23 +172,12 @@ def test_a_token_is_made_once_and_known_to_the_gateway(tmp_path: Path) -> None:
     file.write_bytes(base64.b64decode(objects.kept[f"{SECRETS}/kintsugi-tokens"]["data"]["tokens.yaml"]))
     caller = TokenFile(file).caller(token)
     assert (caller.name, caller.namespaces) == ("kintsugi", ("default",))
+    annotations = objects.kept[f"{SECRETS}/kintsugi-client"]["metadata"]["annotations"]
+    assert annotations["helm.sh/resource-policy"] == "keep"
     kept, writes = copy.deepcopy(objects.kept), list(objects.writes)
     done = prepare(objects, "token", tmp_path, TOKENS=json.dumps(WANTED))
     assert (done.returncode, objects.kept, objects.writes) == (0, kept, writes)
     assert token not in done.stdout + done.stderr
-
-
-def test_a_token_that_an_earlier_chart_rendered_outlives_the_upgrade(tmp_path: Path) -> None:
-    """Helm deletes what it no longer renders, unless the live object says to keep it."""
-    coded = base64.b64encode(b"kg_old").decode()
-    rendered = {
-        "metadata": {"name": "kintsugi-client", "annotations": {"meta.helm.sh/release-name": "kintsugi"}}
-    }
-    objects = Objects({f"{SECRETS}/kintsugi-client": {**rendered, "data": {"token": coded}}})
-    assert prepare(objects, "token", tmp_path, TOKENS=json.dumps(WANTED)).returncode == 0
-    client = objects.kept[f"{SECRETS}/kintsugi-client"]
-    assert client["data"]["token"] == coded
-    assert client["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
 def test_the_token_goes_with_the_release(tmp_path: Path) -> None:
@@ -257,15 +193,15 @@ def test_the_token_goes_with_the_release(tmp_path: Path) -> None:
 
 @needs_cluster
 @pytest.mark.timeout(120)
-def test_a_real_api_server_takes_todays_crds_over_the_first_with_objects_present() -> None:
+def test_a_real_api_server_takes_this_charts_crds_over_older_ones_with_objects_present() -> None:
     with kube() as cluster:
         cluster.install_crds()
         try:
-            for path, crd in crds_in(RECORDED).items():
+            for path, crd in older_crds().items():
                 take_over(cluster, path, crd)
             with team_of(cluster, {}) as team:
                 before = team.make()
-                for path, crd in crds_in(CHART / "crds").items():
+                for path, crd in chart_crds().items():
                     take_over(cluster, path, crd)
                 until(lambda: pending(team), "the default status is read")
                 after = team.wait_for(BLEND_SERVICE, "acme")
