@@ -43,7 +43,7 @@ from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.protocol.interface import LayerFrame
-from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
+from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions

@@ -26,7 +26,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import LocalEngine, Prompt
 from kintsugi.quality import metrics
-from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY
+from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY
 
 JUDGED, TINY = "llama-18m", "tiny-llama"
 """The smaller the model, the more a fixed cost shows: `TINY`, of 0.8 M parameters, has no bar."""

@@ -33,7 +33,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record, catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.work import Eviction
-from kintsugi.store.shard.workers.tier_writer import TierWriter
+from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk
 
 pytestmark = pytest.mark.simulation

@@ -521,7 +521,7 @@ def test_an_erasure_says_that_the_bucket_does_not_answer(shard: Shard, s3: S3Ser
     put(shard, A)
     demote(shard)
     s3.hang()
-    with pytest.raises(Unavailable, match=r"bucket: s3://chunks/kintsugi.*erase again once it works"):
+    with pytest.raises(Unavailable, match=r"bucket: s3://chunks/kintsugi.*erase again when it works"):
         shard.erase(Scope("acme"), 0.0)
     assert tier_of(shard, A) == "", "it is not found any more"
     s3.resume()

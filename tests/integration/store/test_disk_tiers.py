@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore
 from kintsugi.store.shard import life
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
@@ -36,7 +34,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import READ_BYTES_PER_S_ASSUMED
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.workers.keeper import Keeper
-from kintsugi.store.shard.workers.tier_writer import TierWriter
+from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
 
 MIB = 1 << 20
@@ -249,18 +247,17 @@ def test_a_chunk_put_to_ram_is_written_when_it_has_to_leave(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("said_ms", "configured_ms", "tier"),
-    [(0.0, 0.0, 0), (2.0, 0.0, 1), (0.1, 2.0, 0), (0.0, 2.0, 1), (0.0, 0.1, 0), (0.0, 0.5, 0)],
-    ids=["unknown", "writer: slow to compute", "writer first", "config: slow", "config: fast", "ratio"],
+    ("said_ms", "tier"),
+    [(0.0, 0), (2.0, 1), (0.1, 0), (0.5, 0)],
+    ids=["unknown", "slow to compute", "fast to compute", "ratio"],
 )
 def test_auto_takes_the_cheapest_tier_that_hides_behind_a_blend(
-    tmp_path: Path, said_ms: float, configured_ms: float, tier: int
+    tmp_path: Path, said_ms: float, tier: int
 ) -> None:
     # 0.3 MB: 0.3 ms from the fast disk, 100 ms from the slow one. "ratio": its prefill takes 200 ms, of which
     # a blend computes 30.
     manifest, frames = make_chunk(range(400))
-    config = ShardConfig(recompute_ms_per_token=configured_ms)
-    shard = open_shard(replace(spec(tmp_path, ssd_mib=(8, 8)), config=config))
+    shard = open_shard(spec(tmp_path, ssd_mib=(8, 8)))
     shard.disks[0].read_bytes_per_s, shard.disks[1].read_bytes_per_s = 1e9, 3e6
     with ShardServer(shard, "127.0.0.1:0") as server:
         store = open_store(f"grpc://{server.address}?ack=durable&recompute_ms_per_token={said_ms}")

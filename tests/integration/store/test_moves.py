@@ -11,7 +11,6 @@ import pytest
 
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.placement import READS_OFTEN
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -24,7 +23,7 @@ from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import MOVE_REST_S
-from kintsugi.store.shard.workers.tier_writer import TierWriter
+from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, read_all
 
 MIB = 1 << 20
@@ -54,14 +53,13 @@ def shard(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iter
     disks = [
         DiskTier(f"ssd{i}", Home(tmp_path / f"ssd{i}", "shard"), size * MIB) for i, size in enumerate((2, 16))
     ]
-    config = ShardConfig(recompute_ms_per_token=0.5)
-    with closing(Shard(RamTier(MIB), disks, "shard", config, clock=clock)) as shard:
+    with closing(Shard(RamTier(MIB), disks, "shard", clock=clock)) as shard:
         yield shard
 
 
 def put_durably(shard: Shard, start: int) -> ChunkEntry:
     manifest, frames = make_chunk(range(start, start + 400))
-    put = shard.begin_put(manifest, PutOptions("ssd0", durable=True), wait_s=10.0)
+    put = shard.begin_put(manifest, PutOptions("ssd0", durable=True, recompute_ms=200.0), wait_s=10.0)
     assert put is not None
     for layer, frame in enumerate(frames):
         put.write(layer, memoryview(frame))
@@ -145,14 +143,13 @@ def test_a_chunk_that_is_read_often_leaves_a_tier_that_has_become_slow(
         2 * MIB,
         tmp_path / "data",
         tuple(SsdSpec(tmp_path / name, 16 * MIB) for name in ("fast", "slow")),
-        config=ShardConfig(recompute_ms_per_token=0.5),
     )
     shard = open_shard(config)
     fast, slow = shard.disks
     # As if each had been measured: a blend of a chunk takes 30 ms, 0.3 MB from either take less.
     fast.read_bytes_per_s, slow.read_bytes_per_s = 1e9, 1e8
     with ShardServer(shard, "127.0.0.1:0") as server:
-        store = GrpcStore(server.address, GrpcOptions(ack="durable"))
+        store = GrpcStore(server.address, GrpcOptions(ack="durable", recompute_ms_per_token=0.5))
         for manifest, frames in chunks:
             assert store.put(manifest, frames)
         assert (fast.chunks, slow.chunks) == (0, 10)

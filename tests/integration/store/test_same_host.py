@@ -22,8 +22,7 @@ from kintsugi.store.shard import service as service_module
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.arena import LEASES_MAX
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import LEASES_MAX, RamTier
 from tests.contracts.store_contract import StoreContract, make_chunk, read_all
 
 

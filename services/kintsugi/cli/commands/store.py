@@ -31,7 +31,7 @@ from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.registry import open_directory, open_store
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, POLICIES
+from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, POLICIES
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 

@@ -1,4 +1,4 @@
-"""The rules of admission and eviction: what fits at all, and which chunks may leave. Pure."""
+"""Rules of admission and eviction: which chunks fit, and which may leave. Pure."""
 
 from __future__ import annotations
 
@@ -14,60 +14,51 @@ from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
 
 ROOM_BYTES_MIN = 64 << 20
-"""An SSD tier evicts this much at once, up to 1/16 of the tier: each round costs the catalog a commit."""
+"""An SSD tier evicts this much at once, but at most 1/16 of the tier: each round costs a catalog commit."""
 DELETION_S = 600.0
-"""How long a deletion keeps copies away: longer than a shard takes to send one that it read before."""
+"""How long copies of a deleted chunk are refused: longer than a shard takes to send a copy that it has
+read."""
 DELETIONS_MAX = 100_000
 
 CLEAR_BATCH = 256
-"""Chunks of a namespace that are forgotten before others get a turn."""
+"""Chunks of a namespace that are forgotten under one hold of the lock."""
 FREE_POLL_S = 0.02
 
 RATIO = 0.15
-"""The ratio that engines blend with unless told otherwise."""
+"""The default ratio of blends."""
 
 ERASE_GRACE_S = 2.0
-"""Longer than a client that reads needs for its chunks."""
+"""Longer than a client needs to read its chunks."""
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """A shard's bounds."""
-
-    recompute_ms_per_token: float = 0.0
-    """Prefill cost of a token, for puts that do not state a chunk's: decides where `auto` puts it. 0:
-    unknown."""
+    """Settings of a shard's decisions."""
 
     ratio: float = RATIO
-    """Share of a chunk's prefill that a blend computes, in (0, 1]. A tier is fast enough for a chunk if
-    loading it hides behind that share."""
+    """Share of a chunk's prefill that a blend computes, in (0, 1]. A tier is fast enough for a chunk if its
+    load takes no longer than that share."""
 
     erase_grace_s: float = ERASE_GRACE_S
-    """How long an erasure lets clients finish the reads and puts of its chunks before it cuts them."""
+    """How long an erasure waits for clients' reads and puts of its chunks before it cuts them."""
 
     def __post_init__(self) -> None:
         if not (self.erase_grace_s >= 0 and math.isfinite(self.erase_grace_s)):
             raise InvalidField("erase_grace_s", f"{self.erase_grace_s} is not a duration")
         if not 0 < self.ratio <= 1:
             raise InvalidField("ratio", f"{self.ratio} is outside (0, 1]")
-        if not (self.recompute_ms_per_token >= 0 and math.isfinite(self.recompute_ms_per_token)):
-            raise InvalidField("recompute_ms_per_token", f"{self.recompute_ms_per_token} is not a duration")
-
-    def recompute_ms(self, manifest: ChunkManifest, stated_ms: float) -> float:
-        """The cost of computing a chunk again: what its writer stated, or else what is configured."""
-        return stated_ms or self.recompute_ms_per_token * manifest.num_tokens
 
     def hides_s(self, recompute_ms: float) -> float:
-        """How long a load of a chunk that costs `recompute_ms` hides behind its blend; 0 if unknown."""
+        """Return how long the load of a chunk may take so that its blend hides it; 0 if unknown."""
         return self.ratio * recompute_ms / 1e3
 
 
 class NoRoomYet(ResourceExhausted):
-    """Room may come: chunks are being read or written back."""
+    """There is no room now, but other chunks are being read or written back and may leave later."""
 
 
 def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYet:
-    """The error for a put that has waited for room in vain."""
+    """The error for a put that found no room in time."""
     return NoRoomYet(
         f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the disk "
         f"({allocator.free_bytes} of {allocator.capacity_bytes} bytes of RAM are free), or into what the "
@@ -76,8 +67,8 @@ def no_room_yet(manifest: ChunkManifest, allocator: ExtentAllocator) -> NoRoomYe
 
 
 def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:
-    """Whether the RAM copy may go. `can_write`: chunks without another copy may be queued or dropped now.
-    `is_chosen`: whether chunks of a namespace may go; None: of all."""
+    """Return whether the RAM copy may leave. `can_write`: chunks without another copy may be queued or
+    dropped now. `is_chosen`: whether chunks of a namespace may leave; None: all may."""
     if is_chosen is not None and not is_chosen(entry.manifest.namespace):
         return False
     if entry.ram is None or entry.ram.readers or (entry.pins and not entry.is_below_ram):
@@ -86,21 +77,21 @@ def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str],
 
 
 def may_leave_disk(entry: ChunkEntry) -> bool:
-    """Whether an SSD tier may give up its copy. One that moves stays until it has: the demotion
-    might write it to the tier that it moves to, whose catalog names one copy by the chunk's address."""
+    """Return whether a tier below RAM may give up its copy. A chunk that is being moved stays: its demotion
+    might write to the tier that it moves to, whose catalog can name only one copy."""
     if entry.disk is None or entry.disk.readers or entry.pins:
         return False
     return entry.writing is None
 
 
 def bytes_to_evict(needed_bytes: int, capacity_bytes: int) -> int:
-    """How much an SSD tier gives up in one round."""
+    """Return how many bytes an SSD tier gives up in one round."""
     return max(needed_bytes, min(ROOM_BYTES_MIN, capacity_bytes // 16))
 
 
 def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
-    """Raise `InvalidField` unless the chunk has these layers and heads. Side frames may be asked of any
-    chunk: those that have none of a kind send none."""
+    """Raise `InvalidField` unless the chunk has these layers and heads. Side frames may be requested of any
+    chunk; a chunk without frames of that kind sends none."""
     layout = manifest.layout
     if not -SIDE_KIND_MAX <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
         raise InvalidField("layers", f"[{layers.start}, {layers.stop}) is outside [0, {layout.num_layers})")
@@ -109,7 +100,7 @@ def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> Non
 
 
 class Deletions:
-    """What was deleted lately. A copy that another shard read before must not bring it back.
+    """Recent deletions. Another shard may have read a copy before a deletion; it must not restore the chunk.
 
     Not thread-safe: the table holds the lock.
     """
@@ -117,12 +108,12 @@ class Deletions:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._deleted_s: OrderedDict[Address | str, float] = OrderedDict()
-        """When a chunk, or a whole namespace, was deleted: the last `DELETIONS_MAX`."""
+        """When a chunk or a whole namespace was deleted: the newest `DELETIONS_MAX`."""
         self._forgotten_s = -math.inf
-        """When the newest deletion that is not listed any more was."""
+        """Time of the newest deletion that was dropped from the list."""
 
     def note(self, deleted: Iterable[Address | str]) -> None:
-        """Chunks, or whole namespaces, were deleted now, whether or not they were here."""
+        """Note that chunks or whole namespaces were deleted now, whether or not they existed."""
         now_s = self._clock()
         for one in deleted:
             self._deleted_s[one] = now_s
@@ -131,7 +122,7 @@ class Deletions:
             self._forgotten_s = self._deleted_s.popitem(last=False)[1]
 
     def cover(self, address: Address) -> bool:
-        """Whether a chunk may have been deleted within `DELETION_S`."""
+        """Return whether a chunk may have been deleted within `DELETION_S`."""
         whole = (self._deleted_s.get(namespace) for namespace in enclosing(address[0]))
         times = (self._deleted_s.get(address), *whole, self._forgotten_s)
         last_s = max(time for time in times if time is not None)

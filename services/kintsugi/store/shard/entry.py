@@ -1,4 +1,4 @@
-"""A chunk as a shard knows it, and its bytes in one tier: plain data.
+"""The entry of a chunk in a shard, and its bytes in one tier (a residence): plain data.
 
 Only the transitions in `kintsugi.store.shard.life` assign to these fields. That module says which values may
 occur together.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
@@ -25,10 +24,10 @@ Address = tuple[str, ChunkKey]
 
 
 class CopyTier(ABC):
-    """A tier as the chunks in it know it. The table's lock guards order and counts."""
+    """A tier that holds copies of chunks. The table's lock guards order and counts."""
 
     is_remote = False
-    """Whether its bytes are behind a network: they cannot be relied on, and are read only into RAM."""
+    """Whether its bytes lie across a network. They may be lost, and are read only into RAM."""
 
     def __init__(self, name: str, make_policy: Callable[[], EvictionPolicy[ChunkEntry]]) -> None:
         self.name = name
@@ -36,43 +35,43 @@ class CopyTier(ABC):
         self.policy = LifetimePolicy(lambda entry: entry.expires_at_s < math.inf, make_policy)
         self.chunks = 0
         self.bytes_by_namespace: dict[str, int] = {}
-        """Chunk KV of each namespace that has some here."""
+        """Bytes of chunk KV by namespace; namespaces without chunks are left out."""
         self.evictions = 0
         """Chunks that left because the tier was full."""
         self.lingering: set[Residence] = set()
-        """Residences that no entry holds and that are not free yet: they are being read."""
+        """Residences that no entry holds, but readers do: they are not free yet."""
 
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """Bytes that it may hold."""
+        """Bytes that the tier may hold."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes taken, those of chunks that are gone but still read included."""
+        """Bytes taken, including chunks that are gone but still being read."""
 
     @property
     def is_in_reach(self) -> bool:
-        """Whether it can be read now, as far as anybody knows."""
+        """Whether the tier can be read now, as far as is known."""
         return True
 
     def keeps(self, residence: Residence) -> bool:
-        """Whether the bytes of a copy can be read now, and after a restart, as far as anybody knows."""
+        """Return whether a copy can be read now and after a restart, as far as is known."""
         return True
 
     def holds(self, residence: Residence) -> bool:
-        """Whether the bytes of a copy are in the tier, and not on their way to it."""
+        """Return whether the bytes of a copy have arrived in the tier."""
         return True
 
     def admit(self, entry: ChunkEntry) -> None:
-        """Count the copy of an entry, and order it among the others."""
+        """Count an entry's copy and add it to the eviction order."""
         self.chunks += 1
         self._count(entry.manifest.namespace, entry.charged_bytes)
         self.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
     def remove(self, entry: ChunkEntry) -> None:
-        """Stop counting the copy of an entry, which the policy may have given up before."""
+        """Stop counting an entry's copy. The policy may have given it up already."""
         self.chunks -= 1
         self._count(entry.manifest.namespace, -entry.charged_bytes)
         self.policy.remove(entry)
@@ -86,16 +85,16 @@ class CopyTier(ABC):
 
     @abstractmethod
     def unlink(self, residence: Residence) -> None:
-        """Its entry let go of a residence; it may still be read."""
+        """Note that an entry has dropped a residence. It may still be read."""
 
     @abstractmethod
     def free(self, residence: Residence) -> None:
-        """Take back a residence that is unlinked and has no readers."""
+        """Free a residence that is unlinked and has no readers."""
 
 
 @dataclass(eq=False)
 class Residence:
-    """The bytes of one chunk in one tier. Whoever uses them holds a reader count."""
+    """The bytes of one chunk in one tier. Every user of the bytes counts as a reader."""
 
     tier: CopyTier
     address: Address
@@ -103,17 +102,17 @@ class Residence:
     strides: Strides
     readers: int = 0
     condemned: bool = False
-    """Its entry let go of it: no new readers; free once the last one is done."""
+    """Whether its entry has dropped it. It gets no new readers and is freed after the last one."""
     unloaded: set[int] = field(default_factory=set)
-    """Frames, by their place in the chunk, that a promotion has not read yet."""
+    """Indices of the frames that a promotion has not read yet."""
     lost: str = ""
-    """Why the promotion failed; empty if it did not."""
+    """Why the promotion failed; empty if it has not."""
     waiters: list[Callable[[], None]] = field(default_factory=list)
     """Called once, under the lock, at the next progress of the promotion."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of every frame. Computed on demand: a catalog names far more chunks than are read."""
+        """Byte offset of every frame, computed on demand: most recovered chunks are never read."""
         return self.strides.offsets_in(self.extents)
 
     def places(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
@@ -126,7 +125,7 @@ class Residence:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether all of it is in RAM or on a disk of the shard."""
+        """Whether all bytes are in RAM or on a disk of the shard."""
         return not self.unloaded and not self.tier.is_remote
 
 
@@ -139,26 +138,26 @@ class ChunkEntry:
     """Unix seconds."""
     recompute_ms: float = 0.0
     recorded_bytes: int = 0
-    """What its record charges its namespace for each copy; 0: it came with no record."""
+    """Bytes that its catalog record charges its namespace for each copy; 0: there was no record."""
     ram: Residence | None = None
     disk: Residence | None = None
     writing: Future[None] | None = None
-    """Done when the write-back under way has ended, one way or the other."""
+    """Done when the running write-back has succeeded or failed."""
     leaving: bool = False
-    """Its RAM copy is dropped as soon as the write-back under way has ended."""
+    """Whether its RAM copy is dropped when the running write-back has succeeded."""
     gone: bool = False
-    """Forgotten; a worker that still has it discards its result."""
+    """Whether it was forgotten. Workers discard results for it."""
     pins: int = 0
     uses: int = 0
     used_at_s: float = 0.0
     """Unix seconds: when it was put or last used."""
     moved_s: float = -math.inf
-    """When it last began to move to another SSD tier by being read, on the shard's monotonic clock."""
+    """When reads last moved it to another SSD tier, on the shard's monotonic clock."""
 
     @property
     def charged_bytes(self) -> int:
-        """What its namespace is charged for each copy. It is recorded, so that it is given back as it was
-        taken, whatever a later version charges."""
+        """Bytes that its namespace is charged for each copy. They are recorded, so that the same number is
+        credited later even if a later version charges differently."""
         return self.recorded_bytes or self.manifest.chunk_bytes
 
     @property
@@ -172,17 +171,18 @@ class ChunkEntry:
 
     @property
     def is_durable(self) -> bool:
-        """Whether it outlives the process, as far as anybody knows."""
+        """Whether it survives the process, as far as is known."""
         return self.disk is not None and self.disk.tier.keeps(self.disk)
 
     @property
     def is_below_ram(self) -> bool:
-        """Whether a copy has arrived below RAM: its RAM copy may go."""
+        """Whether a copy has arrived below RAM, so that the RAM copy may leave."""
         return self.disk is not None and self.disk.tier.holds(self.disk)
 
     @property
     def is_kept(self) -> bool:
-        """Whether a put of it changes nothing: others are in a bucket alone, which does not keep them."""
+        """Whether a put of it changes nothing. Only chunks that are in a bucket alone, which may lose them,
+        are replaced."""
         return self.ram is not None or self.pins > 0 or self.is_durable
 
     @property
@@ -197,21 +197,23 @@ class ChunkEntry:
 
     @property
     def is_in_reach(self) -> bool:
-        """Whether it can be read now, as far as anybody knows."""
+        """Whether it can be read now, as far as is known."""
         return any(residence.tier.is_in_reach for residence in self.copies)
 
     @property
     def tier_name(self) -> str:
-        """The fastest tier that holds it."""
+        """Name of the fastest tier that holds it."""
         return next((residence.tier.name for residence in self.copies), "")
 
 
-class Copying(Protocol):
-    """A chunk that is copied to an SSD tier. Once its entry has let go of the source, the copy is not wanted:
-    the chunk may have been deleted and put again."""
+MakePolicy = Callable[[int], EvictionPolicy[ChunkEntry]]
+"""Makes the policy of a tier with this capacity in bytes."""
 
-    @property
-    def entry(self) -> ChunkEntry: ...
 
-    @property
-    def source(self) -> Residence: ...
+@dataclass(frozen=True, eq=False)
+class Copying:
+    """A chunk that is copied to a lower tier, and the copy that is read. If its entry drops the source
+    meanwhile, the new copy is not wanted: the chunk may have been deleted and put again."""
+
+    entry: ChunkEntry
+    source: Residence

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a shard. A scrape reads the shard's own counters: nothing is counted twice."""
+"""Prometheus metrics of a shard. A scrape reads the shard's own counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ShardMetrics:
     """One shard's metrics in a registry of their own."""
 
     def __init__(self, shard: Shard, bytes_read: Mapping[str, int], tls: TlsFiles | None = None) -> None:
-        """`bytes_read`: bytes by path, which the service updates. `tls`: the certificate that it shows."""
+        """`bytes_read`: bytes by path, updated by the service. `tls`: files of the certificate whose expiry
+        is reported."""
         self.registry = CollectorRegistry()
         self._latency = Histogram(
             "kintsugi_store_rpc_seconds",
@@ -48,12 +49,12 @@ class ShardMetrics:
         self.registry.register(_ShardCollector(shard, bytes_read, tls))
 
     def watch_audit(self, audit: AuditLog) -> None:
-        """Report the lines that this log has lost."""
+        """Report the lines that an audit log has lost."""
         self._audit_lost.set_function(lambda: audit.lines_lost)
 
     @contextmanager
     def time_rpc(self, rpc: str) -> Iterator[None]:
-        """Observe how long the `with` block takes."""
+        """Observe the duration of the `with` block."""
         with self._latency.labels(rpc).time():
             yield
 
@@ -65,14 +66,14 @@ class ShardMetrics:
         access: Access | None = None,
     ) -> Any:
         """Start an HTTP server for scrapes and readiness probes at `host:port`; the caller shuts it down.
-        `access`: by which scrapes need the verb `admin`; None: anyone may scrape. Raises `InvalidField`,
-        `OSError`."""
+        `access`: the callers; scrapes then need the verb `admin`. None: any client may scrape. Raises
+        `InvalidField`, `OSError`."""
         host, port = parse_address("metrics", address)
         metrics = make_wsgi_app(self.registry)
         app = with_readiness(
             metrics if access is None else require_admin(metrics, access), why_not_ready, warning
         )
-        # It answers from its first moment on, which is before this function could replace what it serves.
+        # The server answers before its app is replaced, so it starts with an empty registry.
         server, _ = start_http_server(port, host, CollectorRegistry())
         server.set_app(app)
         return server
@@ -90,14 +91,14 @@ class _ShardCollector(Collector):
             ("hits", "Keys that lookups found", counters.hits),
             ("misses", "Keys that lookups did not find", counters.misses),
             ("quarantined", "Chunks dropped because their bytes or records were wrong", counters.quarantined),
-            ("expired", "Chunks whose time was over", counters.expired),
-            ("copied", "Chunks taken from other shards", counters.copied),
+            ("expired", "Chunks whose lifetime has ended", counters.expired),
+            ("copied", "Chunks copied from other shards", counters.copied),
         ):
             yield CounterMetricFamily(f"kintsugi_store_{name}", text, value=value)
         yield GaugeMetricFamily("kintsugi_store_chunks", "Chunks held", value=len(shard))
         yield GaugeMetricFamily(
             "kintsugi_store_failed",
-            "1 once a thread of the shard died",
+            "1 if a thread of the shard has died",
             value=float(shard.failure is not None),
         )
         read = CounterMetricFamily("kintsugi_store_read_bytes", "Chunk KV read, by path", labels=["path"])
@@ -121,7 +122,7 @@ class _ShardCollector(Collector):
             "kintsugi_store_namespace_used_bytes", "Chunk KV of a namespace with limits", labels=both
         )
         limit = GaugeMetricFamily(
-            "kintsugi_store_namespace_limit_bytes", "Limits of a namespace's chunk KV", labels=both
+            "kintsugi_store_namespace_limit_bytes", "Limit of a namespace's chunk KV", labels=both
         )
         for use in self._shard.table.namespace_uses():
             for resource, num_bytes in use.used_bytes.items():
@@ -134,7 +135,7 @@ class _ShardCollector(Collector):
     def _tiers(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         shard = self._shard
         used = GaugeMetricFamily("kintsugi_store_tier_used_bytes", "Bytes taken", labels=["tier"])
-        capacity = GaugeMetricFamily("kintsugi_store_tier_capacity_bytes", "Bytes in all", labels=["tier"])
+        capacity = GaugeMetricFamily("kintsugi_store_tier_capacity_bytes", "Capacity", labels=["tier"])
         failing = GaugeMetricFamily(
             "kintsugi_store_tier_failing",
             "1 if the last write to the tier, or the last read from it, failed",
@@ -148,7 +149,7 @@ class _ShardCollector(Collector):
             chunks.add_metric([tier.name], tier.chunks)
             evictions.add_metric([tier.name], tier.evictions)
         failures = shard.tier_failures()
-        queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Waiting to be written", labels=["tier"])
+        queue = GaugeMetricFamily("kintsugi_store_queue_bytes", "Bytes to be written", labels=["tier"])
         for waiting in shard.table.queues:
             queue.add_metric([waiting.tier.name], waiting.queue_bytes)
         if shard.bucket is not None:
@@ -157,7 +158,7 @@ class _ShardCollector(Collector):
             failing.add_metric([tier.name], float(tier.name in failures))
         faults = CounterMetricFamily(
             "kintsugi_store_bucket_faults",
-            "Chunks that a bucket lost, did not take or did not send",
+            "Chunks that a bucket lost, refused or did not send",
             labels=["tier", "fault"],
         )
         for fault, count in shard.bucket_faults().items():

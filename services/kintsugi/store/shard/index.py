@@ -1,9 +1,8 @@
-"""Which chunks a shard holds: by key, by anchor, and in key order per namespace.
+"""The chunks of a shard: by key, by anchor, and in key order per namespace.
 
-What comes and goes is logged (`store.protocol.chunk_events`).
-
-Everything is in memory: a manifest is 16 bytes per 256 KiB of chunk KV. Cost: constant per key; listing
-keeps each namespace's keys sorted (an insertion moves pointers, 40 µs at 100,000 chunks).
+Additions and removals are logged as events (`store.protocol.chunk_events`). Everything is in memory: a
+manifest takes 16 bytes per 256 KiB of chunk KV. Cost: constant per key; to list them, each namespace's keys
+are kept sorted (an insertion moves pointers, 40 µs at 100,000 chunks).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Index:
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """Chunks of a space by each of their anchors, longest first."""
+        """Return the chunks of a space that have each anchor, longest first."""
         found: dict[int, list[ChunkManifest]] = {}
         for anchor in set(anchors):
             entries = self._by_anchor.get((namespace, space_digest, anchor), ())
@@ -79,13 +78,13 @@ class Index:
         return found
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
-        """Entries in key order."""
+        """Return entries in key order."""
         keys = self._keys.get(namespace, [])
         start = 0 if after is None else bisect_right(keys, after.digest)
         return [self._entries[namespace, ChunkKey(key)] for key in keys[start : start + limit]]
 
     def addresses_within(self, namespace: str) -> list[Address]:
-        """The addresses of a namespace and its parts."""
+        """Return the addresses of a namespace's chunks, including those of its parts."""
         names = [name for name in self._keys if is_within(name, namespace)]
         return [(name, ChunkKey(key)) for name in names for key in self._keys[name]]
 

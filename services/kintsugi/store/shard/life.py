@@ -1,10 +1,10 @@
 """The life of a chunk: every legal transition, and nothing else. Pure: no lock, no I/O, no waiting.
 
 Only this module assigns to the fields of `ChunkEntry` and `Residence`, and only `EntryTable` calls it, under
-the lock that it alone takes; tests/unit/store/shard/test_ownership.py reads the sources to keep it so.
+its own lock; tests/unit/store/shard/test_ownership.py checks the sources for that.
 
-A chunk is *present* from its commit until it is forgotten, and *gone* for good after that. Its state is that
-of its copies and of its write-back:
+A chunk is *present* from its commit until it is forgotten, and *gone* for good after that. Its state consists
+of the states of its copies and of its write-back:
 
     RAM copy     none -> whole             add_copy: a put is committed
                  loading -> none           give_up_load: the bucket that it is read from does not answer
@@ -20,16 +20,16 @@ of its copies and of its write-back:
                  evicting -> none, or whole in the next tier, or whole where it was: end_demotion
     write-back   none -> writing           begin_write
                  writing -> none           end_write, fail_write
-    everything   -> gone                   forget: deletion, expiry, limit, quarantine, loss of the last copy
+    any          -> gone                   forget: deletion, expiry, limit, quarantine, loss of the last copy
 
 Between events, for a chunk that is present (`check_present` asserts it):
 
-1. It has a copy, at most one in RAM and one below it, and its entry has let go of neither.
+1. It has a copy, at most one in RAM and one below it, and no copy is condemned.
 2. A RAM copy is loading only beside the disk copy that it is read from.
 3. It is leaving RAM only while it is written, and it is written only from a whole RAM copy.
 
-A residence goes back to its tier when its entry has let go of it (it is condemned) and its last reader is
-done, whichever comes last. A worker that ends its work on a chunk that is gone throws the result away.
+A residence that its entry has dropped is *condemned*. It is freed when it is condemned and has no readers. A
+worker that ends its work on a chunk that is gone discards the result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kintsugi.store.shard.work import Eviction, LoadStep, Promotion, WriteJob
 
 
 def check_present(entry: ChunkEntry) -> None:
-    """Assert what holds for a chunk that is present, between events."""
+    """Assert the invariants of a present chunk between events."""
     assert not entry.gone
     assert entry.copies, "a chunk that is present has a copy"
     assert not any(residence.condemned for residence in entry.copies)
@@ -67,13 +67,13 @@ def touch(entry: ChunkEntry, now_s: float) -> None:
 
 
 def limit_used_at(entry: ChunkEntry, now_s: float) -> None:
-    """A recovered chunk was not used in the future, whatever its record or the clock says."""
+    """Limit the last use of a recovered chunk to now, because clocks may have been set back."""
     entry.used_at_s = min(entry.used_at_s, now_s)
 
 
 def extend(entry: ChunkEntry, expires_at_s: float) -> None:
-    """Keep a chunk for longer. One that has no lifetime any more leaves its tiers in the others' order.
-    `expires_at_s`: Unix seconds."""
+    """Keep a chunk for longer. A chunk whose lifetime becomes infinite is ordered among the lasting chunks of
+    its tiers. `expires_at_s`: Unix seconds."""
     assert expires_at_s > entry.expires_at_s
     entry.expires_at_s = expires_at_s
     if math.isinf(expires_at_s):
@@ -82,7 +82,7 @@ def extend(entry: ChunkEntry, expires_at_s: float) -> None:
 
 
 def inherit(entry: ChunkEntry, older: ChunkEntry) -> None:
-    """A chunk that takes the place of another, before it has a copy: it is kept for as long."""
+    """Give a chunk that replaces another, and has no copy yet, at least the other's lifetime."""
     if older.expires_at_s > entry.expires_at_s:
         extend(entry, older.expires_at_s)
 
@@ -100,7 +100,7 @@ def unpin(entry: ChunkEntry) -> None:
 
 
 def acquire(residence: Residence) -> None:
-    """Hold the bytes where they are until `release`."""
+    """Hold the bytes in place until `release`."""
     assert not residence.condemned
     residence.readers += 1
 
@@ -118,7 +118,7 @@ def release(residence: Residence) -> None:
 
 
 def condemn(residence: Residence) -> None:
-    """No entry has the residence (any more): free it once its last reader is done."""
+    """Note that no entry has the residence. It is freed after its last reader."""
     assert not residence.condemned
     residence.condemned = True
     residence.tier.unlink(residence)
@@ -134,7 +134,7 @@ def _free_if_unused(residence: Residence) -> None:
 
 
 def add_copy(entry: ChunkEntry, residence: Residence) -> None:
-    """`residence` now holds the bytes of `entry`, or will while it is loading."""
+    """Note that `residence` holds the bytes of `entry`, or will when they are loaded."""
     assert not entry.gone
     assert not residence.condemned
     if isinstance(residence.tier, RamTier):
@@ -147,7 +147,7 @@ def add_copy(entry: ChunkEntry, residence: Residence) -> None:
 
 
 def drop_copy(entry: ChunkEntry, residence: Residence) -> None:
-    """The entry lets go of a copy. Where it was the last, the caller adds another, or forgets the chunk."""
+    """Drop a copy of an entry. If it was the last one, the caller adds another or forgets the chunk."""
     if residence is entry.ram:
         entry.ram = None
     else:
@@ -166,7 +166,7 @@ def forget(entry: ChunkEntry) -> None:
 
 
 def order_again(entry: ChunkEntry, residence: Residence) -> None:
-    """A copy that its tier's policy had given up stays after all."""
+    """Return a copy that its tier's policy had given up to the order of eviction."""
     residence.tier.policy.admit(entry, entry.manifest.chunk_bytes, entry.recompute_ms)
 
 
@@ -174,8 +174,8 @@ def order_again(entry: ChunkEntry, residence: Residence) -> None:
 
 
 def begin_write(entry: ChunkEntry, leaving: bool = False, now_s: float = 0.0) -> WriteJob:
-    """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards. A disk copy that
-    there is already gives way to the new one: the chunk moves. `now_s`: on a monotonic clock."""
+    """Hold the RAM copy while it is written to disk. `leaving`: it is dropped afterwards. The new disk copy
+    replaces an existing one: the chunk moves. `now_s`: on a monotonic clock."""
     assert entry.ram is not None
     assert not entry.is_loading
     assert not leaving or not entry.is_below_ram
@@ -191,7 +191,7 @@ def begin_write(entry: ChunkEntry, leaving: bool = False, now_s: float = 0.0) ->
 
 
 def end_write(job: WriteJob, target: Residence | None) -> None:
-    """The catalog names `target`; None for a chunk that was gone before it was written."""
+    """Note that the catalog names `target`; None for a chunk that was gone before it was written."""
     entry = job.entry
     assert target is not None or entry.gone
     leaving = _end_job(job)
@@ -207,14 +207,14 @@ def end_write(job: WriteJob, target: Residence | None) -> None:
 
 
 def fail_write(job: WriteJob) -> None:
-    """The chunk could not be written: it stays in RAM."""
+    """Note that a chunk could not be written. It stays in RAM."""
     if _end_job(job) and not job.entry.gone:
         order_again(job.entry, job.source)
     release(job.source)
 
 
 def _end_job(job: WriteJob) -> bool:
-    """Whether the chunk was leaving RAM."""
+    """End a write-back. Returns whether the chunk was leaving RAM."""
     entry = job.entry
     assert entry.writing is job.done
     assert entry.gone or entry.ram is job.source
@@ -227,7 +227,7 @@ def _end_job(job: WriteJob) -> bool:
 
 
 def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
-    """Fill `target`, a fresh residence in RAM, from the disk copy, which the caller has acquired."""
+    """Begin to fill `target`, a new residence in RAM, from the disk copy, which the caller has acquired."""
     source = entry.disk
     assert source is not None
     assert source.readers > 0
@@ -239,7 +239,8 @@ def begin_load(entry: ChunkEntry, target: Residence) -> Promotion:
 
 
 def advance_load(step: LoadStep, lost: str) -> bool:
-    """A step has ended; whether the chunk is lost from now on. `lost`: why it could not be read, or empty."""
+    """Note that a step has ended. Returns whether it is the one that lost the chunk. `lost`: why the frames
+    could not be read, or empty."""
     load, target = step.load, step.load.target
     assert load.entry.gone or load.entry.ram is target or target.condemned
     target.unloaded.difference_update(range(step.start, step.stop))
@@ -255,15 +256,16 @@ def advance_load(step: LoadStep, lost: str) -> bool:
 
 
 def give_up_load(load: Promotion) -> None:
-    """The copy below RAM cannot be read now, but stays: who reads the promotion loses the chunk, the entry
-    keeps it. Steps of the promotion that are under way end as they would."""
+    """End a promotion because the copy below RAM cannot be read now. Its readers lose the chunk; the entry
+    keeps the copy below RAM. Running steps of the promotion are not interrupted."""
     assert load.target.lost
     if load.entry.ram is load.target:
         drop_copy(load.entry, load.target)
 
 
 def lose_copy(entry: ChunkEntry, residence: Residence) -> bool:
-    """The bytes of a copy below RAM are lost; whether the chunk is, because RAM does not hold all of it."""
+    """Note that the bytes of a copy below RAM are lost. Returns whether the chunk is lost, too, because RAM
+    does not hold all of it."""
     if residence is not entry.disk:
         return False
     if entry.ram is None or entry.is_loading:
@@ -273,7 +275,7 @@ def lose_copy(entry: ChunkEntry, residence: Residence) -> bool:
 
 
 def await_progress(residence: Residence, callback: Callable[[], None]) -> None:
-    """Call back once, at the next progress of the promotion that fills the residence."""
+    """Call `callback` once, at the next progress of the promotion that fills the residence."""
     assert residence.unloaded
     residence.waiters.append(callback)
 
@@ -282,21 +284,19 @@ def await_progress(residence: Residence, callback: Callable[[], None]) -> None:
 
 
 def is_in_ram_alone(entry: ChunkEntry) -> bool:
-    """Whether a present chunk is on no disk, nor on its way there."""
+    """Return whether a present chunk is neither on a disk nor being written to one."""
     return not entry.gone and entry.disk is None and entry.writing is None
 
 
 def cancel_demotion(eviction: Eviction) -> None:
-    """Keep a copy that an SSD tier gave up: it may leave later."""
+    """Keep a copy that its tier gave up. It may leave later."""
     if eviction.entry.disk is eviction.source:
         order_again(eviction.entry, eviction.source)
 
 
 def end_demotion(eviction: Eviction, target: Residence | None) -> bool:
-    """Drop a copy that an SSD tier gave up; whether the chunk had no other one.
-
-    `target`: its copy in the next tier, which the catalog there names; None where there is none.
-    """
+    """Drop a copy that its tier gave up. Returns whether the chunk had no other copy. `target`: its copy in
+    the next tier, named by that tier's catalog, if there is one."""
     entry, source = eviction.entry, eviction.source
     if entry.disk is source and not entry.is_loading:
         drop_copy(entry, source)
@@ -305,5 +305,5 @@ def end_demotion(eviction: Eviction, target: Residence | None) -> bool:
         return not entry.copies
     if target is not None:
         condemn(target)
-    cancel_demotion(eviction)  # a promotion reads the copy, if it is still there
+    cancel_demotion(eviction)  # a promotion may be reading the copy
     return False

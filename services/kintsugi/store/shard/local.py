@@ -1,8 +1,7 @@
-"""Hands the arena's descriptor to peers of the same host: once per token, and only gRPC issues tokens.
+"""Hands the arena's descriptor to peers of the same host. Each token is valid once; only gRPC issues tokens.
 
-A peer with the descriptor can read every namespace, so a shard issues tokens only where that is allowed
-(`--share-arena`), and the descriptor is read-only and sealed. In a pod, only its containers share the
-socket's folder.
+A peer with the descriptor can read every namespace, so a shard issues tokens only if `--share-arena` allows
+it, and the descriptor is read-only and sealed. In a pod, only the pod's containers share the socket's folder.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from kintsugi.store.shard.tiers.arena import Arena
+from kintsugi.store.shard.tiers.ram_tier import Arena
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _CROWDED_S = 0.1
 
 
 class ArenaDoor:
-    """A unix socket in its own folder, which only this user may enter. Serves one peer at a time."""
+    """A unix socket in a folder that only this user may enter. Serves one peer at a time."""
 
     def __init__(self, arena: Arena, folder: Path | None = None) -> None:
         self._arena = arena
@@ -47,7 +46,7 @@ class ArenaDoor:
         self._thread.start()
 
     def issue(self) -> bytes:
-        """A token that is valid once, for `TOKEN_LIFE_S`."""
+        """Return a token that is valid once, for `TOKEN_LIFE_S`."""
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._lock:
             self._tokens[token] = time.monotonic() + TOKEN_LIFE_S
@@ -63,7 +62,7 @@ class ArenaDoor:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError as error:  # out of descriptors, say: the peer waits in the backlog
+            except OSError as error:  # such as no free descriptors: the peer waits in the backlog
                 log.warning("cannot accept a peer for the arena: %s", error)
                 time.sleep(_CROWDED_S)
                 continue
@@ -79,7 +78,7 @@ class ArenaDoor:
         peer.settimeout(_PEER_TIMEOUT_S)
         token = peer.recv(TOKEN_BYTES, socket.MSG_WAITALL)
         if not self._redeem(token):
-            log.warning("refused a peer whose token is unknown, used or expired")
+            log.warning("refused a peer: its token is unknown, used or expired")
             return
         fd = self._arena.read_only_fd()
         try:
@@ -88,7 +87,7 @@ class ArenaDoor:
             os.close(fd)
 
     def close(self) -> None:
-        """Accept no more peers; those that have the arena keep it."""
+        """Accept no more peers. Peers keep an arena that they have mapped."""
         self._closed = True
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
             last.connect(str(self.path))

@@ -1,4 +1,4 @@
-"""glibc's allocator, told about messages of megabytes. Another C library has none of these knobs."""
+"""Configures glibc's allocator for messages of megabytes. Does nothing with other C libraries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _libc = ctypes.CDLL(None)
 def keep_large_buffers() -> None:
     """Stop glibc from mapping and unmapping every 2 MiB message: page faults nearly double gRPC's cost.
 
-    The price is memory: a burst of messages stays with the process until `return_free_pages`. Call it before
-    the process starts threads: arenas that exist stay, and with six of them a shard under constant puts
-    grew by 124 MiB between its third and its thirteenth minute. A shard does it; a process that reads much
-    over gRPC may, but the choice is its owner's, because it holds for all it does.
+    The process keeps the memory of a burst of messages until `return_free_pages`. Call this before the
+    process starts threads, because existing arenas stay: with six of them, a shard under constant puts grew
+    by 124 MiB between its third and its thirteenth minute. It affects the whole process.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -26,7 +25,7 @@ def keep_large_buffers() -> None:
 
 
 def return_free_pages() -> None:
-    """Give the pages that hold nothing back to the kernel: some 5 ms for 100 MiB, and a page fault for each
-    that is used again."""
+    """Return free pages to the kernel. Takes about 5 ms for 100 MiB, and a page fault for each page that is
+    used again."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(ctypes.c_size_t(0))

@@ -1,9 +1,9 @@
-"""Opens a shard as its operator configured it: directories, sizes, policy."""
+"""Opens a shard from its configuration: directories, sizes, eviction policy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +13,8 @@ import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.eviction.policies import DEFAULT_POLICY, policy_factory
-from kintsugi.store.shard.eviction.policy import EvictionPolicy
+from kintsugi.store.shard.entry import MakePolicy
+from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
@@ -29,14 +28,14 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 STAGING_BYTES_MAX = 256 << 20
 STAGING_BYTES_MIN = 16 << 20
 STAGING_SHARE = 8
-"""Memory of the chunks that wait to be uploaded to a bucket: this part of RAM's size, within these bounds. It
-is beside the RAM tier."""
+"""Memory for chunks that wait for their upload to a bucket: 1/8 of the RAM tier's size, within these bounds,
+in addition to the RAM tier."""
 SIZE_BYTES_MAX = 1 << 60
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `4GiB`, `512MiB`, `1048576`. Raises `InvalidField`."""
+    """Parse a size such as `4GiB`, `512MiB` or `1048576` (bytes). Raises `InvalidField`."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidField("size", f"{text!r} is not a number of bytes, KiB, MiB, GiB or TiB, such as 4GiB")
@@ -49,14 +48,14 @@ def parse_size(text: str) -> int:
 
 
 def _parse_place(option: str, text: str, noun: str, example: str, prefix: str = "") -> tuple[str, int]:
-    """The parts of `PLACE:SIZE`. Raises `InvalidField` unless the place begins with `prefix`, and for less
-    than one block."""
+    """Parse `PLACE:SIZE`. Raises `InvalidField` if the place does not begin with `prefix`, or if the size is
+    less than one block."""
     place, separator, size = text.rpartition(":")
     if not separator or not place or not place.startswith(prefix):
         raise InvalidField(option, f"{text!r} must name a {noun} and a size, such as {example}")
     capacity_bytes = parse_size(size)
     if capacity_bytes < BLOCK_BYTES:
-        raise InvalidField(option, f"{text!r} gives it less than one block of {BLOCK_BYTES} bytes")
+        raise InvalidField(option, f"{text!r} is less than one block of {BLOCK_BYTES} bytes")
     return place, capacity_bytes
 
 
@@ -69,7 +68,7 @@ class SsdSpec:
 
     @staticmethod
     def from_text(text: str) -> SsdSpec:
-        """`FOLDER:SIZE`, such as `/mnt/nvme0:64GiB`. Raises `InvalidField`."""
+        """Parse `FOLDER:SIZE`, such as `/mnt/nvme0:64GiB`. Raises `InvalidField`."""
         folder, capacity_bytes = _parse_place("ssd", text, "folder", "/mnt/nvme0:64GiB")
         return SsdSpec(Path(folder), capacity_bytes)
 
@@ -83,7 +82,7 @@ class BucketSpec:
 
     @staticmethod
     def from_text(text: str) -> BucketSpec:
-        """`s3://BUCKET/PREFIX:SIZE`, such as `s3://chunks/kintsugi:1TiB`. Raises `InvalidField`."""
+        """Parse `s3://BUCKET/PREFIX:SIZE`, such as `s3://chunks/kintsugi:1TiB`. Raises `InvalidField`."""
         example = "s3://chunks/kintsugi:1TiB"
         url, capacity_bytes = _parse_place("bucket", text, "bucket", example, prefix="s3:")
         return BucketSpec(BucketUrl.from_text(url), capacity_bytes)
@@ -91,34 +90,32 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Everything that decides how a shard opens."""
+    """The configuration of a shard."""
 
     ram_bytes: int
     data_dir: Path | None = None
-    """Identity and reports; None only without SSD tiers, and then nothing survives the process."""
+    """Folder of identity and reports. None, without SSD tiers: nothing survives the process."""
     ssds: tuple[SsdSpec, ...] = ()
     """Fastest first."""
     policy: str = DEFAULT_POLICY
-    """Name of an eviction policy, for every tier."""
+    """Name of the eviction policy of every tier."""
     config: ShardConfig = field(default_factory=ShardConfig)
     bucket: BucketSpec | None = None
-    """Below the SSD tiers, of which it needs one."""
+    """The tier below the SSD tiers. Needs at least one SSD tier."""
 
 
 def open_shard(spec: ShardSpec) -> Shard:
-    """The shard, recovered from its directories. Close it. It sets the process's allocator.
+    """Open a shard and recover it from its directories. Close it. Configures the process's allocator.
 
-    Raises `Unavailable` where a directory has another owner, `VersionMismatch` and `Corrupted` for one
-    that this build cannot read, `ResourceExhausted` where a disk has no room, `InvalidField`.
+    Raises `Unavailable` if another process uses a directory, `VersionMismatch` or `Corrupted` if this build
+    cannot read it, `ResourceExhausted` if a disk has no room, `InvalidField`.
     """
     if spec.ssds and spec.data_dir is None:
-        raise InvalidField("data-dir", "is needed with --ssd: it holds the shard's identity")
+        raise InvalidField("data-dir", "is required with --ssd: it holds the shard's identity")
     if spec.bucket is not None and not spec.ssds:
-        raise InvalidField("bucket", "needs an SSD tier, whose chunks it takes: give --ssd")
+        raise InvalidField("bucket", "requires an SSD tier, whose evicted chunks it takes: pass --ssd")
     keep_large_buffers()
-    policy: Callable[[int], EvictionPolicy[ChunkEntry]] = policy_factory(
-        spec.policy, lambda entry: entry.address
-    )
+    policy: MakePolicy = policy_factory(spec.policy, lambda entry: entry.address)
     with ExitStack() as undo:
         home = None if spec.data_dir is None else Home(spec.data_dir)
         shard_id = None
@@ -143,7 +140,7 @@ def open_shard(spec: ShardSpec) -> Shard:
 
 @contextmanager
 def _translate_open_errors(where: object) -> Iterator[None]:
-    """What a folder's files fail with, as our errors."""
+    """Raise the errors of a folder's files as our errors."""
     try:
         yield
     except lmdb.Error as error:
@@ -158,7 +155,7 @@ def _open_tier(
     name: str,
     ssd: SsdSpec,
     shard_id: str | None,
-    policy: Callable[[int], EvictionPolicy[ChunkEntry]],
+    policy: MakePolicy,
     undo: ExitStack,
 ) -> DiskTier:
     home = Home(ssd.path / TIER_FOLDER, shard_id)
@@ -175,7 +172,7 @@ def _open_tier(
 def _open_bucket(
     spec: ShardSpec,
     shard_id: str | None,
-    policy: Callable[[int], EvictionPolicy[ChunkEntry]],
+    policy: MakePolicy,
     undo: ExitStack,
 ) -> ObjectTier | None:
     if spec.bucket is None:
@@ -183,7 +180,7 @@ def _open_bucket(
     assert spec.data_dir is not None, "SSD tiers need it"
     assert shard_id is not None, "it is in the data directory"
     bucket = S3Bucket(spec.bucket.url, shard_id)
-    # Each bucket has a catalog of its own: with another URL in the settings, another one is opened.
+    # Each bucket has its own catalog: another URL in the settings opens another one.
     folder = spec.data_dir / f"bucket-{blake3.blake3(str(spec.bucket.url).encode()).hexdigest(8)}"
     staging_bytes = min(STAGING_BYTES_MAX, max(spec.ram_bytes // STAGING_SHARE, STAGING_BYTES_MIN))
     with _translate_open_errors(folder):

@@ -1,4 +1,4 @@
-"""Leases: chunks that must not leave, each lease for a limited time."""
+"""Leases: each keeps pinned chunks from leaving for a limited time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from kintsugi.store.shard.entry import ChunkEntry
 LEASE_S_MAX = 24 * 3600.0
 PINS_MAX = 65536
 PINNED_SHARE_MAX = 0.5
-"""Largest share of the largest tier that may be pinned, so that pins never ruin everyone else's hit rate."""
-
-
+"""Largest share of the largest tier that may be pinned, so that other chunks keep a useful hit rate."""
 NAMESPACE_SHARE_MAX = 0.5
-"""Largest share of what may be pinned that one namespace may pin, unless a rule says how much."""
+"""Largest share of the pinnable bytes that one namespace may pin, unless its limits set another."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
         self._bytes = 0
         self.bytes_by_namespace: Counter[str] = Counter()
-        """Bytes that are pinned."""
+        """Pinned bytes."""
         self._leases_by_namespace: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -46,10 +44,8 @@ class Leases:
     def grant(
         self, namespace: str, entries: Sequence[ChunkEntry], lease_s: float, rules: NamespaceRules
     ) -> str:
-        """The id of a new lease of a namespace's chunks, which differ.
-
-        Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
-        """
+        """Create a lease of distinct chunks of a namespace and return its id. Raises `InvalidField` for a
+        duration out of bounds, `ResourceExhausted` if more would be pinned than is allowed."""
         if not 0 < lease_s <= LEASE_S_MAX:
             raise InvalidField("lease_s", f"{lease_s} is outside (0, {LEASE_S_MAX:.0f}]")
         size = sum(entry.manifest.chunk_bytes for entry in entries if not entry.pins)
@@ -60,7 +56,7 @@ class Leases:
             )
         self._check_share(namespace, size, rules)
         lease_id = secrets.token_hex(16)
-        if entries:  # a lease without chunks takes no place
+        if entries:  # an empty lease counts for no limit
             self._bytes += size
             self.bytes_by_namespace[namespace] += size
             self._leases_by_namespace[namespace] += 1
@@ -80,11 +76,11 @@ class Leases:
 
     @property
     def namespace_bytes_max(self) -> float:
-        """The most that one namespace may pin."""
+        """The most bytes that one namespace may pin."""
         return NAMESPACE_SHARE_MAX * self._bytes_max
 
     def end(self, lease_id: str) -> Sequence[ChunkEntry]:
-        """The chunks that the lease held; none for a lease that is over."""
+        """End a lease. Returns its chunks; none if it has already ended."""
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return ()
@@ -98,6 +94,6 @@ class Leases:
         return lease.entries
 
     def due(self) -> list[str]:
-        """Leases whose time is over."""
+        """Return the ids of expired leases."""
         now_s = self._clock()
         return [lease_id for lease_id, lease in self._leases.items() if lease.expires_s <= now_s]

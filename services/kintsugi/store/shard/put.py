@@ -1,4 +1,4 @@
-"""A put under way: frames are copied into the arena and verified there; only `commit` makes them visible."""
+"""A running put: frames are copied into the arena and verified there; only `commit` makes them visible."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Raise `InvalidField` for what is no lifetime in seconds."""
+    """Raise `InvalidField` unless the lifetime is positive."""
     if not ttl_s > 0:
         raise InvalidField("ttl_s", f"{ttl_s} is not positive")
 
 
 def erased_meanwhile(manifest: ChunkManifest) -> NotFound:
-    """The error for a put of a chunk that was deleted or erased since its save was asked for."""
+    """The error for a put of a chunk that was deleted or erased after its save was requested."""
     return NotFound(
-        f"chunk {manifest.key} of {manifest.namespace!r} was erased after its save was asked for; "
-        "save it again if it is to stay"
+        f"chunk {manifest.key} of {manifest.namespace!r} was erased after its save was requested; "
+        "save it again to keep it"
     )
 
 
@@ -37,9 +37,9 @@ class PutOptions:
     ttl_s: float = math.inf
     recompute_ms: float = 0.0
     is_copy: bool = False
-    """Another shard's copy, not what a client computed."""
+    """Whether the chunk is copied from another shard."""
     erasures_seen: int = 0
-    """With `is_copy`: the number up to which that shard has applied this one's erasures."""
+    """With `is_copy`: up to which number the other shard has applied this shard's erasures."""
 
     def __post_init__(self) -> None:
         check_ttl(self.ttl_s)
@@ -52,9 +52,9 @@ class Committed:
     """The outcome of a commit."""
 
     inserted: bool
-    """False if another put of the key was faster, and for a chunk in a bucket that is away."""
+    """False if the chunk was there already, or was in a bucket that cannot be reached."""
     durable: Future[None] | None
-    """Done once the chunk is on disk; None if it was not inserted or is to stay in RAM."""
+    """Done when the chunk is on disk; None if it was not inserted or stays in RAM."""
 
 
 class ChunkPut:
@@ -74,28 +74,26 @@ class ChunkPut:
         self.entry = entry
         self.residence = residence
         self.tier = tier
-        """Tier that the chunk is written to after the commit: `ram`, or an SSD tier's name."""
+        """Tier that the chunk is written to after the commit: `ram` or the name of an SSD tier."""
         self.is_copy = options.is_copy
         self.erasures_seen = options.erasures_seen
         self.is_erased = False
-        """Whether its chunk was deleted since it began: its commit has no effect."""
+        """Whether the chunk was deleted after the put began. The commit then has no effect."""
         self._ram = ram
         self._next = 0
-        """Place of the next frame."""
+        """Index of the next frame."""
 
     @property
     def complete(self) -> bool:
         return self._next == self.entry.manifest.num_frames
 
     def write(self, first_layer: int, payload: memoryview) -> None:
-        """Copy whole frames, the first of them of `first_layer`, which may be a side frame.
-
-        Raises `InvalidField` for frames out of order, too many or cut, `Corrupted` for a wrong digest.
-        """
+        """Copy whole frames; the first one is of `first_layer`, which may be a side frame. Raises
+        `InvalidField` for frames that are out of order, too many or cut, `Corrupted` for a wrong digest."""
         manifest = self.entry.manifest
         layers = manifest.layers[self._next :]
         if not layers or first_layer != layers[0]:
-            follows = f"layer {layers[0]} comes next" if layers else "all frames are there"
+            follows = f"layer {layers[0]} comes next" if layers else "no more frames may follow"
             raise InvalidField("first_layer", f"{first_layer}; {follows}")
         every_head = HeadRange(0, manifest.layout.num_kv_heads)
         for layer in layers[: self._count_frames(layers, len(payload))]:
@@ -109,8 +107,7 @@ class ChunkPut:
             self._next += 1
 
     def _count_frames(self, layers: Sequence[int], payload_bytes: int) -> int:
-        """How many frames of ``layers`` a payload holds. Raises `InvalidField` where it does not hold whole
-        frames."""
+        """Return how many frames of `layers` a payload holds. Raises `InvalidField` unless they are whole."""
         count, left = 0, payload_bytes
         while left:
             if count == len(layers):

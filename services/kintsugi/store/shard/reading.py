@@ -27,7 +27,8 @@ class HeldChunk:
         return isinstance(self.residence.tier, RamTier)
 
     def ready(self, layer: int) -> bool:
-        """Whether a layer is in RAM; `lost` says whether it ever will be. `EntryTable.await_layer` waits."""
+        """Return whether a layer is in RAM. `lost` says if it never will be; `EntryTable.await_layer`
+        waits."""
         return self.manifest.place_of(layer) not in self.residence.unloaded
 
     @property
@@ -42,10 +43,8 @@ class HeldChunk:
         return tier.frame(self.residence, index, *self.manifest.head_range_bytes(self.heads, layer))
 
     def read(self, layer: int) -> memoryview:
-        """Read the same bytes from the SSD tier, for a chunk that RAM had no room for. Blocks.
-
-        Raises `Corrupted` if they cannot be read.
-        """
+        """Read the bytes of one layer's heads from the SSD tier, for a chunk that RAM had no room for.
+        Blocks. Raises `Corrupted` if they cannot be read."""
         tier = self.residence.tier
         assert isinstance(tier, DiskTier)
         index = self.manifest.place_of(layer)
@@ -58,7 +57,7 @@ class HeldChunk:
         return frame[start:stop]
 
     def is_intact(self) -> bool:
-        """Whether every frame can be read and matches its digests. Blocks; one xxh3 pass."""
+        """Return whether every frame can be read and matches its digests. Blocks; one xxh3 pass."""
         try:
             return all(
                 self.manifest.frame_is_intact(
@@ -78,5 +77,6 @@ class Reading:
 
     @property
     def holds_forgotten(self) -> bool:
-        """Whether it keeps the bytes of a chunk from being freed that is forgotten, or has moved."""
+        """Whether it holds bytes of a chunk that was forgotten or moved, which cannot be freed until it
+        ends."""
         return any(chunk is not None and chunk.residence.condemned for chunk in self.chunks)

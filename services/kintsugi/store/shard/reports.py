@@ -1,4 +1,4 @@
-"""Small documents by model fingerprint: in memory, and in the data directory if there is one."""
+"""Calibration reports by model fingerprint and name: in memory, and in the data directory if there is one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Reports:
                         self._documents[key] = value[_CHECKSUM_BYTES:]
 
     def put(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a document, unless the stored one supersedes it (`core.report.replaces`). Durable on return.
-
+        """Store a document, unless the stored one supersedes it (`core.report.replaces`). Durable on return.
         Raises `ResourceExhausted`, `InvalidField`, `Unavailable`."""
         if len(document) > REPORT_BYTES_MAX:
             raise ResourceExhausted(

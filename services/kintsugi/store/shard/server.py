@@ -33,7 +33,7 @@ from kintsugi.store.shard.workers.keeper import SCRUB_BYTES_PER_S, Keeper
 
 HEALTH_PERIOD_S = 0.5
 STALLED_S = 10.0
-"""An event loop that has not reported health for this long answers no calls either."""
+"""An event loop that has not reported health for this long answers no calls."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,33 @@ class ServerOptions:
     """Options of a shard's server."""
 
     durable_by_default: bool = False
-    """Whether a put that does not say so waits until it is on disk."""
+    """Whether a put without `ack` waits until the chunk is on disk."""
     share_arena: bool = True
-    """Whether peers of the same host may map the arena, which lets them read every namespace."""
+    """Whether peers of the same host may map the arena. They can then read every namespace."""
     socket_folder: Path | None = None
     """Folder of the socket that hands out the arena; in a pod, one that its containers share."""
     scrub_bytes_per_s: float = SCRUB_BYTES_PER_S
-    """Rate at which chunks are verified in the background; 0: they are not."""
+    """Rate at which chunks are verified in the background; 0: never."""
     tls: TlsFiles | None = None
     insecure: bool = False
-    """Listen beyond loopback without TLS."""
+    """Whether to listen beyond loopback without TLS."""
     metrics_listen: str = ""
     """`host:port` of the endpoint for Prometheus and readiness probes; empty: none."""
     protect_metrics: bool = False
     """Whether that endpoint's metrics need a token with the verb `admin` on every namespace."""
     not_yet: Callable[[], str] = lambda: ""
-    """What the shard still waits for before a readiness probe succeeds; empty: nothing."""
+    """Returns why a readiness probe must still fail; empty: the shard is ready."""
     tokens_file: Path | None = None
-    """Callers, with their namespaces and verbs (`store.protocol.access`). None: whoever connects may do
+    """Callers with their namespaces and verbs (`store.protocol.access`). None: every client may do
     everything."""
     audit_dir: Path | None = None
-    """Folder of the shard's audit log; None: none is written."""
+    """Folder of the shard's audit log; None: no log."""
     extra_handlers: tuple[Any, ...] = ()
     """More gRPC services on the same port, such as a shard directory."""
 
     def __post_init__(self) -> None:
         if self.protect_metrics and self.tokens_file is None:
-            raise InvalidField("protect_metrics", "needs a tokens file, which says who may read them")
+            raise InvalidField("protect_metrics", "requires a tokens file, which names the callers")
 
 
 class ShardServer:
@@ -150,15 +150,16 @@ class ShardServer:
         self._keeper.start()
 
     def _open_guard(self) -> ShardGuard | None:
-        """None where everyone may do everything and nothing is written. Raises `InvalidField`."""
+        """Return None if every client may do everything and no audit log is written. Raises
+        `InvalidField`."""
         if self._options.tokens_file is None and self._options.audit_dir is None:
             return None
         self._audit = open_audit(self._options.audit_dir, f"shard-{self.shard.shard_id}")
         return ShardGuard(open_access(self._options.tokens_file), self._audit)
 
     async def _report_health(self, health: Any) -> None:
-        """Report NOT_SERVING while the shard drains and once it has failed, and for a lower tier whose last
-        write or read failed. Each tier is a service of its own: RAM and the other tiers go on serving."""
+        """Report NOT_SERVING while the shard drains, after it has failed, and for a tier whose last write or
+        read failed. Each tier is its own health service, because the other tiers still serve."""
         while True:
             healthy = self.shard.failure is None and not self.shard.draining
             status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
@@ -175,11 +176,11 @@ class ShardServer:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     def _warning(self) -> str:
-        """What is wrong with a shard that is ready all the same."""
+        """Return the failures of tiers, which do not make the shard unready."""
         return "; ".join(f"{tier} fails: {why}" for tier, why in self.shard.tier_failures().items())
 
     def why_not_ready(self) -> str:
-        """Why a readiness probe fails; empty: the shard takes calls."""
+        """Return why a readiness probe fails; empty: the shard takes calls."""
         if self.shard.failure is not None:
             return f"the shard failed ({self.shard.failure!r})"
         if self.shard.draining:

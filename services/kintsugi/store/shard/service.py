@@ -1,7 +1,7 @@
-"""The gRPC face of a shard: service `ChunkStore`.
+"""The gRPC service `ChunkStore` of a shard.
 
-One event loop serves every connection: a thousand idle clients or slow readers cost no thread. Calls that
-could block it (disk reads, waiting for room, verification of whole chunks) run on threads.
+One event loop serves every connection, so idle clients and slow readers cost no thread. Calls that could
+block it (disk reads, waiting for room, verification of whole chunks) run on threads.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.erasure.scope import ErasedHere, Scope
+from kintsugi.store.shard.erasure.scope import Removed, Scope
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.streaming import LayerStream
-from kintsugi.store.shard.tiers.arena import Arena
+from kintsugi.store.shard.tiers.ram_tier import Arena
 
 PUT_IDLE_S_MAX = 30.0
-"""A client that sends nothing for this long has died in the middle of its put."""
+"""A put ends if its client sends nothing for this long."""
 LEASE_S_MAX = 60.0
 """A same-host reader loses its lease after this long."""
 PUT_WAIT_S_MAX = 10.0
 """How long a put waits for room."""
 WAITING_PUTS_MAX = 16
 VERIFIERS = 2
-"""Concurrent verifications: each may take minutes, and reads from disk need threads, too."""
+"""Concurrent verifications. Each may take minutes; reads from disk need threads, too."""
 ERASERS = 8
-"""Concurrent erasures: those that begin together wipe the tiers once."""
+"""Concurrent erasures. Erasures that begin together wipe the tiers once."""
 DRAIN_S_MAX = 3600.0
 STREAM_BYTES_MAX = 2 << 30
-"""Maximum bytes of messages held for slow readers, two per stream: enough for 512 streams of 2 MiB frames."""
+"""Maximum bytes of messages held for slow readers, two per stream: 512 streams of 2 MiB frames."""
 
 
 def _check_protocol(context: Any) -> None:
@@ -65,7 +65,7 @@ def _check_protocol(context: Any) -> None:
     version = metadata.get(wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION))
     if version not in {str(spoken) for spoken in wire.PROTOCOLS_SPOKEN}:
         raise VersionMismatch(
-            f"protocol {version!r} is not spoken here; this shard speaks "
+            f"this shard does not speak protocol {version!r}; it speaks "
             f"{', '.join(map(str, sorted(wire.PROTOCOLS_SPOKEN)))}"
         )
 
@@ -73,7 +73,7 @@ def _check_protocol(context: Any) -> None:
 def _answers(
     handler: Callable[[Any, Any, Any], Awaitable[Any]],
 ) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    """Turn our errors into gRPC statuses. The handler of a stream writes its responses itself."""
+    """Wrap an RPC's handler: check protocol and access, time the call, turn our errors into gRPC statuses."""
 
     @wraps(handler)
     async def handle_rpc(self: Any, request: Any, context: Any) -> Any:
@@ -91,7 +91,7 @@ def _answers(
 
 
 class ChunkStoreService:
-    """A handler for each RPC; `generic_handler` registers them."""
+    """One handler per RPC; `generic_handler` registers them. Handlers of streams write their responses."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class ChunkStoreService:
         tls: TlsFiles | None = None,
         guard: ShardGuard | None = None,
     ) -> None:
-        """`door` hands the arena to peers of the same host; None does not share it. `tls`: the files of the
-        server, whose certificate the metrics watch. `guard` decides who may make which call; None: everyone
-        may make all."""
+        """`door` hands the arena to peers of the same host; None: the arena is not shared. `tls`: the
+        server's files; the metrics watch their certificate. `guard` decides who may make which call; None:
+        every client may make every call."""
         self.shard = shard
         self.bytes_read = {"grpc": 0, "shared-memory": 0}
         self.metrics = ShardMetrics(shard, self.bytes_read, tls)
@@ -131,7 +131,7 @@ class ChunkStoreService:
         if size > wire.RESPONSE_BYTES_MAX:
             raise ResourceExhausted(
                 f"the manifests have {size} bytes; a response holds at most {wire.RESPONSE_BYTES_MAX}, so "
-                "ask for fewer keys"
+                "request fewer keys"
             )
         return pb.LookupResponse(found=map(_entry_to_found, entries))
 
@@ -182,8 +182,8 @@ class ChunkStoreService:
         return pb.PutChunkKVResponse(inserted=True)
 
     async def _present(self, manifest: ChunkManifest, durable: bool) -> pb.PutChunkKVResponse:
-        """The answer for a chunk that the shard has already; a durable put waits until it is on disk and the
-        lifetime recorded."""
+        """Answer a put of a chunk that the shard already has. A durable put waits until the chunk is on disk
+        and its lifetime is recorded."""
         if not durable:
             return pb.PutChunkKVResponse(inserted=False)
         writing = self.shard.table.make_durable((manifest.namespace, manifest.key))
@@ -193,7 +193,7 @@ class ChunkStoreService:
         return pb.PutChunkKVResponse(inserted=False)
 
     async def _begin_put(self, manifest: ChunkManifest, options: PutOptions) -> ChunkPut | None:
-        """Reserve room for a chunk. Waits on a thread, because room may take a disk write to come."""
+        """Reserve room for a chunk. Waits on a thread, because making room may take a disk write."""
         try:
             return self.shard.begin_put(manifest, options)
         except NoRoomYet:
@@ -229,7 +229,7 @@ class ChunkStoreService:
 
     @staticmethod
     def _take(put: ChunkPut, message: bytes) -> bool:
-        """Write one message's frames; True once it commits."""
+        """Write one message's frames. Returns whether the message commits the put."""
         request, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
         if payload:
             put.write(request.first_layer, payload)
@@ -246,7 +246,7 @@ class ChunkStoreService:
     async def _cut_by_erasures(
         self, namespace: str, keys: Sequence[ChunkKey], is_in_the_way: Callable[[], bool]
     ) -> AsyncIterator[None]:
-        """End the `with` block with `_Cut` once an erasure of the chunks has waited for it too long.
+        """End the `with` block with `_Cut` if an erasure of the chunks has waited for it too long.
         `is_in_the_way`: as in `Holders.add`."""
         loop = asyncio.get_running_loop()
         try:
@@ -261,7 +261,7 @@ class ChunkStoreService:
 
     @asynccontextmanager
     async def _open_stream(self, request: pb.StreamLayersRequest) -> AsyncIterator[LayerStream]:
-        """Hold the chunks of a request in place for the `with` block. Raises `_Cut`."""
+        """Hold a request's chunks in place during the `with` block. Raises `_Cut`."""
         keys = wire.keys_from_wire(request.keys)
         layers = range(request.layer_start, request.layer_stop)
         heads = HeadRange(request.head_start, request.head_stop)
@@ -274,12 +274,12 @@ class ChunkStoreService:
 
     @contextmanager
     def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
-        """Bound the memory that slow readers cost. Raises `ResourceExhausted`."""
+        """Bound the memory of messages for slow readers. Raises `ResourceExhausted`."""
         size = 2 * message_bytes_max  # gRPC sends one while the next is joined
         if self._stream_bytes + size > STREAM_BYTES_MAX:
             raise ResourceExhausted(
-                f"open streams may hold {self._stream_bytes} bytes of messages, and all together at most "
-                f"{STREAM_BYTES_MAX}; try again when some have ended"
+                f"the messages of open streams take {self._stream_bytes} of {STREAM_BYTES_MAX} bytes; "
+                "try again when some streams have ended"
             )
         self._stream_bytes += size
         try:
@@ -319,7 +319,7 @@ class ChunkStoreService:
                     self.bytes_read["shared-memory"] += stream.bytes_sent
                     await asyncio.Event().wait()  # the reader ends the call once it has its copies
             except TimeoutError:
-                raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s is over") from None
+                raise DeadlineExceeded(f"the lease of {LEASE_S_MAX:.0f} s has expired") from None
             finally:
                 arena.end_lease(lease)
 
@@ -355,19 +355,19 @@ class ChunkStoreService:
         keys = wire.keys_from_wire(request.keys)
         if request.erase:
             erased = await self._erase(Scope.of(request.namespace, keys), request.at_s)
-            return pb.DeleteResponse(deleted=erased.removed.chunks, erased=self._erased_to_wire(erased))
+            return pb.DeleteResponse(deleted=erased.chunks, erased=self._erased_to_wire(erased))
         deleted = self.shard.delete(request.namespace, keys)
         await self._wait_for_flush()
         return pb.DeleteResponse(deleted=deleted)
 
-    async def _erase(self, scope: Scope, at_s: float) -> ErasedHere:
+    async def _erase(self, scope: Scope, at_s: float) -> Removed:
         erasing = partial(self.shard.erase, scope, at_s)
         return await asyncio.get_running_loop().run_in_executor(self._erasers, erasing)
 
-    def _erased_to_wire(self, erased: ErasedHere) -> pb.Erased:
+    def _erased_to_wire(self, erased: Removed) -> pb.Erased:
         tiers = [
             pb.ErasedTier(tier=name, chunks=chunks, size_bytes=size)
-            for name, (chunks, size) in erased.removed.tiers.items()
+            for name, (chunks, size) in erased.tiers.items()
         ]
         return pb.Erased(shard_id=self.shard.shard_id, tiers=tiers, gone_at_s=erased.gone_at_s)
 
@@ -403,7 +403,7 @@ class ChunkStoreService:
         return wire.events_to_wire(self.shard.events(request.namespace, request.cursor, limit))
 
     async def _wait_for_flush(self) -> None:
-        """A deletion survives a crash once it is answered."""
+        """Wait until deletions survive a crash."""
         await asyncio.gather(*map(asyncio.wrap_future, self.shard.flush_writers()))
 
     @_answers
@@ -411,7 +411,7 @@ class ChunkStoreService:
         return await asyncio.to_thread(self._build_list_page, request)
 
     def _build_list_page(self, request: pb.ListRequest) -> pb.ListResponse:
-        """Runs on a thread: thousands of manifests take a tenth of a second, and lookups must not wait."""
+        """Runs on a thread, so that lookups do not wait: thousands of manifests take a tenth of a second."""
         limit = min(request.limit or wire.LIST_MAX, wire.LIST_MAX)
         after = ChunkKey(request.after) if request.HasField("after") else None
         response = pb.ListResponse()
@@ -427,7 +427,7 @@ class ChunkStoreService:
     async def clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
         if request.erase:
             erased = await self._erase(Scope(request.namespace), request.at_s)
-            return pb.ClearResponse(deleted=erased.removed.chunks, erased=self._erased_to_wire(erased))
+            return pb.ClearResponse(deleted=erased.chunks, erased=self._erased_to_wire(erased))
         deleted = await asyncio.to_thread(self.shard.clear, request.namespace)
         await self._wait_for_flush()
         return pb.ClearResponse(deleted=deleted)
@@ -460,8 +460,8 @@ class ChunkStoreService:
         )
 
     def generic_handler(self) -> Any:
-        """Every RPC of the service: `put_chunk_kv` for `PutChunkKV`. Bulk ones exchange bytes, which gRPC
-        does not serialise again."""
+        """Return the handlers of every RPC: `put_chunk_kv` for `PutChunkKV`. Bulk RPCs exchange bytes, which
+        gRPC does not serialise again."""
         handlers = {}
         for rpc in pb.DESCRIPTOR.services_by_name["ChunkStore"].methods:
             handler = getattr(self, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc.name).lower())
@@ -481,7 +481,7 @@ class _Cut(NotFound):
 
 
 def _end_now(loop: asyncio.AbstractEventLoop, timer: asyncio.Timeout) -> None:
-    """Have a block with a timer end, from another thread."""
+    """End a block that has a timer. Call it from another thread."""
 
     def expire() -> None:
         with suppress(RuntimeError):  # it has ended
@@ -541,11 +541,12 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
 
 
 async def _next_message(messages: AsyncIterator[bytes]) -> bytes:
-    """The next message of a put. Raises `InvalidField` if the put ends early or the client sends nothing."""
+    """Return a put's next message. Raises `InvalidField` if the put ends early or the client sends
+    nothing."""
     try:
         return await asyncio.wait_for(anext(messages), PUT_IDLE_S_MAX)
     except StopAsyncIteration:
-        raise InvalidField("commit", "the put ended without it; nothing was stored") from None
+        raise InvalidField("commit", "is missing at the end of the put; nothing was stored") from None
     except TimeoutError:
         raise InvalidField(
             "commit", f"no message arrived for {PUT_IDLE_S_MAX:.0f} s; nothing was stored"

@@ -1,7 +1,7 @@
 """A shard: chunk KV in this process's arena, on its disks, and in a bucket if it has one. Thread-safe.
 
-It validates calls, owns the tiers' files and the threads that do their I/O, and leaves every decision about a
-chunk to its `EntryTable`.
+It validates calls and owns the tiers' files and the threads that do their I/O. `EntryTable` decides about
+chunks.
 """
 
 from __future__ import annotations
@@ -28,36 +28,34 @@ from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
-from kintsugi.store.shard.erasure.holders import Holders
+from kintsugi.store.shard.erasure.holders import Holders, Shared
 from kintsugi.store.shard.erasure.records import ErasureRange, Erasures
-from kintsugi.store.shard.erasure.scope import ErasedHere, Removed, Scope, scopes_of
-from kintsugi.store.shard.erasure.shared import Shared
+from kintsugi.store.shard.erasure.scope import Removed, Scope, scopes_of
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl, erased_meanwhile
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.extents import windows_of
 from kintsugi.store.shard.tiers.home import Home
-from kintsugi.store.shard.tiers.leftovers import windows_of
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.tiers.uses import Use, Uses
 from kintsugi.store.shard.workers.bucket_writer import BucketWriter
 from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
-from kintsugi.store.shard.workers.tier_writer import Below, TierWriter
-from kintsugi.store.shard.workers.writeback import WriteBack
+from kintsugi.store.shard.workers.writeback import Below, TierWriter, WriteBack
 
 log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
 CUT_PERIOD_S = 1.0
-"""Time between two attempts of an erasure to cut the calls that it waits for."""
+"""Interval at which an erasure cuts the calls that it waits for."""
 
 
 class Shard:
-    """The chunk KV of one process: an arena in memory, and SSD tiers. `close` it."""
+    """The chunk KV of one process. `close` it."""
 
     def __init__(
         self,
@@ -110,8 +108,8 @@ class Shard:
             self.far_promoter.start()
 
     def _recover(self, tier: DiskTier | ObjectTier, uses: Mapping[bytes, Use]) -> None:
-        """Take in what a tier's catalog has, but for what a faster tier has, and what was erased while the
-        shard ran without this tier. Raises `Unavailable`."""
+        """Add the chunks of a tier's catalog, except those that a faster tier has and those that were erased
+        while the shard ran without this tier. Raises `Unavailable`."""
         applied = self.erasures.applied_in(_name_of(tier))
         erased = 0
 
@@ -125,13 +123,13 @@ class Shard:
 
         self.table.recover(tier.recover(is_unwanted, uses))
         if erased:
-            log.warning("%s: %d chunks go that were erased while the shard ran without it", tier.name, erased)
+            log.warning("%s: dropped %d chunks erased while the shard ran without it", tier.name, erased)
         if erased and isinstance(tier, DiskTier):  # a bucket's objects go with its next sweep
             tier.wipe()
 
     @property
     def _tier_names(self) -> list[str]:
-        """The tiers that apply erasures."""
+        """Names of the tiers that apply erasures."""
         return [_name_of(tier) for tier in self.lower_tiers]
 
     def __len__(self) -> int:
@@ -139,7 +137,7 @@ class Shard:
 
     @property
     def tiers(self) -> tuple[CopyTier, ...]:
-        """All of them, fastest first."""
+        """All tiers, fastest first."""
         return (self.ram, *self.lower_tiers)
 
     @property
@@ -149,17 +147,19 @@ class Shard:
 
     @property
     def lower_tiers(self) -> tuple[DiskTier | ObjectTier, ...]:
-        """Those below RAM."""
+        """The tiers below RAM, fastest first."""
         return (*self.disks, *(() if self.bucket is None else (self.bucket,)))
 
     def tier_failures(self) -> dict[str, str]:
-        """By tier, why the last write or the last read failed; healthy tiers are left out."""
+        """Return why the last write to a tier, or the last read from it, failed. Healthy tiers are left
+        out."""
         failures = {tier.name: tier.failure or tier.read_failure for tier in self.lower_tiers}
         return {name: failure for name, failure in failures.items() if failure}
 
     def bucket_faults(self) -> dict[str, int]:
-        """Chunks that the bucket lost or did not take, since the start: it had forgotten them (`missing`),
-        sent other bytes (`damaged`), did not answer (`failed`), or could not be given them (`refused`)."""
+        """Count the chunks that the bucket has lost or not taken since the start: objects that it forgot
+        (`missing`), wrong bytes (`damaged`), calls without an answer (`failed`), uploads that were not
+        possible (`refused`)."""
         if self.bucket is None:
             return {}
         counts = self.bucket.faults + self.far_promoter.faults
@@ -167,33 +167,33 @@ class Shard:
 
     @property
     def draining(self) -> bool:
-        """Whether puts are refused because the shard is about to end."""
+        """Whether puts are refused because the shard is ending."""
         return self.table.draining
 
     @property
     def failure(self) -> BaseException | None:
-        """What killed one of its threads: nothing is served any more."""
+        """The error that ended one of the shard's threads. From then on, it serves nothing."""
         return self.table.failure
 
     def _check(self, namespace: str) -> None:
-        """Raise `InvalidField` for a malformed namespace, `Unavailable` once the shard has failed."""
+        """Raise `InvalidField` for a malformed namespace, `Unavailable` if the shard has failed."""
         check_namespace(namespace)
         self.table.check_alive()
 
     def _addresses(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Address]:
-        """Addresses of the keys, after `_check`."""
+        """Check the namespace and return the addresses of its keys."""
         self._check(namespace)
         return [(namespace, key) for key in keys]
 
     # Finding
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkEntry | None]:
-        """The entry of each key; a hit counts as a use."""
+        """Return the entry of each key, None if absent. A hit counts as a use."""
         return self.table.use(self._addresses(namespace, keys))
 
     def tiers_of(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str]:
-        """The fastest tier that holds each key, empty for an absent one, and for one that cannot be read now.
-        No use is counted."""
+        """Return the fastest tier that holds each key; empty if the chunk is absent or cannot be read now.
+        Counts no use."""
         found = map(self.table.get, self._addresses(namespace, keys))
         return [entry.tier_name if entry is not None and entry.is_in_reach else "" for entry in found]
 
@@ -219,11 +219,11 @@ class Shard:
     def begin_put(
         self, manifest: ChunkManifest, options: PutOptions | None = None, wait_s: float = 0.0
     ) -> ChunkPut | None:
-        """Reserve room for a chunk; None if the shard has it already, and for another shard's copy of what
-        was erased. End it with `commit` or `abort`.
+        """Reserve room for a chunk. Returns None if the shard already has it, or if it is another shard's
+        copy of an erased chunk. End the put with `commit` or `abort`.
 
-        Raises `NotFound` for a chunk that was erased since its save was asked for, `ResourceExhausted` for
-        what can never fit, `NoRoomYet` if `wait_s` was too short.
+        Raises `NotFound` for a chunk that was erased after its save was requested, `ResourceExhausted` for a
+        chunk that can never fit, `NoRoomYet` if `wait_s` was too short.
         """
         options = options or PutOptions()
         now_s = self._wall_clock()
@@ -240,24 +240,23 @@ class Shard:
         return self.erasures.cover((manifest.namespace, manifest.key), manifest.asked_at_s, erasures_seen)
 
     def commit(self, put: ChunkPut) -> Committed:
-        """Make the chunk visible. Raises `InvalidField` where frames are missing, `NoRoomYet` where puts that
-        began together exceed the namespace's limit of RAM, `NotFound` where the chunk was deleted or erased
-        meanwhile."""
+        """Make the chunk visible. Raises `InvalidField` if frames are missing, `NoRoomYet` if concurrent puts
+        exceed the namespace's limit of RAM, `NotFound` if the chunk was deleted or erased meanwhile."""
         if not put.complete:
             self.abort(put)
-            raise InvalidField("frames", "the put was committed before its last layer")
-        # An erasure that is recorded from here on marks the put as erased.
+            raise InvalidField("frames", "end before the last layer; send every layer before the commit")
+        # An erasure that is recorded later marks the put as erased.
         if self._is_erased(put.entry.manifest, put.erasures_seen):
             put.is_erased = True
         return self.table.commit(put)
 
     def abort(self, put: ChunkPut) -> None:
-        """Give the room back."""
+        """Free the room of a put."""
         self.table.abort(put)
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float) -> list[bool]:
-        """Keep chunks for `ttl_s` from now at least, inf for good; whether each is there. No lifetime gets
-        shorter. Durable for what is on disk. Blocks. Raises `InvalidField`, and `Unavailable` if a disk
+        """Keep chunks for at least `ttl_s` from now (inf: forever). Returns whether each exists. No lifetime
+        gets shorter. Durable for chunks on disk. Blocks. Raises `InvalidField`, and `Unavailable` if a disk
         fails."""
         check_ttl(ttl_s)
         held = self.table.retain(self._addresses(namespace, keys), ttl_s)
@@ -265,8 +264,8 @@ class Shard:
         return held
 
     def record_lifetimes(self) -> None:
-        """Have the catalogs know every lifetime that got longer until now. Raises `Unavailable`; then the
-        next call tries again."""
+        """Write every lifetime that got longer to the catalogs. Raises `Unavailable`; then the next call
+        tries again."""
 
         def record(entries: Collection[ChunkEntry]) -> None:
             for tier in self.lower_tiers:
@@ -274,29 +273,29 @@ class Shard:
                     tier.extend(entries)
                 except lmdb.Error as error:
                     raise Unavailable(
-                        f"{tier.name}: {error}; chunks are kept for longer, but not over a restart: send it "
-                        "again once the disk works"
+                        f"{tier.name}: {error}; the longer lifetimes do not survive a restart: request them "
+                        "again when the disk works"
                     ) from error
 
         self.table.unrecorded.record(record)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget chunks; the number that was there. Durable once `flush_writers` is done."""
+        """Delete chunks. Returns how many there were. Durable when `flush_writers` is done."""
         self._check(namespace)
         return self.table.remove(Scope.of(namespace, keys)).chunks
 
     def clear(self, namespace: str) -> int:
-        """Forget a namespace's chunks; their number."""
+        """Delete a namespace's chunks. Returns how many there were."""
         self._check(namespace)
         return self.table.remove(Scope(namespace)).chunks
 
-    def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> ErasedHere:
-        """Delete chunks that were asked for until `at_s` (Unix seconds; 0: now), leave nothing of their
-        bytes, and record the erasure: what was asked for until then is not taken any more.
+    def erase(self, scope: Scope, at_s: float, timeout_s: float = ERASE_S_MAX) -> Removed:
+        """Delete the chunks whose saves were requested until `at_s` (Unix seconds; 0: now), wipe their bytes,
+        and record the erasure, so that later puts of such chunks are refused.
 
-        Blocks, for readers too; calls that keep it waiting for longer than `ShardConfig.erase_grace_s` are
-        cut. Raises `ResourceExhausted` before anything is deleted, `DeadlineExceeded` and `Unavailable`: then
-        the chunks are not found any more, but may be there.
+        Blocks while clients use the chunks; cuts their calls after `ShardConfig.erase_grace_s`. Raises
+        `ResourceExhausted` before anything is deleted; `DeadlineExceeded` or `Unavailable` if the chunks are
+        deleted but some bytes may remain.
         """
         self._check(scope.namespace)
         now_s = self._wall_clock()
@@ -306,11 +305,12 @@ class Shard:
         removed = self.table.remove(scope)  # first: caches that follow the record must not find the chunks
         scope = replace(scope, until_s=self.erasures.record(erasures, tiers=self._tier_names))
         self._wipe(scope, removed, timeout_s)
-        return ErasedHere(removed, self._wall_clock())
+        removed.gone_at_s = self._wall_clock()
+        return removed
 
     def _wipe(self, scope: Scope, removed: Removed, timeout_s: float = ERASE_S_MAX) -> None:
-        """Delete what a recorded erasure covers, add it to `removed`, and leave nothing of its bytes. Raises
-        as `erase` does."""
+        """Delete the chunks that a recorded erasure covers, count them in `removed`, and wipe their bytes.
+        Raises like `erase`."""
         deadline_s = time.monotonic() + timeout_s
         removed.add(self.table.remove(scope))
         flushed, late = wait(self.flush_writers(), timeout_s)
@@ -319,18 +319,19 @@ class Shard:
         wait_s = self._erase_grace_s
         while late or not self.table.await_free(scope, min(wait_s, deadline_s - time.monotonic())):
             if late or time.monotonic() >= deadline_s:
-                still_there = f"chunks of {scope.namespace!r} are not found any more, but still in use"
-                raise DeadlineExceeded(f"{still_there}; erase them again")
+                raise DeadlineExceeded(
+                    f"chunks of {scope.namespace!r} were deleted but are still in use; erase them again"
+                )
             self.holders.cut(scope)
-            wait_s = CUT_PERIOD_S  # one may have begun to hold its chunks just before they were forgotten
+            wait_s = CUT_PERIOD_S  # a call may have begun just before its chunks were deleted
         self._wiper.run(self._wipe_tiers)
 
     def apply_erasures(self, peer: str, found: ErasureRange) -> None:
-        """Erase what another shard has recorded and this one has missed.
+        """Apply erasures that another shard has recorded and this one has missed.
 
-        `found`: the erasures of the shard `peer` after its number `self.erasures.seen_of(peer)`. Where it has
-        merged some of them, nobody knows any more which chunks those erased, and every chunk goes that they
-        may have. Raises as `erase` does."""
+        `found`: the erasures of the shard `peer` after its number `self.erasures.seen_of(peer)`. For merged
+        erasures, the erased chunks are unknown, so every chunk that they may cover is deleted. Raises like
+        `erase`."""
         for namespace, mark in found.merged.items():
             held = {entry.manifest.namespace for entry in self.table.entries()}
             doomed = sorted(name for name in held if namespace in ("", *enclosing(name)))
@@ -347,7 +348,7 @@ class Shard:
         self.erasures.note_seen(peer, found.next)
 
     def _wipe_tiers(self) -> None:
-        """Zero what is free. Raises `Unavailable`."""
+        """Zero the free space of every tier. Raises `Unavailable`."""
         for window in windows_of(self.ram.capacity_bytes):
             for start, size in self.table.take_leftovers(*window):
                 self.ram.arena.wipe(start, size)
@@ -356,39 +357,37 @@ class Shard:
             try:
                 tier.wipe()
             except (OSError, lmdb.Error) as error:
-                raise Unavailable(f"{tier.name}: {error}; erase again once it works") from error
+                raise Unavailable(f"{tier.name}: {error}; erase again when it works") from error
         self.save_uses()
 
     def flush_writers(self) -> list[Future[None]]:
-        """Done once every put and deletion until now is on disk."""
+        """Return futures that are done when every earlier put and deletion is on disk."""
         return self.table.flush(*([] if self.bucket_writer is None else [self.bucket_writer.flush]))
 
     # Reading
 
     def open(self, namespace: str, keys: Sequence[ChunkKey], layers: range, heads: HeadRange) -> Reading:
-        """Hold chunks in place, and start to bring those on disk into RAM; end with `close_reading`.
-
-        Raises `InvalidField` for a range that a chunk lacks.
-        """
+        """Hold chunks in place and start to load those on disk into RAM. End with `close_reading`. Raises
+        `InvalidField` for a range that a chunk lacks."""
         return self.table.open(self._addresses(namespace, keys), layers, heads)
 
     def close_reading(self, reading: Reading) -> None:
-        """Let the chunks go."""
+        """Release the chunks."""
         self.table.close(reading)
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Start to bring chunks into RAM; how many are there or on their way."""
+        """Start to load chunks into RAM. Returns how many are loaded or loading."""
         return self.table.prefetch(self._addresses(namespace, keys))
 
     def verify(
         self, namespace: str, keys: Sequence[ChunkKey], failed_salts: Collection[bytes] = ()
     ) -> dict[ChunkKey, bool]:
-        """Read chunks from every tier that holds them; copies whose digests are wrong are quarantined.
+        """Read chunks from every tier that holds them, and quarantine copies with wrong digests.
 
-        Key -> whether all its copies are intact; absent ones are left out, and those that only a bucket
-        holds: what comes from there is verified whenever it is read. Blocks; one xxh3 pass over the bytes. Of
-        encrypted chunks only the length is checked here. `failed_salts`: those of encrypted chunks whose tags
-        were wrong where they were decrypted, of which every copy is quarantined.
+        Returns whether all copies of each key are intact. Absent chunks are left out, and chunks that only a
+        bucket holds: those are verified at every read. Blocks; one xxh3 pass over the bytes. Of encrypted
+        chunks only the length is checked. `failed_salts`: salts of encrypted chunks that could not be
+        decrypted; every copy of them is quarantined.
         """
         check_namespace(namespace)
         intact: dict[ChunkKey, bool] = {}
@@ -411,7 +410,7 @@ class Shard:
     # Keeping
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> tuple[str, int]:
-        """Keep chunks from leaving; the lease's id and how many of them are there."""
+        """Keep chunks from leaving. Returns the lease's id and how many chunks it holds."""
         self._check(namespace)
         return self.table.pin(namespace, keys, lease_s)
 
@@ -420,21 +419,20 @@ class Shard:
         self.table.shares.rules = rules
 
     def set_ratio(self, ratio: float) -> None:
-        """Place chunks from now on for blends of this ratio (`ShardConfig.ratio`). Raises `InvalidField`."""
+        """Place later chunks for blends of this ratio (`ShardConfig.ratio`). Raises `InvalidField`."""
         self.table.config = replace(self.table.config, ratio=ratio)
 
     def unpin(self, lease_id: str) -> int:
-        """End a lease early; how many chunks it held."""
+        """End a lease early. Returns how many chunks it held."""
         return self.table.unpin(lease_id)
 
     def save_uses(self) -> None:
-        """Remember over a restart how chunks were used."""
+        """Save how chunks were used, for the next start."""
         self._uses.save(entry for entry in self.table.entries() if entry.disk is not None)
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds; the bytes that were not written in time.
-
-        Raises `InvalidField` for a time that is none."""
+        """Refuse puts and write back the chunks that only RAM holds. Returns the bytes not written in time.
+        Raises `InvalidField` for an invalid duration."""
         if not timeout_s >= 0:
             raise InvalidField("timeout_s", f"{timeout_s} is not a duration")
         deadline_s = time.monotonic() + timeout_s
@@ -444,7 +442,7 @@ class Shard:
         return left
 
     def close(self) -> None:
-        """Write what waits, stop the threads, let go of memory and directories. Once."""
+        """Write pending chunks, stop the threads, release memory and directories. Call it once."""
         self._promoter.close()
         if self.bucket_writer is not None:
             self.far_promoter.close()
@@ -454,7 +452,7 @@ class Shard:
             self.bucket_writer.close()
         with suppress(Unavailable):
             self.record_lifetimes()
-        self._wiper.close()  # or it would write to whatever has the descriptors of closed files then
+        self._wiper.close()  # before the files: a wipe must not write to reused descriptors
         self.save_uses()
         for tier in self.lower_tiers:
             tier.close()
@@ -466,6 +464,6 @@ class Shard:
 
 
 def _name_of(tier: LowerTier) -> str:
-    """A tier's name in the record of erasures, for as long as its catalog stays where it is.
-    Short for any path: LMDB takes keys of 511 bytes."""
+    """A tier's name in the record of erasures: a digest of its folder, because LMDB's keys have at most 511
+    bytes."""
     return f"tier {blake3.blake3(os.fsencode(tier.folder.resolve())).hexdigest()}"

@@ -1,7 +1,7 @@
-"""The frames of one request on their way out, as bytes or as descriptors.
+"""Streams the frames of one request, as bytes or as descriptors.
 
 Frames in RAM are sent at once; frames on disk follow as the promotion reads them, layer by layer. Cost per
-byte over gRPC: one join into a message; as a descriptor: nothing.
+byte: one join into a gRPC message; none as a descriptor.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.shard import Shard
 
 WRITE_STALL_S_MAX = 60.0
-"""A reader that accepts nothing for this long loses its stream, which then releases its chunks."""
+"""A stream whose reader accepts nothing for this long ends and releases its chunks."""
 DESCRIPTORS_MAX = 4096
 """Maximum per message."""
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """A frame that can be sent, or why there is none."""
+    """A frame that can be sent, or why it is lost."""
 
     chunk: int
     layer: int
@@ -49,7 +49,7 @@ class LayerStream:
 
     @property
     def message_bytes_max(self) -> int:
-        """Size of the largest message of `write_frames`, which joins frames until they reach the target."""
+        """Size of the largest message of `write_frames`."""
         held = [chunk for chunk in self._reading.chunks if chunk is not None]
         largest = max((chunk.manifest.range_bytes_max(chunk.heads) for chunk in held), default=0)
         if largest >= wire.MESSAGE_BYTES_TARGET:
@@ -66,10 +66,8 @@ class LayerStream:
             await _write_message(context, batch.take_message())
 
     async def write_descriptors(self, context: Any, message: pb.LeaseLayersResponse) -> None:
-        """Send descriptors as `LeaseLayersResponse` messages. `message` carries the lease.
-
-        Raises `DeadlineExceeded`, and `ResourceExhausted` for a chunk that RAM has no room for.
-        """
+        """Send descriptors as `LeaseLayersResponse` messages. `message` carries the lease. Raises
+        `DeadlineExceeded`, and `ResourceExhausted` for a chunk that RAM has no room for."""
         if any(chunk is not None and not chunk.in_ram for chunk in self._reading.chunks):
             raise ResourceExhausted("RAM has no room for these chunks now; read them over gRPC")
         frames_max = len(self._reading.chunks)  # send the first layer before describing the rest
@@ -98,7 +96,7 @@ class LayerStream:
         )
 
     async def _items(self) -> AsyncIterator[_Ready | None]:
-        """Layer-major, with a None before each pause. No item of a chunk follows its loss."""
+        """Yield frames layer by layer, and None before each pause. A chunk's loss is its last item."""
         lost: set[int] = set()
         for layer in self._layers:
             expires_s = time.monotonic() + self._deadline_s
@@ -117,7 +115,8 @@ class LayerStream:
                     yield _Ready(index, layer, None, frame or "absent")
 
     async def _await_frame(self, chunk: HeldChunk, layer: int, expires_s: float) -> memoryview | str:
-        """A frame that is not in RAM yet, or why it is lost. Raises `DeadlineExceeded`."""
+        """Wait for a frame that is not in RAM yet. Returns it, or why it is lost. Raises
+        `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(expires_s - time.monotonic()):
                 if chunk.in_ram:
@@ -130,7 +129,7 @@ class LayerStream:
             return str(error)
 
     async def _wait_for_progress(self, chunk: HeldChunk, layer: int) -> None:
-        """Return once a layer is in RAM or lost."""
+        """Wait until a layer is in RAM or lost."""
         loop, progress = asyncio.get_running_loop(), asyncio.Event()
         while not self._shard.table.await_layer(chunk, layer, partial(_set, loop, progress)):
             await progress.wait()
@@ -138,7 +137,7 @@ class LayerStream:
 
 
 def _frame_in_place(chunk: HeldChunk, layer: int) -> memoryview | None:
-    """A frame in RAM; None if it is not there, or not yet."""
+    """Return a frame in RAM; None if it is not there yet."""
     if not chunk.in_ram or chunk.lost or not chunk.ready(layer):
         return None
     return chunk.frame(layer)
@@ -166,7 +165,7 @@ class _Batch:
         return bool(self._headers)
 
     def add(self, item: _Ready) -> bool:
-        """Add a frame; whether the batch has reached the target size of a message."""
+        """Add a frame. Returns whether the batch has reached the target size of a message."""
         size = 0 if item.frame is None else len(item.frame)
         self._headers.append(
             pb.FrameHeader(chunk=item.chunk, layer=item.layer, size_bytes=size, lost_reason=item.lost)

@@ -1,9 +1,9 @@
-"""Every chunk of a shard, one method per event. It alone takes the shard's lock.
+"""The table of a shard's chunks: one method per event. Only this class takes the shard's lock.
 
 The lock guards the chunks and their residences, the index, the leases, the tiers' eviction order, the free
 space in RAM and the work queues. Each method decides what an event means and applies transitions of
-`kintsugi.store.shard.life`, which defines the states of a chunk. No method does I/O or copies chunk KV; those
-that wait, for room or for work, say so. Threads take work from `next_writes` and `next_load` and report how
+`kintsugi.store.shard.life`, which defines the states of a chunk. No method does I/O or copies chunk KV; the
+methods that wait for room or work say so. Threads take work from `next_writes` and `next_load` and report how
 it ended.
 """
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class EntryTable:
-    """The chunks that are present, and the work under way on them. Thread-safe."""
+    """The present chunks and the running work on them. Thread-safe."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class EntryTable:
         self.counters = Counters()
         self.reuse = ReuseGaps(clock)
         self.queues = [WriteQueue(disk, ram.capacity_bytes) for disk in disks]
-        """One for each SSD tier, fastest first."""
+        """One queue per SSD tier, fastest first."""
         self.unrecorded: Unrecorded[ChunkEntry] = Unrecorded()
-        """Chunks that are kept for longer than catalogs say."""
+        """Chunks whose lifetimes are longer than the catalogs record."""
         self.draining = False
         self.failure: BaseException | None = None
-        """What killed one of the shard's threads: nothing is served any more."""
+        """The error that ended one of the shard's threads. From then on, nothing is served."""
         self._ram, self._disks = ram, disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
         self.config = config
@@ -92,7 +92,7 @@ class EntryTable:
         self._demoting: set[Eviction] = set()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Room came back, a writer has work, or a thread died."""
+        """Notified when room is freed, a writer has work, or a thread has died."""
         self._load_added = threading.Condition(self._lock)
         ram.on_free = self._changed.notify_all
 
@@ -100,7 +100,7 @@ class EntryTable:
         return len(self._index)
 
     def recover(self, found: Recovered) -> None:
-        """Add what a tier held at start-up."""
+        """Add the chunks that a tier held at start-up."""
         with self._lock:
             self.counters.quarantined += found.damaged
             for entry in found.entries:
@@ -108,40 +108,40 @@ class EntryTable:
                 self._index.add(entry)
 
     def fail(self, error: BaseException) -> None:
-        """One of the shard's threads died: refuse everything from now on, and say why."""
+        """Refuse every later call, because one of the shard's threads died of `error`."""
         log.critical("the shard failed", exc_info=error)
         with self._lock:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     def check_alive(self) -> None:
-        """Raise `Unavailable` once the shard has failed."""
+        """Raise `Unavailable` if the shard has failed."""
         if self.failure is not None:
             raise Unavailable(f"this shard failed ({self.failure!r}); restart it")
 
     def check(self) -> None:
-        """Assert for every chunk what `life` promises."""
+        """Assert the invariants of `life` for every chunk."""
         with self._lock:
             for entry in self._index:
                 life.check_present(entry)
 
     def entries(self) -> list[ChunkEntry]:
-        """Every chunk that is present."""
+        """Return every present chunk."""
         with self._lock:
             return list(self._index)
 
     def used_bytes(self) -> int:
-        """Bytes taken in all tiers, including chunks that are gone but still being read."""
+        """Return the bytes taken in all tiers, including chunks that are gone but still being read."""
         with self._lock:
             return sum(tier.used_bytes for tier in self._tiers)
 
     def namespace_uses(self) -> list[NamespaceUse]:
-        """What namespaces use beside their limits."""
+        """Return the uses and limits of namespaces."""
         with self._lock:
             return self.shares.uses(self._index.bytes_by_namespace)
 
     def room_bytes(self) -> int:
-        """Bytes of chunks that fit without one being lost."""
+        """Return how many bytes of chunks fit without the loss of another chunk."""
         with self._lock:
             return self._room.free_bytes()
 
@@ -151,19 +151,19 @@ class EntryTable:
             return self.reuse.soon_per_s()
 
     def get(self, address: Address) -> ChunkEntry | None:
-        """The chunk, if it is present. No use is counted, and nothing expires."""
+        """Return a present chunk. Counts no use, and nothing expires."""
         with self._lock:
             return self._index.get(address)
 
     def page(self, namespace: str, limit: int, after: ChunkKey | None) -> list[ChunkEntry]:
-        """Chunks in key order."""
+        """Return chunks in key order."""
         with self._lock:
             return self._index.page(namespace, limit, after)
 
     # Finding
 
     def use(self, addresses: Iterable[Address]) -> list[ChunkEntry | None]:
-        """The chunk of each address; a hit counts as a use."""
+        """Return the chunk of each address. A hit counts as a use."""
         with self._lock:
             return [self._use_one(address) for address in addresses]
 
@@ -178,7 +178,7 @@ class EntryTable:
         return entry
 
     def _find(self, address: Address) -> ChunkEntry | None:
-        """The chunk, unless it is absent or its time is over."""
+        """Return the chunk, unless it is absent or has expired."""
         entry = self._index.get(address)
         if entry is not None and entry.expires_at_s <= self._wall_clock() and not entry.pins:
             self.counters.expired += 1
@@ -187,7 +187,7 @@ class EntryTable:
         return entry
 
     def _find_all(self, addresses: Iterable[Address]) -> list[ChunkEntry]:
-        """The chunks that are present, each once."""
+        """Return the present chunks, each once."""
         return list(dict.fromkeys(found for one in addresses if (found := self._find(one)) is not None))
 
     def find_candidates(
@@ -200,12 +200,9 @@ class EntryTable:
     # Putting
 
     def begin_put(self, manifest: ChunkManifest, options: PutOptions, wait_s: float) -> ChunkPut | None:
-        """Reserve room in RAM; None where the chunk is present: it is retained. Waits at most `wait_s`.
-
-        Raises `ResourceExhausted` for what can never fit, `NoRoomYet` where `wait_s` was too short.
-        """
+        """Reserve room in RAM. If the chunk is present, retain it and return None. Waits at most `wait_s`.
+        Raises `ResourceExhausted` for a chunk that can never fit, `NoRoomYet` if `wait_s` was too short."""
         self.shares.check_size(manifest)
-        recompute_ms = self.config.recompute_ms(manifest, options.recompute_ms)
         deadline_s = self._clock() + wait_s
         address = (manifest.namespace, manifest.key)
         with self._lock:
@@ -217,7 +214,9 @@ class EntryTable:
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                tier, residence = self._room.make_to_put(manifest, options, self.config.hides_s(recompute_ms))
+                tier, residence = self._room.make_to_put(
+                    manifest, options, self.config.hides_s(options.recompute_ms)
+                )
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
@@ -225,14 +224,14 @@ class EntryTable:
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
             now_s = self._wall_clock()
-            entry = ChunkEntry(manifest, now_s + options.ttl_s, recompute_ms, used_at_s=now_s)
+            entry = ChunkEntry(manifest, now_s + options.ttl_s, options.recompute_ms, used_at_s=now_s)
             put = ChunkPut(entry, residence, self._ram, tier, options)
             self._puts.add(put)
         return put
 
     def retain(self, addresses: Iterable[Address], ttl_s: float) -> list[bool]:
-        """Keep chunks for `ttl_s` from now at least; whether each is present. No lifetime gets shorter. What
-        got longer is in `unrecorded`."""
+        """Keep chunks for at least `ttl_s` from now. Returns whether each is present. No lifetime gets
+        shorter. `unrecorded` has those that got longer."""
         with self._lock:
             until_s = self._wall_clock() + ttl_s
             return [self._retain(address, until_s) for address in addresses]
@@ -245,13 +244,13 @@ class EntryTable:
         return entry is not None
 
     def _retain_near(self, address: Address, until_s: float) -> bool:
-        """As `_retain`, but not of a chunk whose place a put takes."""
+        """As `_retain`, but not for a chunk that a put replaces."""
         entry = self._index.get(address)
         return (entry is None or entry.is_kept) and self._retain(address, until_s)
 
     def commit(self, put: ChunkPut) -> Committed:
-        """Make a chunk present whose frames are all there. Raises `NoRoomYet` where puts that began together
-        exceed the namespace's limit of RAM, `NotFound` where the chunk was deleted or erased meanwhile."""
+        """Make a chunk with all its frames present. Raises `NoRoomYet` if concurrent puts exceed the
+        namespace's limit of RAM, `NotFound` if the chunk was deleted or erased meanwhile."""
         entry = put.entry
         with self._lock:
             if put.is_erased and not put.is_copy:
@@ -277,7 +276,7 @@ class EntryTable:
         return Committed(far is None, writing)
 
     def abort(self, put: ChunkPut) -> None:
-        """Give back the room of a put that is not committed."""
+        """Free the room of a put that is not committed."""
         with self._lock:
             self._puts.discard(put)
             life.condemn(put.residence)
@@ -290,8 +289,8 @@ class EntryTable:
         self._index.remove(entry)
 
     def remove(self, scope: Scope) -> Removed:
-        """Forget chunks, for a whole namespace a few at a time. Puts of them that are under way end without
-        effect. Durable once `flush` is done."""
+        """Forget chunks, a few per hold of the lock. Running puts of them end without effect. Durable when
+        `flush` is done."""
         removed = Removed()
         with self._lock:
             for put in self._puts:
@@ -300,7 +299,7 @@ class EntryTable:
                 addresses = self._index.addresses_within(scope.namespace)
             else:
                 addresses = [(scope.namespace, key) for key in scope.keys]
-            if not scope.is_erasure:  # erasures are recorded, and tell older copies from later ones
+            if not scope.is_erasure:  # erasures are recorded with their time
                 self._deletions.note([scope.namespace] if scope.keys is None else addresses)
         for start in range(0, len(addresses), CLEAR_BATCH):
             with self._lock:
@@ -311,13 +310,14 @@ class EntryTable:
         return removed
 
     def await_free(self, scope: Scope, timeout_s: float) -> bool:
-        """Whether nobody reads, writes or moves the bytes of removed chunks any more; waits for it."""
+        """Wait until no call or thread uses the bytes of removed chunks. Returns whether that came in
+        time."""
         deadline_s = self._clock() + timeout_s
         with self._lock:
             while is_in_hand(scope, self._tiers, self._puts, self._demoting):
                 if self._clock() >= deadline_s:
                     return False
-                self._changed.wait(FREE_POLL_S)  # not everybody who lets go of a chunk notifies
+                self._changed.wait(FREE_POLL_S)  # not every release notifies
             return True
 
     def take_leftovers(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -326,13 +326,13 @@ class EntryTable:
             return self._ram.allocator.take_leftovers(start, stop)
 
     def return_wiped(self, start: int, size: int) -> None:
-        """A run of RAM from `take_leftovers` holds zeros."""
+        """As `ExtentAllocator.return_wiped`, of RAM."""
         with self._lock:
             self._ram.allocator.return_wiped(start, size)
             self._changed.notify_all()
 
     def expire(self) -> None:
-        """End leases and forget chunks whose time is over."""
+        """End expired leases and forget expired chunks."""
         with self._lock:
             for lease_id in self._leases.due():
                 self.unpin(lease_id)
@@ -344,8 +344,8 @@ class EntryTable:
     def quarantine_copies(
         self, entry: ChunkEntry, verified: Sequence[Residence], damaged: Sequence[Residence]
     ) -> None:
-        """Drop damaged copies; the chunk with them unless another is whole and nothing works on it, or made
-        a copy of it meanwhile. A chunk that only RAM is left to hold is written to disk again."""
+        """Drop damaged copies. The chunk stays only if another verified copy is whole and the chunk is not
+        being written or copied. A chunk that is left in RAM alone is written to disk again."""
         with self._lock:
             at_rest = entry.writing is None and all(residence in verified for residence in entry.copies)
             if entry.gone or not at_rest or all(residence in damaged for residence in entry.copies):
@@ -374,8 +374,9 @@ class EntryTable:
         return job.done
 
     def make_durable(self, address: Address) -> Future[None] | None:
-        """Write a chunk to disk if only RAM has it; done once it is there. None if it is there already, or
-        absent. Raises `InvalidField` without an SSD tier, `Unavailable` where only a bucket may have it."""
+        """Write a chunk to disk if only RAM has it. Returns a future that is done when it is there; None if
+        it is there already, or absent. Raises `InvalidField` without an SSD tier, `Unavailable` if only a
+        bucket may have the chunk."""
         with self._lock:
             entry = self._index.get(address)
             if not self.queues:
@@ -387,8 +388,8 @@ class EntryTable:
             return entry.writing or self._begin_write(entry, self.queues[0])
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse puts and write back what only RAM holds, and what only RAM holds once SSD tiers have made
-        room; the bytes that still only RAM holds, because time ran out or a disk refused them. Waits."""
+        """Refuse puts and write back the chunks that only RAM holds. Waits. Returns the bytes that only RAM
+        still holds, because time ran out or a disk refused them."""
         with self._lock:
             self.draining = True
             for entry in self._room.unwritten():
@@ -400,8 +401,9 @@ class EntryTable:
             return sum(entry.manifest.chunk_bytes for entry in self._room.unwritten())
 
     def flush(self, *last: Callable[[], Future[None]]) -> list[Future[None]]:
-        """Done, tier by tier, once every put and deletion until now is on disk. A tier comes after the one
-        above it: that one's writer may be moving down what was deleted meanwhile. `last`: below the disks."""
+        """Return futures, one per tier, that are done when every earlier put and deletion is on disk. A tier
+        is flushed after the tier above it, whose writer may be moving down deleted chunks. `last`: the tiers
+        below the disks."""
         return run_in_turn([*(partial(self._flush_tier, queue) for queue in self.queues), *last])
 
     def _flush_tier(self, queue: WriteQueue) -> Future[None]:
@@ -410,24 +412,24 @@ class EntryTable:
             return queue.add_flush()
 
     def next_writes(self, queue: WriteQueue) -> WriteBatch | None:
-        """Wait for work and take it; None once the queue is closed and empty."""
+        """Wait for work and take it. Returns None when the queue is closed and empty."""
         with self._lock:
             self._changed.wait_for(lambda: queue.has_work or queue.closed)
             return queue.take_batch() if queue.has_work else None
 
     def close_writes(self, queue: WriteQueue) -> None:
-        """Have the writer end after what waits, deletions included."""
+        """Have the writer end after the pending work, deletions included."""
         with self._lock:
             queue.close()
             self._changed.notify_all()
 
     def abandon_writes(self, queue: WriteQueue) -> WriteBatch:
-        """The writer died: nobody will ever write what is returned."""
+        """Take the pending work of a writer that died. It is never written."""
         with self._lock:
             return queue.abandon()
 
     def end_write(self, queue: WriteQueue, job: WriteJob, target: Residence | None) -> None:
-        """The catalog names `target`; None for a chunk that was gone before it was written."""
+        """Note that the catalog names `target`; None for a chunk that was gone before it was written."""
         with self._lock:
             queue.end(job)
             life.end_write(job, target)
@@ -435,7 +437,7 @@ class EntryTable:
             self._changed.notify_all()
 
     def fail_write(self, queue: WriteQueue, job: WriteJob) -> None:
-        """A chunk could not be written: it stays in RAM."""
+        """Note that a chunk could not be written. It stays in RAM."""
         with self._lock:
             queue.end(job)
             life.fail_write(job)
@@ -444,7 +446,7 @@ class EntryTable:
     # Demotion
 
     def evict_from_disk(self, tier: LowerTier, needed_bytes: int) -> list[Eviction]:
-        """Chunks that the tier's policy gives up, worth more than is needed. Their copies stay until
+        """Take chunks that the tier's policy gives up, for more bytes than needed. Their copies stay until
         `end_demotions`."""
         with self._lock:
             evictions = give_up(tier, admission.bytes_to_evict(needed_bytes, tier.capacity_bytes))
@@ -452,7 +454,7 @@ class EntryTable:
         return evictions
 
     def begin_copy(self, eviction: Eviction) -> bool:
-        """Hold the copy that leaves until `end_copy`; False for a chunk that is gone or being loaded."""
+        """Hold the leaving copy until `end_copy`. Returns False for a chunk that is gone or being loaded."""
         with self._lock:
             if eviction.entry.disk is not eviction.source or eviction.entry.is_loading:
                 return False
@@ -460,14 +462,14 @@ class EntryTable:
             return True
 
     def end_copy(self, eviction: Eviction, upload: Residence | None = None) -> None:
-        """The copy has been read. `upload`: a new one to hold until `end_upload`."""
+        """Release a copy that has been read. `upload`: a new copy to hold until `end_upload`."""
         with self._lock:
             life.release(eviction.source)
             if upload is not None:
                 life.acquire(upload)
 
     def end_upload(self, entry: ChunkEntry, target: Residence, failed: bool) -> None:
-        """An upload to the bucket has ended. Where it failed, the copy is lost."""
+        """Note that an upload to the bucket has ended. If it failed, the copy is lost."""
         with self._lock:
             if failed and life.lose_copy(entry, target):
                 self._room.forget(entry)
@@ -477,7 +479,8 @@ class EntryTable:
     def end_demotions(
         self, evictions: Iterable[Eviction], placed: Mapping[Eviction, Residence] | None
     ) -> None:
-        """Drop the copies that leave. `placed`: new ones in the next tier; None: it failed, so all stay."""
+        """Drop the leaving copies. `placed`: new copies in the next tier; None: it failed, so all copies
+        stay."""
         with self._lock:
             self._demoting.difference_update(evictions)
             for eviction in evictions:
@@ -494,17 +497,15 @@ class EntryTable:
     # Reading and promotion
 
     def open(self, addresses: Sequence[Address], layers: range, heads: HeadRange) -> Reading:
-        """Hold chunks in place until `close`, and start to bring those below RAM into it. What only the
-        bucket holds is absent where RAM has no room for it.
-
-        Raises `InvalidField` for a range that a chunk lacks.
-        """
+        """Hold chunks in place until `close`, and start to load those that RAM lacks. Chunks that only the
+        bucket holds are absent if RAM has no room for them. Raises `InvalidField` for a range that a chunk
+        lacks."""
         with self._lock:
             entries = [self._find(address) for address in addresses]
             for entry in entries:
                 if entry is not None:
                     admission.check_range(entry.manifest, layers, heads)
-            # First what is in RAM: loads evict, and must not evict what this reading holds.
+            # First the chunks in RAM: loads evict, and must not evict chunks of this reading.
             held = [None if e is None or e.ram is None else life.hold(e, e.ram, heads) for e in entries]
             self._begin_loads(entry for entry in entries if entry is not None)
             for position, entry in enumerate(entries):
@@ -513,8 +514,8 @@ class EntryTable:
             return Reading(held)
 
     def open_copies(self, address: Address) -> tuple[ChunkEntry, Reading] | None:
-        """Hold every whole copy of a chunk until `close`, but not one in a bucket, which is verified whenever
-        it is read; None for an absent chunk."""
+        """Hold every whole copy of a chunk until `close`, except in a bucket, whose copies are verified at
+        every read. Returns None for an absent chunk."""
         with self._lock:
             if (entry := self._find(address)) is None:
                 return None
@@ -522,26 +523,26 @@ class EntryTable:
             return entry, Reading([life.hold(entry, copy, heads) for copy in entry.copies if copy.is_at_hand])
 
     def close(self, reading: Reading) -> None:
-        """Let the chunks go."""
+        """Release the chunks."""
         with self._lock:
             for chunk in reading.chunks:
                 if chunk is not None:
                     life.release(chunk.residence)
 
     def prefetch(self, addresses: Iterable[Address]) -> int:
-        """Start to bring chunks into RAM; how many are there or on their way."""
+        """Start to load chunks into RAM. Returns how many are loaded or loading."""
         with self._lock:
             entries = self._find_all(addresses)
             self._begin_loads(entries)
             return sum(entry.ram is not None for entry in entries)
 
     def _begin_loads(self, entries: Iterable[ChunkEntry]) -> None:
-        """Load chunks that RAM lacks, as far as it has room for them now."""
+        """Begin to load chunks that RAM lacks and has room for."""
         if self.loads.begin(entries):
             self._load_added.notify_all()
 
     def next_load(self, queue: LoadQueue) -> LoadStep | None:
-        """Wait for work and take it; None once loading is closed and nothing is left."""
+        """Wait for work and take it. Returns None when the queue is closed and empty."""
         with self._lock:
             while (step := queue.take_step()) is None and not queue.closed:
                 self._load_added.wait()
@@ -549,13 +550,14 @@ class EntryTable:
             return step
 
     def close_loads(self, queue: LoadQueue) -> None:
-        """Have its readers end."""
+        """Have the queue's threads end."""
         with self._lock:
             queue.closed = True
             self._load_added.notify_all()
 
     def advance_load(self, step: LoadStep, lost: str, is_unreachable: bool = False) -> None:
-        """A step has ended. `lost`: why the bytes cannot be read; with `is_unreachable`, the chunk stays."""
+        """Note that a step has ended. `lost`: why the bytes cannot be read; with `is_unreachable`, the chunk
+        stays."""
         with self._lock:
             entry = step.load.entry
             hides_s, now_s = self.config.hides_s(entry.recompute_ms), self._clock()
@@ -571,8 +573,8 @@ class EntryTable:
                 self._begin_write(entry, queue)
 
     def await_layer(self, chunk: HeldChunk, layer: int, callback: Callable[[], None]) -> bool:
-        """Whether a layer is in RAM or lost; otherwise `callback` is called once, under the lock, at the next
-        progress."""
+        """Return whether a layer is in RAM or lost. Otherwise `callback` is called once, under the lock, at
+        the next progress."""
         with self._lock:
             if chunk.lost or chunk.ready(layer):
                 return True
@@ -582,10 +584,8 @@ class EntryTable:
     # Leases
 
     def pin(self, namespace: str, keys: Iterable[ChunkKey], lease_s: float) -> tuple[str, int]:
-        """Keep chunks from leaving; the lease's id and how many of them are present.
-
-        Raises `InvalidField` for a lease out of bounds, `ResourceExhausted` past what may be pinned.
-        """
+        """Keep chunks from leaving. Returns the lease's id and how many chunks it holds. Raises like
+        `Leases.grant`."""
         with self._lock:
             entries = self._find_all((namespace, key) for key in keys)
             lease_id = self._leases.grant(namespace, entries, lease_s, self.shares.rules)
@@ -594,7 +594,7 @@ class EntryTable:
             return lease_id, len(entries)
 
     def unpin(self, lease_id: str) -> int:
-        """End a lease; how many chunks it held."""
+        """End a lease. Returns how many chunks it held."""
         with self._lock:
             entries = self._leases.end(lease_id)
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Work that the table hands to the shard's threads: chunks to write, to load and to move down.
+"""Work for the shard's threads: chunks to write, to load and to move down.
 
 The queues are plain data, not thread-safe: only the table calls them, under its lock.
 """
@@ -13,33 +13,44 @@ from dataclasses import dataclass, field
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.admission import may_leave_disk
-from kintsugi.store.shard.entry import ChunkEntry, Residence
+from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.placement import AUTO, READS_OFTEN, choose_tier, faster_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 
 WRITE_BATCH_BYTES_MAX = 128 << 20
 QUEUE_SHARE_MAX = 0.25
-"""Largest share of RAM that may wait for one SSD tier; puts wait beyond it."""
+"""Largest share of RAM that may wait for one SSD tier. Beyond it, puts wait."""
 MOVE_REST_S = 600.0
-"""Least time from one move of a chunk that is read often to the next. Speeds waver, and what moves up may be
-demoted again: a chunk must not be written back and forth at the rate of its reads."""
+"""Minimum time between two moves of a chunk that is read often. Measured speeds vary, and a promoted chunk
+may be demoted again: a chunk must not be written back and forth at the rate of its reads."""
 FAR_SHARE_MAX = 0.25
-"""Largest share of RAM that chunks may take which are on their way from a bucket."""
+"""Largest share of RAM for chunks that are being loaded from a bucket."""
 LOAD_STEP_BYTES = 4 << 20
 """Bytes that a promotion reads in one turn."""
 
 
 def uncancellable_future() -> Future[None]:
-    """A future that no waiter can cancel: others wait for it too, and the writer ends it."""
+    """Return a future that its waiters cannot cancel, because several wait for it."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
+def settle(futures: Iterable[Future[None]], failure: BaseException | None) -> None:
+    """End those futures that have not ended. None is success."""
+    for future in futures:
+        if future.done():
+            continue
+        if failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(failure)
+
+
 def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None]]:
-    """Begin each piece of work once the one before has ended, however it did; a future for each. Work that
-    cannot begin has ended: its future fails."""
+    """Begin each piece of work when the one before has succeeded or failed. Returns a future for each. If a
+    piece cannot begin, its future fails."""
     futures = [uncancellable_future() for _ in begin]
 
     def begin_next(index: int) -> None:
@@ -47,41 +58,40 @@ def run_in_turn(begin: Sequence[Callable[[], Future[None]]]) -> list[Future[None
             return
         try:
             work = begin[index]()
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
+        except Exception as error:  # noqa: BLE001 - the future reports it
             end(index, error)
         else:
             work.add_done_callback(lambda done: end(index, done.exception()))
 
     def end(index: int, failure: BaseException | None) -> None:
         begin_next(index + 1)
-        if failure is None:
-            futures[index].set_result(None)
-        else:
-            futures[index].set_exception(failure)
+        settle([futures[index]], failure)
 
     begin_next(0)
     return futures
 
 
-@dataclass(eq=False)
-class WriteJob:
+@dataclass(frozen=True, eq=False)
+class WriteJob(Copying):
     """A chunk whose RAM copy is held until it is on disk."""
 
-    entry: ChunkEntry
-    source: Residence
     done: Future[None] = field(default_factory=uncancellable_future)
+
+
+class Eviction(Copying):
+    """A chunk that a full tier gives up, and the copy that leaves."""
 
 
 @dataclass(frozen=True)
 class WriteBatch:
-    """What a writer does next: the jobs, then, once all jobs before are committed, the flushes."""
+    """The next work of a writer: first the jobs, then, after all earlier jobs are committed, the flushes."""
 
     jobs: Sequence[WriteJob]
     flushes: Sequence[Future[None]]
 
 
 class WriteQueue:
-    """The chunks on their way to one SSD tier."""
+    """The chunks to be written to one SSD tier."""
 
     def __init__(self, tier: DiskTier, ram_bytes: int) -> None:
         self.tier = tier
@@ -98,7 +108,7 @@ class WriteQueue:
         return bool(self._waiting or self._flushes)
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise `ResourceExhausted` for a chunk that the tier can never hold."""
+        """Raise `ResourceExhausted` for a chunk larger than the tier."""
         if size_bytes > self.tier.capacity_bytes:
             raise ResourceExhausted(
                 f"a chunk of {size_bytes} bytes exceeds {self.tier.name}'s {self.tier.capacity_bytes}; "
@@ -106,7 +116,7 @@ class WriteQueue:
             )
 
     def is_full_for(self, size_bytes: int) -> bool:
-        """Whether a job of this size has to wait. An empty queue takes any."""
+        """Return whether a job of this size has to wait. An empty queue takes any job."""
         return self.queue_bytes > 0 and self.queue_bytes + size_bytes > self._queue_bytes_max
 
     def add(self, job: WriteJob) -> None:
@@ -114,22 +124,23 @@ class WriteQueue:
         self._waiting.append(job)
 
     def add_flush(self) -> Future[None]:
-        """Done once every job and deletion before it is on disk. Fails where no writer is left."""
+        """Return a future that is done when every earlier job and deletion is on disk. It fails if no writer
+        is left."""
         flush = uncancellable_future()
         if self.closed:
-            flush.set_exception(Unavailable(f"{self.tier.name} is not written any more; restart the shard"))
+            flush.set_exception(Unavailable(f"{self.tier.name} has no writer any more; restart the shard"))
         else:
             self._flushes.append(flush)
         return flush
 
     def close(self) -> None:
-        """No more jobs come: the writer ends with a last flush."""
+        """Have the writer end after a last flush. No more jobs are added."""
         if not self.closed:
             self.add_flush()
         self.closed = True
 
     def take_batch(self) -> WriteBatch:
-        """At least one job where there is one; flushes with the last of the jobs."""
+        """Take jobs of bounded size, at least one if there is any. The last jobs come with the flushes."""
         jobs: list[WriteJob] = []
         size = 0
         while self._waiting and (
@@ -148,7 +159,7 @@ class WriteQueue:
         self.queue_bytes -= job.source.size_bytes
 
     def abandon(self) -> WriteBatch:
-        """Everything that has not ended, because the writer died. The bytes stay counted as unwritten."""
+        """Take all work that has not ended, because the writer died. Its bytes stay counted as unwritten."""
         batch = WriteBatch([*self._taken, *self._waiting], self._flushes)
         self._waiting.clear()
         self._flushes = []
@@ -157,17 +168,17 @@ class WriteQueue:
 
 
 def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
-    """Names of the queues' tiers and their measured bytes per second, in the same order."""
+    """Return name and measured bytes per second of each queue's tier."""
     return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
 
 
 def find_queue(queues: Sequence[WriteQueue], tier: str) -> WriteQueue | None:
-    """The queue of the tier with this name; None for RAM."""
+    """Return the queue of the tier with this name; None for RAM."""
     return next((queue for queue in queues if queue.tier.name == tier), None)
 
 
 def give_up(tier: LowerTier, goal_bytes: int) -> list[Eviction]:
-    """Chunks that a tier's policy gives up, worth so many bytes or all that may leave."""
+    """Take chunks that a tier's policy gives up, for `goal_bytes` or until no more may leave."""
     evictions: list[Eviction] = []
     while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
         assert victim.disk is not None
@@ -184,13 +195,12 @@ def find_faster_queue(
     now_s: float,
     demoting: Collection[Eviction],
 ) -> WriteQueue | None:
-    """The queue of the tier that a chunk moves to once it has been read; None where it stays.
+    """Return the queue of the tier that a chunk moves to after it was read; None if it stays.
 
-    From a bucket it moves to where a durable put would go. It stays where its SSD tier is fast enough, it is
-    not read often, it moved less than `MOVE_REST_S` ago, or RAM does not hold all of it. While the other
-    tier's queue is full, it stays, too: the next read asks again. While it is among those `demoting`, it
-    stays, because one tier must not be given two copies: the catalog names one by the chunk's address.
-    `hides_s`: how long a load of it hides behind its blend. `now_s`: on the clock of `ChunkEntry.moved_s`.
+    From a bucket, a chunk moves to the tier of a durable put. It stays if its SSD tier is fast enough, if it
+    is not read often, if it moved less than `MOVE_REST_S` ago, if RAM does not hold all of it, or if the
+    other tier's queue is full. It also stays while it is `demoting`: a tier's catalog can name only one copy
+    of a chunk. `hides_s`: as in `choose_tier`. `now_s`: on the clock of `ChunkEntry.moved_s`.
     """
     if entry.disk is None or entry.ram is None or entry.is_loading or now_s < entry.moved_s + MOVE_REST_S:
         return None
@@ -211,7 +221,7 @@ def find_faster_queue(
 
 @dataclass(frozen=True)
 class Promotion:
-    """A chunk on its way into RAM; both residences are held until it is there."""
+    """A chunk that is being loaded into RAM. Both residences are held until it is there."""
 
     entry: ChunkEntry
     source: Residence
@@ -221,7 +231,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """Frames `[start, stop)` of a promotion, by their place in the chunk."""
+    """Frames `[start, stop)` of a promotion, by their index in the chunk."""
 
     load: Promotion
     start: int
@@ -229,7 +239,7 @@ class LoadStep:
 
 
 class LoadQueue:
-    """Promotions under way. Every request gets one step in turn: a large one delays nobody's first layer."""
+    """Running promotions. Requests get steps in turn, so a large one does not delay others' first layers."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -239,11 +249,11 @@ class LoadQueue:
         return bool(self._requests)
 
     def add(self, loads: Sequence[Promotion]) -> None:
-        """Loads of one request, none of them empty."""
+        """Add the loads of one request. No load is empty."""
         self._requests.append(_split_by_layer(loads))
 
     def take_step(self) -> LoadStep | None:
-        """The next step; None where nothing is left."""
+        """Take the next step; None if there is none."""
         while self._requests:
             request = self._requests.popleft()
             step = next(request, None)
@@ -254,7 +264,7 @@ class LoadQueue:
 
 
 def _split_by_layer(loads: Sequence[Promotion]) -> Iterator[LoadStep]:
-    """Steps of bounded size, the earliest layers of every load first."""
+    """Yield steps of bounded size, the earliest layers of every load first."""
     positions = dict.fromkeys(loads, 0)
     while positions:
         load = min(positions, key=positions.__getitem__)
@@ -269,31 +279,31 @@ def _split_by_layer(loads: Sequence[Promotion]) -> Iterator[LoadStep]:
 
 @dataclass(frozen=True)
 class Promotions:
-    """What the table does with chunks that are loaded."""
+    """Functions of the table that change chunks which are loaded."""
 
     acquire: Callable[[Residence], None]
     release: Callable[[Residence], None]
     begin_load: Callable[[ChunkEntry, Residence], Promotion]
     make_room: Callable[[ChunkManifest], Residence | None]
-    """RAM for a chunk, None where it has none now."""
+    """Allocates RAM for a chunk; None if there is no room now."""
 
 
 class Loads:
-    """Loads under way. Those from SSD tiers and those from the bucket have queues, and threads, of their own:
-    a bucket that hangs delays no load from a disk, and what is on its way from it takes a bounded share of
-    RAM. Not thread-safe: the table holds the lock."""
+    """Running loads. Loads from SSD tiers and loads from the bucket have separate queues and threads, so a
+    bucket that hangs delays no load from a disk; loads from the bucket take a bounded share of RAM. Not
+    thread-safe: the table holds the lock."""
 
     def __init__(self, promotions: Promotions, ram_bytes: int) -> None:
         self.near = LoadQueue()
-        """From SSD tiers."""
+        """Loads from SSD tiers."""
         self.far = LoadQueue()
-        """From the bucket."""
+        """Loads from the bucket."""
         self._promotions = promotions
         self._far_bytes = 0
         self._far_bytes_max = int(FAR_SHARE_MAX * ram_bytes)
 
     def begin(self, entries: Iterable[ChunkEntry]) -> bool:
-        """Begin to load the chunks that RAM lacks, as far as it has room for them now; whether any is."""
+        """Begin to load chunks that RAM lacks and has room for. Returns whether any load began."""
         loads: dict[LoadQueue, list[Promotion]] = {self.near: [], self.far: []}
         for entry in list(dict.fromkeys(entry for entry in entries if entry.ram is None)):
             load = self._begin_one(entry)
@@ -308,9 +318,9 @@ class Loads:
         source, size = entry.copies[0], entry.copies[0].size_bytes
         is_far = source.tier.is_remote
         is_full = is_far and self._far_bytes and self._far_bytes + size > self._far_bytes_max
-        if is_full or not source.tier.is_in_reach:  # where nothing is under way, any size may begin
+        if is_full or not source.tier.is_in_reach:  # without other loads, any size may begin
             return None
-        self._promotions.acquire(source)  # what makes room must not take it
+        self._promotions.acquire(source)  # making room must not evict it
         target = self._promotions.make_room(entry.manifest)
         if target is None:
             self._promotions.release(source)
@@ -320,15 +330,7 @@ class Loads:
         return self._promotions.begin_load(entry, target)
 
     def end(self, step: LoadStep) -> None:
-        """Note that a step has ended, which may be the last of its load."""
+        """Note that a step has ended. It may be the last of its load."""
         load = step.load
         if load.tier.is_remote and not load.target.unloaded:
             self._far_bytes -= load.source.size_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Eviction:
-    """A chunk that a full tier gives up, and the copy that is to leave."""
-
-    entry: ChunkEntry
-    source: Residence

@@ -1,1 +1,1 @@
-"""Erasing chunks: what it covers, who shares the work, and what is remembered of it."""
+"""Erasure of chunks: what an erasure covers, which calls it cuts, and the records of erasures."""

@@ -1,4 +1,5 @@
-"""Calls that hold chunks for as long as their clients take. An erasure cuts those that keep it waiting."""
+"""The calls that an erasure cuts because they hold its chunks, and the wipe that concurrent erasures
+share."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kintsugi.core.errors import Unavailable
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.erasure.scope import Scope
 
@@ -19,7 +21,7 @@ class _Holder:
 
 
 class Holders:
-    """The calls under way. Thread-safe."""
+    """The running calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,10 +31,9 @@ class Holders:
     def add(
         self, addresses: Sequence[Address], is_in_the_way: Callable[[], bool], cut: Callable[[], None]
     ) -> Iterator[None]:
-        """Add a call that holds chunks in the `with` block.
-
-        `is_in_the_way`: whether what it holds was forgotten; another chunk may have the address by now.
-        `cut` ends it. Both are called from any thread, perhaps more than once, and must not wait."""
+        """Register a call that holds chunks during the `with` block. `is_in_the_way` returns whether the
+        chunks that it holds were forgotten; other chunks may have their addresses by then. `cut` ends the
+        call. Both may be called from any thread and more than once, and must not wait."""
         call = object()
         with self._lock:
             self._calls[call] = _Holder(addresses, is_in_the_way, cut)
@@ -43,9 +44,41 @@ class Holders:
                 del self._calls[call]
 
     def cut(self, scope: Scope) -> None:
-        """End the calls that hold forgotten chunks of a scope."""
+        """Cut the calls that hold forgotten chunks of a scope."""
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
             if any(map(scope.covers, call.addresses)) and call.is_in_the_way():
                 call.cut()
+
+
+class Shared:
+    """Runs work once for all callers that came before it began. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._running = threading.Lock()
+        self._asked = 0
+        self._done = 0
+        self._closed = False
+        self._counting = threading.Lock()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Return when a whole run has begun and ended after this call. Raises the errors of a run in this
+        thread, and `Unavailable` after `close`."""
+        with self._counting:
+            self._asked += 1
+            mine = self._asked
+        with self._running:
+            if self._done >= mine:
+                return
+            if self._closed:
+                raise Unavailable("this shard is ending; try again after its restart")
+            with self._counting:
+                covers = self._asked
+            work()
+            self._done = covers
+
+    def close(self) -> None:
+        """Wait for the running work and prevent further runs."""
+        with self._running:
+            self._closed = True

@@ -1,13 +1,15 @@
-"""The erasures that a shard has recorded: no chunk that was asked for before one of them is taken or kept.
+"""The recorded erasures of a shard. A chunk that was requested before an erasure of it is neither taken nor
+kept.
 
-A record is a tombstone: a namespace or a chunk's key, and the time at which the erasure was asked for. It
-holds nothing of the chunk. Records are numbered in the order in which they came; the latest of a chunk or
-namespace replaces the one before, and one of a namespace replaces those of its chunks. They are in memory,
-and in the data directory if there is one.
+A record is a tombstone: a namespace or a chunk's key, and the time at which the erasure was requested.
+Records are numbered in their order. The latest record of a chunk or namespace replaces earlier ones, and a
+record of a namespace replaces those of its chunks. They are in memory, and in the data directory if there is
+one.
 
-The number of records is bounded. A namespace with more than `NAMESPACE_MAX` merges the older half into one
-mark, which costs only shards that have missed some of them, and only chunks of that namespace. Beyond
-`ERASURES_MAX` records in all, those that every known shard has applied are merged. See docs/adr/0015.
+The number of records is bounded. If a namespace has more than `NAMESPACE_MAX`, the older half is merged into
+one mark; shards that have missed some of these then lose more chunks of that namespace than were erased.
+Beyond `ERASURES_MAX` records in all, the records that every known shard has applied are merged. See
+docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from kintsugi.store.shard.entry import Address
 
 ERASURES_MAX = 200_000
 NAMESPACE_MAX = ERASURES_MAX // 16
-"""Records of one namespace."""
+"""Maximum number of records of one namespace."""
 MERGED_AT_ONCE = 1 / 8
-"""Share of `ERASURES_MAX` that makes room at a time."""
+"""Share of `ERASURES_MAX` that is merged at a time."""
 AWAY_S_MAX = 30 * 86_400.0
-"""A shard that has recorded nothing for this long is not waited for."""
+"""Records are not kept for a shard that has recorded nothing for this long."""
 _MAP_BYTES = 1 << 30
 _VALUE = struct.Struct("<dQ?")
-"""When it was asked for, its number, and whether another shard told of it."""
+"""Time of the request, number, and whether the erasure was learned from another shard."""
 _MARK = struct.Struct("<Qd")
 """A number, and Unix seconds."""
 _MERGED, _PEER, _TIER = b"\0merged\0", b"\0peer\0", b"\0tier\0"
@@ -58,7 +60,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class Mark:
-    """A number of an erasure, and a time in Unix seconds."""
+    """The number of an erasure, and a time in Unix seconds."""
 
     number: int = 0
     at_s: float = -math.inf
@@ -66,36 +68,36 @@ class Mark:
 
 @dataclass(frozen=True)
 class ErasureRange:
-    """Some of the erasures in their order."""
+    """A page of erasures, in their order."""
 
     erasures: Sequence[Erasure]
     next: int
-    """The number up to which they were looked at."""
+    """The number up to which this page covers the erasures."""
     merged: Mapping[str, Mark]
-    """By namespace, empty for all: the highest number and the latest time of erasures that are no longer kept
-    one by one, where that number is higher than the one asked for."""
+    """The merged erasures by namespace (empty: all namespaces): their highest number and latest time. Only
+    marks above the requested number are included."""
 
 
 class Erasures:
-    """Thread-safe. Writes raise `Unavailable` where the disk fails; then nothing is recorded. Reads do not
-    wait for the disk."""
+    """The records. Thread-safe. Writes raise `Unavailable` if the disk fails; then nothing is recorded. Reads
+    do not wait for the disk."""
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._writing = threading.Lock()
-        """Held over a write and the change in memory after it."""
+        """Held over a write and the following change in memory."""
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the attributes below."""
         self._records: dict[str, dict[ChunkKey | None, _Record]] = {}
         self._order: dict[int, _Name] = {}
         """Names by number, in ascending order."""
         self._merged: dict[str, Mark] = {}
         self._peers: dict[str, Mark] = {}
-        """Up to which number another shard's erasures were applied here, and when that shard told of them."""
+        """By shard: up to which number its erasures were applied here, and when."""
         self._tiers: dict[str, Mark] = {}
-        """Up to which number erasures were applied in a tier."""
+        """By tier: up to which number erasures were applied in it."""
         self._acknowledged: dict[str, int] = {}
-        """Up to which number another shard has applied the erasures of this one, as it said last."""
+        """By shard: up to which number it has acknowledged this shard's erasures."""
         self._env = None
         if folder is not None:
             make_folder(folder)
@@ -129,17 +131,15 @@ class Erasures:
 
     @property
     def newest(self) -> int:
-        """The number of the erasure that was recorded last."""
+        """The number of the newest erasure."""
         return self._last
 
     def record(
         self, erasures: Iterable[Erasure], *, learned: bool = False, tiers: Sequence[str] = ()
     ) -> float:
-        """Record erasures, durably on return; the latest time of any, in Unix seconds.
-
-        `learned`: another shard has told of them. `tiers`: those of this shard, which apply what is recorded
-        here. Raises `ResourceExhausted` where too many are kept for shards that are away.
-        """
+        """Record erasures, durably on return. Returns their latest time in Unix seconds. `learned`: they come
+        from another shard. `tiers`: this shard's tiers, which apply the erasures. Raises `ResourceExhausted`
+        if too many records must be kept for absent shards."""
         given = list(dict.fromkeys(erasures))
         with self._writing:
             for namespace in {erasure.namespace for erasure in given}:
@@ -163,8 +163,8 @@ class Erasures:
         return latest_s
 
     def merge(self, namespace: str, at_s: float) -> None:
-        """Remember that erasures of a namespace until `at_s`, of every one where it is empty, are known no
-        longer one by one. Another shard has told that."""
+        """Record that another shard has merged its erasures of a namespace until `at_s`. An empty namespace
+        stands for all."""
         with self._writing:
             self._change(
                 {}, {_MERGED: {namespace: self._joined(namespace, self._last + 1, at_s)}}, self._last + 1
@@ -175,7 +175,7 @@ class Erasures:
         return Mark(max(before.number, number), max(before.at_s, at_s))
 
     def _merge_old(self, namespace: str, room: int) -> None:
-        """Merge the older half of a namespace's records where it has more than there is room for."""
+        """Merge the older half of a namespace's records if it has more than `room`."""
         held = self._records.get(namespace, {})
         if len(held) > max(room, 1):
             numbers = sorted(record.number for record in held.values())
@@ -188,7 +188,7 @@ class Erasures:
         self._change(dict.fromkeys(names), {_MERGED: {namespace: mark}}, self._last)
 
     def _make_room(self, count: int) -> None:
-        """Merge records that every known shard has applied where there are too many of all namespaces."""
+        """If there are too many records in all, merge those that every known shard has applied."""
         if len(self._order) + count <= ERASURES_MAX:
             return
         acknowledged, slowest = self._find_acknowledged()
@@ -197,13 +197,13 @@ class Erasures:
         if len(numbers) < count:
             raise ResourceExhausted(
                 f"this shard keeps {len(self._order)} erasures for shards that have not applied them yet; "
-                f"start shard {slowest} again, or wait until it counts as gone, "
+                f"restart shard {slowest}, or wait until it counts as gone, "
                 f"{AWAY_S_MAX / 86_400:.0f} days after its last erasure"
             )
         self._merge("", numbers)
 
     def _find_acknowledged(self) -> tuple[int, str]:
-        """Up to which number every known shard has applied the erasures, and the shard that is behind."""
+        """Return up to which number every known shard has applied the erasures, and the slowest shard."""
         since_s = self._clock() - AWAY_S_MAX
         with self._lock:
             waited_for = [peer for peer, mark in self._peers.items() if mark.at_s >= since_s]
@@ -217,8 +217,7 @@ class Erasures:
         marks: Mapping[bytes, Mapping[str, Mark]],
         last: int,
     ) -> None:
-        """Store, or delete where there is None, records and the marks beside them. Raises `Unavailable`; then
-        nothing changed."""
+        """Store records (None deletes one) and marks. Raises `Unavailable`; then nothing changed."""
         if self._env is not None:
             values = {_encode_name(name): _encode_record(record) for name, record in changes.items()}
             for prefix, some in marks.items():
@@ -242,12 +241,12 @@ class Erasures:
             self._last = last
 
     def is_known(self, erasure: Erasure) -> bool:
-        """Whether the same erasure, or a later one that covers it, is recorded."""
+        """Return whether the same erasure, or a later one that covers it, is recorded."""
         with self._lock:
             return self._latest_s(erasure.namespace, erasure.key) >= erasure.at_s
 
     def cover(self, address: Address, asked_at_s: float, seen: int = 0) -> bool:
-        """Whether a chunk that was asked for at `asked_at_s` was erased, or may have been by a merged
+        """Return whether a chunk requested at `asked_at_s` was erased, or may have been erased by a merged
         erasure with a number above `seen`."""
         with self._lock:
             around = ("", *enclosing(address[0]))
@@ -256,33 +255,34 @@ class Erasures:
             return max(self._latest_s(*address), merged_s) >= asked_at_s
 
     def _latest_s(self, namespace: str, key: ChunkKey | None) -> float:
-        """When the last erasure was asked for that covers a chunk, or all of a namespace."""
+        """Return the time of the latest erasure that covers a chunk, or a whole namespace."""
         names = [(namespace, key), *((name, None) for name in enclosing(namespace))]
         found = (self._records.get(name, {}).get(one) for name, one in names)
         return max((record.at_s for record in found if record is not None), default=-math.inf)
 
     def seen_of(self, peer: str) -> int:
-        """The number up to which another shard's erasures were applied here; 0: none were asked for."""
+        """Return up to which number another shard's erasures were applied here; 0: none were."""
         with self._lock:
             return self._peers.get(peer, Mark()).number
 
     def note_seen(self, peer: str, number: int) -> None:
-        """Another shard's erasures were applied here up to a number. Durable on return."""
+        """Record up to which number another shard's erasures were applied here. Durable on return."""
         with self._writing:
             self._change({}, {_PEER: {peer: Mark(number, self._clock())}}, self._last)
 
     def acknowledge(self, peer: str, number: int) -> None:
-        """Another shard has applied the erasures of this one up to a number."""
+        """Note up to which number another shard has applied this shard's erasures."""
         with self._lock:
             self._acknowledged[peer] = number
 
     def applied_in(self, tier: str) -> int:
-        """The number up to which erasures were applied in a tier; 0 for one that was never here."""
+        """Return up to which number erasures were applied in a tier; 0 for an unknown tier."""
         with self._lock:
             return self._tiers.get(tier, Mark()).number
 
     def after(self, number: int, limit: int, learned: bool) -> ErasureRange:
-        """At most `limit` records with higher numbers; without `learned` none that another shard told of."""
+        """Return at most `limit` records after `number`; those learned from other shards only with
+        `learned`."""
         with self._lock:
             if number >= self._last:
                 return ErasureRange((), number, {})
@@ -301,10 +301,10 @@ class Erasures:
 
 
 def _asked_s(at_s: float, before_s: float, learned: bool) -> float:
-    """When an erasure counts as asked for, after others of the same chunk or namespace until `before_s`.
+    """Return the recorded time of an erasure after others of the same chunk or namespace at `before_s`.
 
-    One that another shard told of keeps its time, or two shards would tell each other of ever later ones; so
-    does one that is asked for again because its answer was lost.
+    A learned erasure keeps its time, or two shards would exchange ever later ones. So does an erasure that is
+    repeated because its answer was lost.
     """
     if learned or at_s >= before_s:
         return max(at_s, before_s)
@@ -312,7 +312,7 @@ def _asked_s(at_s: float, before_s: float, learned: bool) -> float:
 
 
 def _write(env: lmdb.Environment, values: Mapping[bytes, bytes | None]) -> None:
-    """Put values, or delete where there is None, in one durable transaction. Raises `Unavailable`."""
+    """Put values (None deletes one) in one durable transaction. Raises `Unavailable`."""
     try:
         with env.begin(write=True) as transaction:
             for name, value in values.items():
@@ -329,7 +329,7 @@ def _encode_record(record: _Record | None) -> bytes | None:
 
 
 def _encode_name(name: _Name) -> bytes:
-    """The namespace, a zero byte, the chunk key or nothing."""
+    """Return the namespace, a zero byte, and the chunk key if there is one."""
     namespace, key = name
     return namespace.encode() + b"\0" + (b"" if key is None else key.digest)
 

@@ -1,4 +1,4 @@
-"""What a deletion or an erasure covers, and what it found."""
+"""The scope of a deletion or an erasure, and what it has removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scope:
     keys: frozenset[ChunkKey] | None = None
     """None: all."""
     until_s: float = math.inf
-    """Unix seconds: chunks whose save was asked for later are left alone."""
+    """Unix seconds: chunks whose save was requested later are kept."""
 
     @staticmethod
     def of(namespace: str, keys: Iterable[ChunkKey]) -> Scope:
@@ -34,7 +34,7 @@ class Scope:
         return self.until_s < math.inf
 
     def takes(self, entry: ChunkEntry) -> bool:
-        """Whether a chunk with an address that it covers was asked for in time."""
+        """Return whether a chunk with a covered address was requested early enough to be removed."""
         return entry.manifest.asked_at_s <= self.until_s
 
     def covers(self, address: Address) -> bool:
@@ -46,38 +46,31 @@ class Scope:
 
 @dataclass
 class Removed:
-    """What was forgotten, chunk by chunk."""
+    """Counts of removed chunks and copies."""
 
     chunks: int = 0
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Copies and their bytes by the name of their tier."""
+    gone_at_s: float = 0.0
+    """Unix seconds: when an erasure had wiped their bytes."""
 
     def count(self, entry: ChunkEntry) -> None:
-        """Add a chunk that is about to be forgotten."""
+        """Count a chunk that is about to be forgotten."""
         self.chunks += 1
         for residence in entry.copies:
             chunks, size_bytes = self.tiers.get(residence.tier.name, (0, 0))
             self.tiers[residence.tier.name] = (chunks + 1, size_bytes + residence.size_bytes)
 
     def add(self, other: Removed) -> None:
-        """Count what `other` has counted."""
+        """Add the counts of `other`."""
         self.chunks += other.chunks
         for name, (chunks, size_bytes) in other.tiers.items():
             before = self.tiers.get(name, (0, 0))
             self.tiers[name] = (before[0] + chunks, before[1] + size_bytes)
 
 
-@dataclass(frozen=True)
-class ErasedHere:
-    """What an erasure removed from one shard."""
-
-    removed: Removed
-    gone_at_s: float
-    """Unix seconds."""
-
-
 def scopes_of(erasures: Iterable[Erasure]) -> list[Scope]:
-    """What erasures cover, one scope for those of a namespace that were asked for at the same time."""
+    """Return the scopes of erasures: one for all erasures of a namespace with the same time."""
     keys: dict[tuple[str, float], set[ChunkKey] | None] = {}
     for erasure in erasures:
         named = keys.setdefault((erasure.namespace, erasure.at_s), set())
@@ -94,7 +87,7 @@ def scopes_of(erasures: Iterable[Erasure]) -> list[Scope]:
 def is_in_hand(
     scope: Scope, tiers: Iterable[CopyTier], puts: Iterable[ChunkPut], evictions: Iterable[Eviction]
 ) -> bool:
-    """Whether somebody reads, writes or moves the bytes of chunks that were removed."""
+    """Return whether any call or thread still uses the bytes of removed chunks."""
     addresses = chain(
         (residence.address for tier in tiers for residence in tier.lingering),
         (put.entry.address for put in puts if put.is_erased),

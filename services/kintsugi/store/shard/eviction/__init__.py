@@ -1,1 +1,1 @@
-"""What leaves a tier first, and where a new chunk goes."""
+"""Eviction and placement: which chunk leaves a tier, and which tier takes a new chunk."""

@@ -1,8 +1,8 @@
-"""What has a lifetime leaves a tier before what has none, each in the order of a policy of its own.
+"""Orders chunks with a lifetime before lasting chunks, each group by its own policy.
 
-Chunks that nobody put, but that an engine discovered, have a lifetime: they use the room that is left. In a
-tier that is full of lasting chunks, that is the room of one, because the next one replaces it. So have chunks
-that were put with one.
+Chunks that an engine has discovered have a lifetime, and so have chunks that were put with one: they use only
+the room that lasting chunks leave. In a tier full of lasting chunks, that is the room of one chunk, which the
+next one replaces.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kintsugi.store.shard.eviction.policy import EvictionPolicy, Item
 
 
 class LifetimePolicy(EvictionPolicy[Item]):
-    """Cost: that of the policies."""
+    """Two policies of the same kind, one for items with a lifetime. Cost: that of the policies."""
 
     def __init__(
         self, has_lifetime: Callable[[Item], bool], make_policy: Callable[[], EvictionPolicy[Item]]
     ) -> None:
-        """``has_lifetime`` is asked when an item is admitted. What loses its lifetime later is told by
-        `let_last`."""
+        """`has_lifetime` is called when an item is admitted. `let_last` reports that an item has lost its
+        lifetime."""
         self._has_lifetime = has_lifetime
         self._expiring = make_policy()
         self._lasting = make_policy()
         self._short_lived: set[Item] = set()
-        """The items that ``_expiring`` has."""
+        """The items in `_expiring`."""
 
     def _policy_of(self, item: Item) -> EvictionPolicy[Item]:
         return self._expiring if item in self._short_lived else self._lasting
@@ -37,7 +37,7 @@ class LifetimePolicy(EvictionPolicy[Item]):
         self._policy_of(item).admit(item, size_bytes, cost_ms)
 
     def let_last(self, item: Item, size_bytes: int, cost_ms: float) -> None:
-        """`item` has no lifetime any more. One that the policy has already given up is ignored."""
+        """Note that `item` has no lifetime any more. An item that was already given up is ignored."""
         if item in self._short_lived:
             self.remove(item)
             self._lasting.admit(item, size_bytes, cost_ms)
@@ -70,8 +70,8 @@ class Unrecorded(Generic[Item]):
             self._items.add(item)
 
     def record(self, write: Callable[[Collection[Item]], None]) -> None:
-        """Have every item recorded that was added before the call, whoever began to record it. Raises what
-        ``write`` raises; then they wait for the next call."""
+        """Return when every item added before the call is recorded, by this or another thread. Raises the
+        errors of `write`; then the items wait for the next call."""
         with self._recording:
             with self._adding:
                 items, self._items = self._items, set()

@@ -1,7 +1,7 @@
 """Chooses the tier of a chunk: when it is put, and again when it is read often. Pure.
 
-A tier is fast enough for a chunk if loading it hides behind what a blend computes meanwhile: the ratio of the
-chunk's prefill, not all of it.
+A tier is fast enough for a chunk if loading it takes no longer than the computation of its blend: the ratio
+times the chunk's prefill.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from kintsugi.core.errors import InvalidField
 AUTO = "auto"
 RAM = "ram"
 READS_OFTEN = 4
-"""Uses from which on a chunk is placed again when it has been read from an SSD tier."""
+"""A chunk with at least this many uses is placed again when it is read from an SSD tier."""
 SPEED_GAIN_MIN = 1.5
-"""How much faster another tier must be to move a chunk there: measured speeds waver."""
+"""A chunk moves only to a tier that is faster by this factor, because measured speeds vary."""
 LIFETIME_S_MIN = 60.0
-"""A chunk that is kept for less is not worth an upload."""
-NO_SSD_TIER = "durable needs an SSD tier; ask for ram, or start the shard with --ssd"
+"""A chunk with a shorter lifetime is not uploaded."""
+NO_SSD_TIER = "durable requires an SSD tier; put to ram, or start the shard with --ssd"
 
 
 def choose_tier(
     wanted: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float, durable: bool
 ) -> str:
-    """The tier that a chunk is written to: `ram`, or the name of one of `tiers`.
+    """Return the tier that a chunk is written to: `ram` or the name of one of `tiers`.
 
-    `tiers` are the SSD tiers, fastest first: names and the bytes per second measured on recent loads.
-    `hides_s` is what a load of the chunk may take, 0 if unknown.
+    `tiers`: the SSD tiers, fastest first, as names and the bytes per second of recent loads. `hides_s`: how
+    long a load of the chunk may take so that its blend hides it; 0: unknown.
 
-    `auto` takes the cheapest, that is the last, that is fast enough; the fastest where `hides_s` is unknown
-    or a disk is asked for; RAM where no disk is fast enough.
-    Raises `InvalidField` for a tier that this shard lacks.
+    `auto` takes the last tier (the cheapest) that is fast enough. If none is, it takes RAM, or for a durable
+    put the first tier; if `hides_s` is unknown, the first tier. Raises `InvalidField` for a tier that this
+    shard lacks.
     """
     wanted = wanted or AUTO
     names = [name for name, _ in tiers]
@@ -51,10 +51,10 @@ def choose_tier(
 def faster_tier(
     held: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float
 ) -> str | None:
-    """The tier that a chunk read often moves to from tier `held`; None where it stays.
+    """Return the tier that a chunk read often moves to from tier `held`; None if it stays.
 
-    It stays where it is held fast enough, or where nobody knows what is. Otherwise it moves to the cheapest
-    tier that is, or to the fastest, if that gains enough.
+    It stays if `held` is fast enough, or if `hides_s` is unknown. Otherwise it moves to the cheapest tier
+    that is fast enough, or else to the fastest, if that tier is faster by `SPEED_GAIN_MIN`.
     """
     speeds = dict(tiers)
     if not hides_s or chunk_bytes <= speeds[held] * hides_s:
@@ -64,17 +64,16 @@ def faster_tier(
 
 
 def pays_to_keep(chunk_bytes: int, bytes_per_s: float, recompute_ms: float, left_s: float) -> bool:
-    """Whether a chunk that leaves the SSD tiers is worth a place in a bucket: loading it from there takes
-    less time than computing it again, where that is known, and it is kept for much longer than both.
-
-    `bytes_per_s`: of the bucket, measured. `left_s`: how long the chunk may be kept, inf for good."""
+    """Return whether a chunk that leaves the SSD tiers is worth uploading: loading it takes less time than
+    computing it again, if that time is known, and its remaining lifetime is much longer. `bytes_per_s`:
+    measured on the bucket. `left_s`: the remaining lifetime, inf for a lasting chunk."""
     load_s = chunk_bytes / bytes_per_s
     return (not recompute_ms or load_s < recompute_ms / 1e3) and left_s > LIFETIME_S_MIN + load_s
 
 
 def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:
-    """The loading controller's second question (paper, section 5): the last of `tiers`, pairs of name and
-    bytes per second with the dearest first, from which `num_bytes` load within `hides_s`. None if no tier is
-    fast enough."""
+    """Return the last of `tiers`, ordered from the most to the least expensive, from which `num_bytes` load
+    within `hides_s` (paper, section 5: the loading controller's choice of a storage device). None if no tier
+    is fast enough."""
     hiding = [name for name, bytes_per_s in tiers if num_bytes <= bytes_per_s * hides_s]
     return hiding[-1] if hiding else None

@@ -1,6 +1,6 @@
-"""What a shard counts: how lookups end and what is lost, and how soon evicted chunks are looked up again.
+"""Counters of a shard, and the time from a chunk's eviction to the next lookup of it.
 
-Short gaps mean that a tier is too small for its traffic.
+Short times mean that a tier is too small for its traffic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kintsugi.store.shard.entry import Address
 
 EVICTED_MAX = 65536
 SOON_S = 600.0
-"""A chunk looked up again within this long was worth its room."""
+"""A chunk that is looked up again within this time should have been kept."""
 WINDOW_S = 60.0
 RETURNS_MAX = 4096
 
@@ -27,7 +27,7 @@ class Counters:
     quarantined: int = 0
     expired: int = 0
     copied: int = 0
-    """Chunks taken from other shards."""
+    """Chunks copied from other shards."""
 
 
 class ReuseGaps:
@@ -56,6 +56,7 @@ class ReuseGaps:
             self._returns.append(now_s)
 
     def soon_per_s(self) -> float:
-        """Lookups per second, over the last `WINDOW_S`, of chunks evicted less than `SOON_S` before."""
+        """Return the rate, over the last `WINDOW_S`, of lookups of chunks evicted less than `SOON_S`
+        before."""
         begin_s = self._clock() - WINDOW_S
         return sum(at_s > begin_s for at_s in self._returns) / WINDOW_S

@@ -1,6 +1,6 @@
-"""Makes room for chunks: which others are forgotten or leave a tier for one that is put or loaded.
+"""Makes room for a chunk that is put or loaded: decides which other chunks are forgotten or leave a tier.
 
-Called under the table's lock. It decides; the table's functions apply what it decides.
+Call it under the table's lock. It applies its decisions through functions of the table.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kintsugi.store.shard.work import WriteQueue, find_queue, speeds_of
 
 @dataclass(frozen=True)
 class Transitions:
-    """What the table does with chunks that have to go."""
+    """Functions of the table that change chunks which have to leave."""
 
     begin_write: Callable[[ChunkEntry, WriteQueue, bool], Future[None]]
-    """Has a chunk written to a queue's tier; it leaves RAM after that if the last argument says so."""
+    """Has a chunk written to a queue's tier. If the last argument is true, the chunk then leaves RAM."""
     drop_copy: Callable[[ChunkEntry, Residence], None]
     forget: Callable[[ChunkEntry], None]
 
 
 class Room:
-    """Not thread-safe: the table holds the lock."""
+    """The room of a shard. Not thread-safe: the table holds the lock."""
 
     def __init__(
         self,
@@ -51,20 +51,21 @@ class Room:
         self._transitions = transitions
 
     def free_bytes(self) -> int:
-        """Bytes of chunks that fit without one being lost."""
+        """Return how many bytes of chunks fit without the loss of another chunk."""
         if not self._queues:
             return self._ram.allocator.free_bytes
         return sum(queue.tier.allocator.free_bytes for queue in self._queues)
 
     def is_there(self, manifest: ChunkManifest) -> bool:
-        """Whether a chunk fits without one being lost, and keeps its namespace's limits."""
+        """Return whether a chunk fits without the loss of another chunk, and within its namespace's
+        limits."""
         return not self._shares.is_full_for(manifest) and manifest.chunk_bytes <= self.free_bytes()
 
     def make_to_put(
         self, manifest: ChunkManifest, options: PutOptions, hides_s: float
     ) -> tuple[str, Residence | None]:
-        """The tier that a chunk is to be written to, `ram` for none, and RAM for it, None where it has to
-        wait. `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
+        """Return the tier that a chunk is to be written to, and room for it in RAM, None if it has to wait.
+        `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
         size = manifest.chunk_bytes
         best = choose_tier(options.tier, speeds_of(self._queues), size, hides_s, options.durable)
         tier = self._shares.tier_for(manifest, best, options)
@@ -76,12 +77,13 @@ class Room:
         return tier, self.make(manifest)
 
     def unwritten(self) -> list[ChunkEntry]:
-        """Chunks that only RAM has, and an SSD tier may have."""
+        """Return the chunks that only RAM has and that may be on SSD."""
         unwritten = [entry for entry in self._index if entry.disk is None] if self._queues else []
         return [entry for entry in unwritten if self._shares.may_be_on_ssd(entry.manifest)]
 
     def make_share(self, manifest: ChunkManifest) -> bool:
-        """Have a namespace's own chunks leave RAM until another fits its limit; whether it does now."""
+        """Evict a namespace's own chunks from RAM until another one fits its limit. Returns whether it
+        fits."""
         while self._shares.exceeds_ram(manifest.namespace, manifest.chunk_bytes):
             is_own = self._shares.may_make_room(manifest.namespace)
             if not self._evict_from_ram(manifest.chunk_bytes, is_own):
@@ -97,7 +99,7 @@ class Room:
                 self._transitions.drop_copy(victim, victim.copies[-1])
 
     def make(self, manifest: ChunkManifest) -> Residence | None:
-        """RAM for a chunk, after evicting; None where nothing may leave now."""
+        """Allocate RAM for a chunk, evicting others if needed. None if no other chunk may leave now."""
         if not self.make_share(manifest):
             return None
         residence = self._ram.allocate(manifest)
@@ -106,7 +108,8 @@ class Room:
         return residence
 
     def _evict_from_ram(self, needed_bytes: int, is_own: Callable[[str], bool] | None = None) -> bool:
-        """Drop a chunk that a disk also has, or send one there that leaves RAM once it is written."""
+        """Drop the RAM copy of a chunk that has another copy, or begin to write a chunk that leaves RAM
+        afterwards. Returns whether any chunk could be evicted."""
         queue = self._queues[0] if self._queues and not self._queues[0].tier.failure else None
         may_write = queue is None or queue.queue_bytes < needed_bytes
         victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write, is_own))
@@ -118,7 +121,7 @@ class Room:
             self._transitions.drop_copy(victim, victim.ram)
         elif queue is not None and self._shares.may_be_on_ssd(victim.manifest):
             self._transitions.begin_write(victim, queue, True)
-        elif victim.disk is not None:  # on its way to a bucket, which may not take it
+        elif victim.disk is not None:  # it is being uploaded to a bucket, which may refuse it
             self._transitions.drop_copy(victim, victim.ram)
         else:
             self.forget(victim)

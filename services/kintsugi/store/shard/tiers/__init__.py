@@ -1,1 +1,1 @@
-"""Where the bytes of chunks lie: an arena in RAM, slabs on SSDs with a catalog."""
+"""The tiers that store chunks: an arena in RAM, slabs and catalogs on SSDs, a bucket."""

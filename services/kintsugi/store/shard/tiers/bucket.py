@@ -1,14 +1,14 @@
 """The objects of one shard in an S3-compatible bucket: put, read, delete and list, each with a deadline.
 
-The bucket is not trusted. A call that does not end in time fails, and after `FAILURES_MAX` failures in a row
-(`CircuitBreaker`) no call is made until a probe has passed; none passes of a bucket that keeps versions. A
-read fills the caller's memory and stops at its end, whatever the bucket sends. What a read returned is not
-verified here: only the caller has the digests.
+The bucket is not trusted. A call that exceeds its deadline fails. After `FAILURES_MAX` failures in a row
+(`CircuitBreaker`), no call is made until a probe passes; a bucket that keeps versions never passes. A read
+fills the caller's memory and never exceeds it, whatever the bucket sends. The caller verifies the bytes: only
+it has the digests.
 
-Objects lie below `PREFIX/SHARD_ID/`, so that shards that share a bucket never see each other's. A name is a
-digest of namespace, chunk key, salt and content: it reveals none of them, and another content has another
-name. Endpoint, region and credentials come from the environment, as the AWS tools read it
-(`AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` …); none of them is logged.
+Objects lie below `PREFIX/SHARD_ID/`, so shards that share a bucket never see each other's. An object's name
+is a digest of namespace, chunk key, salt and content: it reveals none of them, and changes with the content.
+Endpoint, region and credentials come from the environment variables of the AWS tools (`AWS_ENDPOINT_URL`,
+`AWS_REGION`, `AWS_ACCESS_KEY_ID` …) and are never logged.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ READ_S_MAX = 5.0
 WRITE_S_MAX = 30.0
 """Deadline of an upload: 64 MiB at 2 MiB/s."""
 PART_BYTES_MIN = 256 << 10
-"""A body is copied in parts of about this size."""
+"""Approximate size of the parts in which a body is copied."""
 DELETED_AT_ONCE = 1000
-"""Most objects that S3 deletes in one call."""
+"""Maximum number of objects that S3 deletes in one call."""
 PROBE_NAME = "probe"
 PROBE_BYTES = 4 << 20
 VERSIONS_NAME = "versions"
-"""An object whose version tells whether the bucket keeps any."""
+"""An object whose version shows whether the bucket keeps versions."""
 REASON_CHARS_MAX = 400
 
 _URL = re.compile(BUCKET_URL)
 _PANIC = "PanicException"
-"""What a defect of obstore's raises, which is no `Exception`: an answer must not end the shard's threads."""
+"""Raised by defects of obstore. It is not an `Exception`, and must not end the shard's threads."""
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(?:/[\x21-\x7e]*)?")
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _STATUS = re.compile(r"status code: \d{3}[A-Za-z' -]*|request failed for key [^:]*")
-"""What comes before a message of the bucket's own."""
+"""The text before a message that the bucket has written."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
 class BucketError(OSError):
-    """The bucket did not answer in time, refused a call, or gets none for a while."""
+    """The bucket did not answer in time or refused a call, or the circuit is open."""
 
 
 class BucketLeftAlone(BucketError):
@@ -65,7 +65,7 @@ class BucketLeftAlone(BucketError):
 
 
 class VersionsKept(BucketError):
-    """The bucket keeps versions of what is deleted."""
+    """The bucket keeps versions of deleted objects."""
 
 
 class ObjectMissing(Corrupted):
@@ -74,15 +74,15 @@ class ObjectMissing(Corrupted):
 
 @dataclass(frozen=True)
 class BucketUrl:
-    """A bucket, and the prefix of everything that is stored in it."""
+    """A bucket and the prefix of all objects in it."""
 
     bucket: str
     prefix: str = ""
-    """Without slashes around it; empty: none."""
+    """Without slashes at either end; may be empty."""
 
     @staticmethod
     def from_text(text: str) -> BucketUrl:
-        """`s3://BUCKET` or `s3://BUCKET/PREFIX`. Raises `InvalidField`."""
+        """Parse `s3://BUCKET` or `s3://BUCKET/PREFIX`. Raises `InvalidField`."""
         bucket, _, prefix = text.removeprefix("s3://").partition("/")
         if not text or _URL.fullmatch(text) is None or {".", ".."} & set(prefix.split("/")):
             raise InvalidField("bucket", f"{text[:100]!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
@@ -93,7 +93,7 @@ class BucketUrl:
 
 
 def object_name(manifest: ChunkManifest) -> str:
-    """The name of a chunk's object: 64 hexadecimal digits."""
+    """Return the name of a chunk's object: 64 hexadecimal digits."""
     parts = (manifest.namespace.encode(), manifest.key.digest, manifest.salt, manifest.digests)
     name = blake3.blake3()
     for part in parts:
@@ -102,7 +102,7 @@ def object_name(manifest: ChunkManifest) -> str:
 
 
 class S3Bucket:
-    """Thread-safe. Calls block, at most for their deadline, and raise `BucketError`."""
+    """A shard's objects. Thread-safe. Calls block at most until their deadline and raise `BucketError`."""
 
     def __init__(
         self,
@@ -112,8 +112,7 @@ class S3Bucket:
         write_s_max: float = WRITE_S_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Makes no call. Raises `InvalidField` where obstore is not installed, or the environment holds what
-        no client can be made of."""
+        """Makes no call. Raises `InvalidField` if obstore is not installed or the environment is invalid."""
         self.url = url
         self.breaker = CircuitBreaker(clock, backs_off=True)
         self._left_alone = False
@@ -139,7 +138,7 @@ class S3Bucket:
                     "connect_timeout": timedelta(seconds=min(CONNECT_S_MAX, timeout_s)),
                     "allow_http": endpoint.startswith("http://"),
                 },
-                # The circuit decides what is tried again: a client's own retries hide how long a call takes.
+                # The circuit decides about retries; the client's own would hide how long a call takes.
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 **options,
             )
@@ -148,26 +147,26 @@ class S3Bucket:
 
     @property
     def is_in_reach(self) -> bool:
-        """Whether calls are made, but for a probe."""
+        """Whether calls other than probes are made."""
         return self.breaker.is_closed and not self._left_alone
 
     def leave_alone(self) -> None:
-        """Make no calls until a probe has passed. Calls under way that end well do not change that."""
+        """Make no calls until a probe passes. The success of running calls does not change that."""
         self._left_alone = True
         self.breaker.trip()
 
     def close(self) -> None:
-        """Make no calls any more. Those under way end as they would."""
+        """Make no more calls. Running calls are not interrupted."""
         self._closed = True
 
     @contextmanager
     def _call(self, is_probe: bool = False) -> Iterator[None]:
-        """One call, or all of a probe: whatever it fails with is a `BucketError`, and counts for the circuit,
-        which only a probe closes."""
+        """Guard one call, or a whole probe: raise its failures as `BucketError` and count them for the
+        circuit, which only a probe closes."""
         if self._closed:
-            raise BucketLeftAlone(f"{self.url} is not called any more: the shard ends")
+            raise BucketLeftAlone(f"{self.url} gets no more calls: the shard is ending")
         if not (self.breaker.allows() if is_probe else self.is_in_reach):
-            raise BucketLeftAlone(f"{self.url} has failed before and is left alone for a while")
+            raise BucketLeftAlone(f"{self.url} has failed and gets no calls for a while")
         try:
             yield
         except Corrupted:
@@ -194,18 +193,18 @@ class S3Bucket:
         self.breaker.record_success()
 
     def put(self, name: str, body: memoryview) -> None:
-        """Store an object in one call: it is there whole or not at all. Raises `VersionsKept`."""
+        """Store an object in one call, whole or not at all. Raises `VersionsKept`."""
         with self._call():
             self._put(name, body)
 
     def _put(self, name: str, body: memoryview) -> None:
         stored = self._obstore.put(self._writing, name, body, use_multipart=False)
         if stored["version"] not in (None, "null"):
-            raise VersionsKept(f"{self.url} keeps versions of what is deleted: name one that does not")
+            raise VersionsKept(f"{self.url} keeps versions of deleted objects; use a bucket that does not")
 
     def read_into(self, name: str, start: int, views: Sequence[memoryview]) -> None:
-        """Fill views with the bytes of an object from `start` on. Raises `ObjectMissing`, and `Corrupted` for
-        an answer of another length."""
+        """Fill views with the bytes of an object from `start` on. Raises `ObjectMissing`, and `Corrupted` if
+        the answer has another length."""
         with self._call():
             self._read_into(name, start, views)
 
@@ -223,7 +222,7 @@ class S3Bucket:
             raise Corrupted(f"{self.url} sent {filled} bytes of object {name} instead of {size}")
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, which need not be there."""
+        """Delete objects. They need not exist."""
         for start in range(0, len(names), DELETED_AT_ONCE):
             with self._call():
                 self._delete(names[start : start + DELETED_AT_ONCE])
@@ -232,14 +231,14 @@ class S3Bucket:
         self._obstore.delete(self._reading, list(names))
 
     def list_names(self) -> Iterator[str]:
-        """The names of the shard's objects. It may never end."""
+        """Yield the names of the shard's objects. An untrusted bucket may list names forever."""
         pages = self._obstore.list(self._reading, chunk_size=DELETED_AT_ONCE)
 
         async def next_page() -> Any:
             return await anext(pages, None)
 
-        # The client asks for page after page until it has some names, and each has the client's deadline
-        # alone: only its asynchronous calls can be ended.
+        # The client requests pages until it has names, and its deadline covers one page. Only its
+        # asynchronous calls can be cancelled.
         with asyncio.Runner() as runner:
             while True:
                 with self._call():
@@ -249,7 +248,7 @@ class S3Bucket:
                 yield from (found["path"] for found in page)
 
     def check_versions(self) -> None:
-        """Raise `VersionsKept` for a bucket that keeps versions: it would keep what is erased."""
+        """Raise `VersionsKept` for a bucket that keeps versions: it would keep erased chunks."""
         with self._call():
             self._check_versions()
 
@@ -258,25 +257,24 @@ class S3Bucket:
         self._delete([VERSIONS_NAME])
 
     def probe(self) -> float:
-        """Write, read and delete an object; the bytes per second of the read. It alone closes the circuit.
-
-        Raises `Corrupted` where other bytes come back, and `VersionsKept`."""
+        """Write, read and delete an object, and return the bytes per second of the read. Only a probe closes
+        the circuit. Raises `VersionsKept`, and `Corrupted` if other bytes come back."""
         sent = memoryview(os.urandom(PROBE_BYTES))
         received = memoryview(bytearray(PROBE_BYTES))
         with self._call(is_probe=True):
-            self._check_versions()  # of a small object: the bucket keeps one for each probe
+            self._check_versions()  # with a small object, in case the bucket keeps one for each probe
             self._put(PROBE_NAME, sent)
             began_s = time.perf_counter()
             self._read_into(PROBE_NAME, 0, [received])
             rate = PROBE_BYTES / max(time.perf_counter() - began_s, 1e-6)
             self._delete([PROBE_NAME])
             if received != sent:
-                raise Corrupted(f"{self.url} sent other bytes than it was given")
+                raise Corrupted(f"{self.url} returned other bytes than were stored")
         return rate
 
 
 async def _end_in_time(call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """What a call returns. Raises `OSError` where it takes longer."""
+    """Return the result of a call. Raises `OSError` if it takes longer than `timeout_s`."""
     try:
         return await asyncio.wait_for(call, timeout_s)
     except TimeoutError:
@@ -294,7 +292,7 @@ def _import_obstore() -> Any:
 
 
 def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
-    """Copy a body into views. Returns its length, of one that is too long only as much as was read."""
+    """Copy a body into views. Returns its length; of a body that is too long, the bytes that were read."""
     filled = 0
     left = [view.cast("B") for view in views]
     for part in body:
@@ -312,8 +310,8 @@ def _fill(views: Sequence[memoryview], body: Iterator[Any]) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call failed, in one line. What the answer says stays out, but for its code: it may repeat parts
-    of the request."""
+    """Return why a call failed, in one line. Only the code of the answer is included, because its text may
+    repeat parts of the request."""
     text = str(error)
     code = _CODE.search(text)
     line = text.split("\n", 1)[0].split("<", 1)[0]

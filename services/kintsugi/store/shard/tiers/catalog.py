@@ -1,8 +1,8 @@
-"""The records of an SSD tier's chunks, in LMDB. A chunk is durable once its record is committed here.
+"""The records of a tier's chunks, in LMDB. A chunk is durable when its record is committed here.
 
 A value is an xxh3-128 digest of key and body, then the body, a `CatalogRecord`: a flipped bit is found when
-the record is read, and costs one chunk. Values are a few kilobytes; frames lie in the slab. Cost: one
-transaction (a sync of some pages) per batch of puts or deletes; reading 100,000 records takes seconds.
+the record is read, and costs one chunk. Values have a few kilobytes. Cost: one transaction (a sync of some
+pages) per batch of puts or deletes; reading 100,000 records takes seconds.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _READERS_MAX = 8
 _CHECKSUM_BYTES = 16
 _MAP_BYTES_MIN = 64 << 20
 _FILL_MAX = 0.9
-"""Share of the map in use from which it is doubled: LMDB slows down, then fails, when the map is full."""
+"""The map is doubled when this share of it is used: LMDB slows down, then fails, when the map is full."""
 
 
 def catalog_key(address: Address) -> bytes:
-    """The namespace, a zero byte, the chunk key. Unambiguous, because no namespace contains a zero byte."""
+    """Return the namespace, a zero byte (which no namespace contains) and the chunk key."""
     namespace, key = address
     return namespace.encode() + b"\0" + key.digest
 
 
 def check_format(path: Path) -> None:
-    """Refuse the catalog at `path` if any intact record of it has a format that this version does not read.
+    """Refuse the catalog at `path` if any intact record has a format that this version does not read.
 
-    Call it before opening the tier, which may take such records for damaged and drop them. It changes no
-    file (except to pad one that was cut) and takes no LMDB lock, so the caller must own the folder. Nothing
-    in the folder names the format of its chunks, so every record is read; this takes a tenth of the time of
-    opening the tier. Raises `VersionMismatch`, and `lmdb.Error` for a damaged file.
+    Call it before opening the tier, which may take such records for damaged and drop them. It changes no file
+    (except to pad one that was cut) and takes no LMDB lock, so the caller must own the folder. It reads every
+    record, because only records name the format; this takes a tenth of the time of opening the tier. Raises
+    `VersionMismatch`, and `lmdb.Error` for a damaged file.
     """
     file = path / _FILE
     if not file.exists() or not file.stat().st_size:
@@ -66,7 +66,7 @@ def check_format(path: Path) -> None:
 
 
 def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
-    """Why a folder with chunks of these formats is refused, and what to do."""
+    """Describe why a folder with chunks of these formats is refused, and what to do."""
     held = " and ".join(f"{count} chunks of format {version}" for version, count in sorted(formats.items()))
     return (
         f"{folder} holds {held}; this version of kintsugi reads format {FORMAT}. "
@@ -75,8 +75,8 @@ def _refusal(folder: Path, formats: Mapping[int, int]) -> str:
 
 
 def _pad_if_cut(env: lmdb.Environment, file: Path) -> None:
-    """Append zeros to a file that was cut short. Reading zeros raises `lmdb.Error`; reading past the end of
-    the mapped file would kill the process (SIGBUS)."""
+    """Append zeros to a file that was cut. Reading zeros raises `lmdb.Error`; reading past the end of the
+    mapped file would kill the process (SIGBUS)."""
     size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     if file.stat().st_size < size:
         os.truncate(file, size)
@@ -87,9 +87,8 @@ def _open_env(path: Path, map_size: int) -> lmdb.Environment:
 
 
 class Catalog:
-    """Thread-safe. Writes take turns, because the map may only grow between transactions.
-
-    Methods raise `lmdb.Error` if LMDB cannot read the file."""
+    """The records of a tier. Thread-safe. Writes are serialised, because the map may only grow between
+    transactions. Methods raise `lmdb.Error` if LMDB cannot read the file."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -102,7 +101,8 @@ class Catalog:
         self._grow_if_full()
 
     def records(self) -> Iterator[tuple[bytes, pb.CatalogRecord | None]]:
-        """Every catalog key with its record, in key order. The record is None if the value is damaged."""
+        """Yield every catalog key with its record, in key order. The record is None if the value is
+        damaged."""
         with self._env.begin() as transaction:
             for key, value in transaction.cursor():
                 yield key, _decode_catalog_record(key, value)
@@ -132,8 +132,8 @@ class Catalog:
                 transaction.put(key, _encode_catalog_record(key, record))
 
     def extend(self, expiries: Iterable[tuple[Address, float]]) -> None:
-        """Change when chunks expire, in Unix seconds, in one durable transaction. Chunks that have no record
-        are left out. Raises as `apply` does."""
+        """Change when chunks expire, in Unix seconds, in one durable transaction. Chunks without a record are
+        left out. Raises like `apply`."""
         puts = []
         with self._write_lock:
             with self._env.begin() as transaction:
@@ -146,9 +146,8 @@ class Catalog:
             self._apply_growing(puts, ())
 
     def rewrite(self) -> None:
-        """Move the records to a new file and delete the old one: LMDB keeps what was deleted in freed pages.
-
-        Raises `lmdb.Error` and `OSError`; then the old file is in use."""
+        """Move the records to a new file and delete the old one, because LMDB keeps deleted records in freed
+        pages. Raises `lmdb.Error` and `OSError`; then the old file stays in use."""
         fresh = self._path / _REWRITTEN
         with self._write_lock:
             map_size = self._env.info()["map_size"]

@@ -1,4 +1,4 @@
-"""Directories that a shard owns: their format, their owner, and a lock against a second user."""
+"""A directory that a shard owns: its format, its owner, and a lock against other processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMi
 from kintsugi.store.protocol.durable_files import make_folder, write_durably
 
 DATA_FORMAT_VERSION = 1
-"""Format of everything below a data directory. No chunk key depends on it, unlike `spaces.FORMAT_VERSION`."""
+"""Format of the files below a data directory. Chunk keys do not depend on it."""
 
 TIER_FOLDER = "kintsugi-tier"
-"""Where an SSD tier lies below the folder that its operator names."""
+"""Subfolder of an SSD tier in its configured folder."""
 
 _IDENTITY = "kintsugi.json"
 _LOCK = "lock"
@@ -28,17 +28,17 @@ class Identity:
 
     format_version: int
     shard_id: str
-    """The UUID that chunks are placed by; every directory of a shard carries it."""
+    """The UUID that decides which chunks the shard holds. Every directory of a shard contains it."""
 
 
 class Home:
     """An owned directory, locked until `close`."""
 
     def __init__(self, path: Path, shard_id: str | None = None) -> None:
-        """Open or create. `shard_id`: whose it must be; None takes the one it has, or makes one.
+        """Open or create. `shard_id`: the expected owner; None: the recorded owner, or a new one.
 
-        Raises `Unavailable` where another process owns it, `VersionMismatch` for a format of another
-        build, `InvalidField` where it belongs to another shard or cannot be written.
+        Raises `Unavailable` if another process has locked it, `VersionMismatch` for another format,
+        `InvalidField` if it belongs to another shard or cannot be written.
         """
         self.path = path
         try:
@@ -65,10 +65,10 @@ class Home:
             return identity
         try:
             document = json.loads(file.read_bytes())
-            self._check_format(document["format_version"])  # another format may have other fields
+            self._check_format(document["format_version"])  # first: other formats may have other fields
             identity = Identity(**document)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise Corrupted(f"{file} is no identity ({error}); restore it or empty the folder") from error
+            raise Corrupted(f"{file} is damaged ({error}); restore it or empty the folder") from error
         if shard_id is not None and identity.shard_id != shard_id:
             raise InvalidField(
                 "ssd",

@@ -1,7 +1,7 @@
 """A preallocated file of frames, written past the page cache.
 
-Chunk KV is read once into an arena; caching it again in the kernel costs memory and CPU (0.07 against
-0.34 CPU s/GB for values inside LMDB). Offsets, sizes and memory are whole blocks throughout.
+Chunk KV is read once into an arena; caching it again in the kernel costs memory and CPU (0.34 CPU s/GB for
+values inside LMDB, 0.07 here). Offsets, sizes and memory are whole blocks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Slab:
-    """`capacity_bytes` at `path`. Thread-safe: positions are explicit. Methods raise `OSError`."""
+    """A file of `capacity_bytes`. Thread-safe: positions are explicit. Methods raise `OSError`."""
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
-        """Raises `ResourceExhausted` where the filesystem has no room for it."""
+        """Raises `ResourceExhausted` if the filesystem has no room for the file."""
         self.path = path
         self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._fd = self._open_file()
         self.intact_bytes = os.fstat(self._fd).st_size
-        """Size of the file when it was opened: less than the capacity if it is new or was cut."""
+        """Size of the file when it was opened: less than the capacity if the file is new or was cut."""
         self.syncs_failed = 0
         """Syncs that failed since the file was opened."""
         self._sync_lock = threading.Lock()
@@ -61,14 +61,14 @@ class Slab:
         return os.open(self.path, flags, 0o600)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Write the views in a row from `offset`."""
+        """Write the views one after the other, from `offset` on."""
         for position, part in _parts(offset, views):
             left = part
             while left:
                 left = _after(left, os.pwritev(self._fd, left, position + _size(part) - _size(left)))
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill the views in a row from `offset`. Raises `Corrupted` at the end of the file."""
+        """Fill the views one after the other, from `offset` on. Raises `Corrupted` at the end of the file."""
         for position, part in _parts(offset, views):
             left = part
             while left:
@@ -78,10 +78,8 @@ class Slab:
                 left = _after(left, count)
 
     def measure_read_bytes_per_s(self) -> float:
-        """Time a read of the first blocks. A new slab is written first: blocks that never were cost no read.
-
-        Call it before anything else uses the slab. Takes some 10 ms on an SSD.
-        """
+        """Time a read of the first blocks. A new slab is written first, because unwritten blocks are not read
+        from the disk. Call it before anything else uses the slab. Takes about 10 ms on an SSD."""
         block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, self.capacity_bytes)))
         if not self.intact_bytes:
             self.write(0, [block])
@@ -91,7 +89,7 @@ class Slab:
         return len(block) / max(time.perf_counter() - began_s, 1e-6)
 
     def wipe(self, offset: int, size: int) -> None:
-        """Make blocks read as zeros; not synced. Costs no writing where the filesystem can mark them so."""
+        """Make blocks read as zeros; not synced. Writes nothing if the filesystem can mark blocks as zero."""
         if _fallocate(self._fd, _ZERO_RANGE, offset, size):
             return
         block = memoryview(mmap.mmap(-1, min(PROBE_BYTES, size)))
@@ -99,18 +97,18 @@ class Slab:
             self.write(start, [block[: min(len(block), offset + size - start)]])
 
     def cut_tail(self) -> None:
-        """Cut what a larger slab of an earlier configuration left behind this one's end."""
+        """Cut the part of the file beyond the capacity, which an earlier configuration may have left."""
         if os.fstat(self._fd).st_size > self.capacity_bytes:
             os.ftruncate(self._fd, self.capacity_bytes)
 
     def sync(self, since: int) -> None:
         """Make the writes before this call survive a crash. `since`: `syncs_failed` before the first of them.
 
-        Raises `OSError` if that fails, and also if anybody's sync has failed since that first write. The
-        kernel reports a page that it could not write once, to whoever syncs first, then takes the page for
-        written: a later sync that succeeds says nothing about it.
+        Raises `OSError` if that fails, or if any sync has failed since that first write. The kernel reports a
+        page that it could not write only once, to the first sync, and then treats the page as written; the
+        success of a later sync does not cover that page.
         """
-        with self._sync_lock:  # or a sync could succeed before the one that was told is counted
+        with self._sync_lock:  # so that a failed sync is counted before another one succeeds
             if self.syncs_failed == since:
                 try:
                     os.fdatasync(self._fd)
@@ -125,7 +123,7 @@ class Slab:
 
 
 def _fallocate(fd: int, mode: int, offset: int, size: int) -> bool:
-    """Linux's `fallocate`, whose modes Python lacks; False where the filesystem has no such mode."""
+    """Call Linux's `fallocate`, whose modes Python lacks. Returns False if the filesystem lacks the mode."""
     if not _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(size)):
         return True
     error = ctypes.get_errno()
@@ -139,7 +137,7 @@ def _size(views: Sequence[memoryview]) -> int:
 
 
 def _parts(offset: int, views: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
-    """Views cut into groups that one system call takes."""
+    """Split views into groups for one system call each."""
     parts = []
     for start in range(0, len(views), _IOV_MAX):
         part = list(views[start : start + _IOV_MAX])
@@ -149,7 +147,7 @@ def _parts(offset: int, views: Sequence[memoryview]) -> list[tuple[int, list[mem
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The views without their first `count` bytes."""
+    """Return the views without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

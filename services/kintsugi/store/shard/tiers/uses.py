@@ -1,7 +1,7 @@
-"""Saves how often and when each chunk was used, so that eviction still knows it after a restart.
+"""Saves how often and when each chunk was used, for eviction after a restart.
 
-One file holds a snapshot and is replaced as a whole. Eviction takes it as a hint, so it may be a minute old,
-and a damaged file is logged and ignored. Cost: some 60 bytes per chunk and a sync, once a minute.
+One file holds a snapshot and is replaced as a whole. It is only a hint, so it may be a minute old, and a
+damaged file is logged and ignored. Cost: about 60 bytes per chunk and a sync, once a minute.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COUNT_MAX = 0xFFFFFFFF
 """The largest number of uses that a row can hold."""
 _CHECKSUM_BYTES = 16
 _ROW = struct.Struct("<HId")
-"""Bytes of the catalog key, number of uses, time of the last one. The key itself follows."""
+"""Bytes of the catalog key, number of uses, time of the last use. The key itself follows."""
 
 
 class Use(NamedTuple):
-    """How a chunk was used."""
+    """How often and when a chunk was used."""
 
     times: int
     last_s: float
@@ -38,18 +38,18 @@ class Use(NamedTuple):
 
 
 UNKNOWN = Use(0, math.inf)
-"""The use of a chunk that the snapshot lacks. It counts as used last: presumably the chunk is newer
-than the snapshot."""
+"""The use of a chunk that the snapshot lacks. It counts as the last use, because such a chunk is usually
+newer than the snapshot."""
 
 
 class Uses:
-    """The snapshot in `file`. With None, nothing is saved or loaded."""
+    """The snapshot in `file`. If it is None, nothing is saved or loaded."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
 
     def load(self) -> Mapping[bytes, Use]:
-        """Uses by catalog key; empty if the snapshot is missing or damaged."""
+        """Return uses by catalog key; empty if the snapshot is missing or damaged."""
         if self._file is None or not self._file.exists():
             return {}
         try:
@@ -65,7 +65,7 @@ class Uses:
         try:
             write_durably(self._file, encode_uses(entries))
         except OSError as error:
-            log.warning("%s: %s; uses are not kept over a restart", self._file, error)
+            log.warning("%s: %s; uses are lost at a restart", self._file, error)
 
 
 def encode_uses(entries: Iterable[ChunkEntry]) -> bytes:
@@ -79,7 +79,7 @@ def encode_uses(entries: Iterable[ChunkEntry]) -> bytes:
 
 
 def decode_uses(data: bytes) -> dict[bytes, Use]:
-    """Raises `ValueError` for bytes that are no snapshot."""
+    """Decode the bytes of a snapshot. Raises `ValueError` for invalid bytes."""
     body = data[_CHECKSUM_BYTES:]
     if xxhash.xxh3_128_digest(body) != data[:_CHECKSUM_BYTES]:
         raise ValueError("its checksum is wrong")

@@ -1,9 +1,9 @@
-"""Chunks on their way from the last SSD tier into a bucket, and objects that leave it.
+"""Uploads chunks from the last SSD tier to a bucket, and deletes objects from it.
 
-Demotion copies a chunk into memory and returns: whoever makes room on a disk never waits for the network. A
-few threads upload. Another one has the catalog forget what left, and a last one deletes its objects and
-probes a bucket that has failed: a deletion that waits for the catalog does not wait for the bucket. What the
-bucket does not take, because it is slow, full or away, is lost, as it would be without a bucket.
+Demotion copies a chunk into memory and returns, so making room on a disk never waits for the network. A few
+threads upload. Another thread has the catalog forget dropped copies, and a last one deletes their objects and
+probes a bucket that has failed, so a deletion does not wait for the bucket. Chunks that the bucket does not
+take, because it is slow, full or unreachable, are lost, as they would be without a bucket.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kintsugi.store.shard.eviction.placement import pays_to_keep
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.object_tier import ChunkUpload, ObjectTier
-from kintsugi.store.shard.work import Eviction, uncancellable_future
-from kintsugi.store.shard.workers.tier_writer import copy_frames
+from kintsugi.store.shard.work import Eviction, settle, uncancellable_future
+from kintsugi.store.shard.workers.writeback import copy_frames
 
 log = logging.getLogger(__name__)
 
 UPLOADERS = 3
 TURN_S = 1.0
 SWEEP_PERIOD_S = 3600.0
-"""Time between two listings of the bucket for objects that nobody knows of."""
+"""Time between two listings of the bucket for objects that belong to no chunk."""
 RETRY_S = 60.0
-"""Time to the next listing where one has failed, or has left something."""
+"""Time to the next listing after one that failed or left objects."""
 CLOSE_S_MAX = 10.0
-"""How long uploads may go on once the shard closes."""
+"""How long uploads may continue while the shard closes."""
 
 
 class BucketWriter:
@@ -66,24 +66,24 @@ class BucketWriter:
             thread.start()
 
     def close(self, timeout_s: float = CLOSE_S_MAX) -> None:
-        """ChunkUpload what waits for at most `timeout_s`, have the catalog forget what left, then end."""
+        """Upload pending chunks for at most `timeout_s`, have the catalog forget dropped copies, then end."""
         self.await_uploads(timeout_s)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.tier.bucket.close()  # a listing may have any number of pages
+        self.tier.bucket.close()  # ends a listing, which may have any number of pages
         for thread in self._threads:
             thread.join()
 
     def await_uploads(self, timeout_s: float) -> int:
-        """Wait until nothing waits to be uploaded; the bytes that still do, because time ran out."""
+        """Wait until all uploads have ended. Returns the bytes that were not uploaded in time."""
         with self._changed:
             self._changed.wait_for(lambda: not self.tier.staged_bytes, timeout_s)
         return self.tier.staged_bytes
 
     def flush(self) -> Future[None]:
-        """Done once the catalog has forgotten what left until now. Objects are deleted later: `wipe`
-        waits."""
+        """Return a future that is done when the catalog has forgotten the copies dropped so far. Their
+        objects are deleted later; `ObjectTier.wipe` waits for that."""
         flush = uncancellable_future()
         with self._changed:
             if self._closed:
@@ -96,8 +96,8 @@ class BucketWriter:
     # Demotion, in the thread of the tier above
 
     def copy_from(self, tier: DiskTier, evictions: Sequence[Eviction]) -> Mapping[Eviction, Residence]:
-        """Take chunks that leave a tier, and return no copies: those taken have moved, the rest is lost.
-        Raises nothing that a bucket fails with."""
+        """Take chunks that leave a tier. Returns no copies: taken chunks have moved already, the others are
+        lost. A bucket's failures raise nothing."""
         for eviction in evictions:
             if self._is_worth_it(eviction.entry) and self._table.begin_copy(eviction):
                 upload = self._copy(tier, eviction)
@@ -131,7 +131,7 @@ class BucketWriter:
         return True
 
     def _reserve(self, entry: ChunkEntry) -> ChunkUpload | None:
-        """Room in the bucket, after evicting what its policy gives up first, and in memory."""
+        """Reserve room in the bucket, evicting other chunks if needed, and in memory."""
         upload = self.tier.reserve(entry)
         if upload is None and self.tier.is_full_for(entry):
             evictions = self._table.evict_from_disk(self.tier, entry.manifest.chunk_bytes)
@@ -142,7 +142,7 @@ class BucketWriter:
         return upload
 
     def _fill(self, tier: DiskTier, eviction: Eviction, upload: ChunkUpload) -> bool:
-        """Copy a chunk's bytes from disk; whether they could be read."""
+        """Copy a chunk's bytes from disk. Returns whether they could be read."""
 
         def write(frames: Sequence[memoryview], first: int) -> None:
             position = upload.target.offsets[first]
@@ -172,11 +172,11 @@ class BucketWriter:
             self._settle(Unavailable(f"{self.name}: its writer died"))
 
     def _upload_all(self) -> None:
-        while self._upload_next():  # which lets go of the bytes
+        while self._upload_next():  # a call of its own, which releases the bytes when it returns
             pass
 
     def _upload_next(self) -> bool:
-        """Wait for an upload and end it; whether there was one: none comes once the shard closes."""
+        """Wait for an upload and finish it. Returns False when the shard closes and none is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
@@ -187,7 +187,7 @@ class BucketWriter:
         return True
 
     def _upload(self, upload: ChunkUpload, is_late: bool) -> None:
-        """Upload a chunk that is still wanted. `is_late`: there is no time left for it."""
+        """Upload a chunk unless it was dropped. `is_late`: there is no time left for it."""
         failed = is_late
         try:
             if not is_late and not upload.target.condemned:
@@ -203,7 +203,7 @@ class BucketWriter:
             self._changed.notify_all()
 
     def _forget_all(self) -> None:
-        """Have the catalog forget what left, until the shard closes."""
+        """Have the catalog forget dropped copies, until the shard closes."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._flushes or self._closed, TURN_S)
@@ -224,11 +224,11 @@ class BucketWriter:
                 self._probe()
 
     def _probe(self) -> None:
-        with suppress(InvalidField):  # versions were turned on while the shard ran; the tier says so
+        with suppress(InvalidField):  # versions were turned on while the shard ran; the tier reports it
             self.tier.check_bucket()
 
     def _forget(self) -> None:
-        """Have the catalog forget what left, and end the flushes that wait for it."""
+        """Have the catalog forget dropped copies, and end the flushes that wait for it."""
         with self._changed:
             flushes, self._flushes = self._flushes, []
         failure: Unavailable | None = None
@@ -238,11 +238,7 @@ class BucketWriter:
             self.tier.failure = str(error)
             log.error("%s: the catalog cannot be written: %s", self.name, error)
             failure = Unavailable(f"{self.name}: {error}")
-        for flush in flushes:
-            if failure is None:
-                flush.set_result(None)
-            else:
-                flush.set_exception(failure)
+        settle(flushes, failure)
 
     def _delete(self) -> None:
         try:
@@ -252,12 +248,11 @@ class BucketWriter:
             else:
                 self.tier.delete_dead()
         except OSError as error:
-            log.warning("%s: what left it is deleted later: %s", self.name, error)
+            log.warning("%s: objects are deleted later: %s", self.name, error)
 
     def _settle(self, failure: Unavailable) -> None:
         with self._changed:
             self._closed = True
             flushes, self._flushes = self._flushes, []
             self._changed.notify_all()
-        for flush in flushes:
-            flush.set_exception(failure)
+        settle(flushes, failure)

@@ -1,4 +1,4 @@
-"""The shard's housekeeping thread: ends leases, forgets what expired, saves lifetimes and uses, scrubs,
+"""The shard's housekeeping thread: ends leases, forgets expired chunks, saves lifetimes and uses, scrubs,
 returns memory.
 
 Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the disk with loads.
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 TURN_S = 1.0
 SCRUB_BYTES_PER_S = 16 << 20
-"""A hundredth of what an SSD reads: 64 GiB take 70 minutes."""
+"""A hundredth of an SSD's read rate: 64 GiB take 70 minutes."""
 RETURN_PERIOD_S = 10.0
-"""Each time takes some 5 ms, and constant puts take the pages again."""
+"""Interval of returning free pages: it takes about 5 ms, and constant puts use the pages again."""
 
 
 @dataclass
 class _Periodic:
-    """Work that is due once in a period, counted in turns."""
+    """Work that is due once per period. Time is counted in turns."""
 
     do: Callable[[], None]
     period_s: float
@@ -44,7 +44,7 @@ class _Periodic:
 
 
 class Keeper(Turns):
-    """Keeps one shard, a turn each `turn_s`."""
+    """Runs a turn of housekeeping every `turn_s`."""
 
     def __init__(self, shard: Shard, scrub_bytes_per_s: float = 0.0, turn_s: float = TURN_S) -> None:
         """`scrub_bytes_per_s` 0 does not scrub."""
@@ -76,14 +76,14 @@ class Keeper(Turns):
             self._budget_bytes -= size
 
     def _record_lifetimes(self) -> None:
-        """Also of chunks that were put again without waiting for a disk."""
+        """Record lifetimes that puts have extended without waiting for a disk."""
         try:
             self._shard.record_lifetimes()
         except Unavailable as error:
             log.warning("%s", error)
 
     def _scrub_one(self) -> int:
-        """Verify the next chunk of the round; how many bytes that read, 0 if there is none."""
+        """Verify the next chunk of the round. Returns the bytes read; 0 if there is no chunk."""
         if not self._round:
             self._round.extend(entry.address for entry in self._shard.table.entries())
         while self._round:

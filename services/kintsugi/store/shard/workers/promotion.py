@@ -1,9 +1,8 @@
-"""Chunks on their way from an SSD tier, or from a bucket, into RAM.
+"""Loads chunks from an SSD tier or a bucket into RAM.
 
-A few threads serve all promotions in turns of a few megabytes, so that a large one delays nobody's first
-layer. Layers arrive in order; whoever streams the chunk takes each as it is there. Cost per byte: the
-disk's own, straight into the arena. What comes from a bucket is verified before anybody sees it: one xxh3
-pass.
+A few threads serve all promotions in turns of a few megabytes, so a large one does not delay others' first
+layers. Layers arrive in order, and streams send each as it arrives. Cost per byte: the disk's own, straight
+into the arena. Frames from a bucket are verified before they are sent: one xxh3 pass.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from collections.abc import Sequence
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.table import EntryTable
-from kintsugi.store.shard.tiers.arena import Arena
 from kintsugi.store.shard.tiers.bucket import ObjectMissing
+from kintsugi.store.shard.tiers.ram_tier import Arena
 from kintsugi.store.shard.work import LoadQueue, LoadStep
 
 log = logging.getLogger(__name__)
 
 READERS = 3
-"""Reads in flight: one leaves an NVMe drive idle between requests."""
+"""Concurrent reads: with one, an NVMe drive is idle between requests."""
 FAR_READERS = 4
-"""Reads of a bucket in flight."""
+"""Concurrent reads of a bucket."""
 TOLD = {"missing": "the object is gone", "damaged": "its bytes are damaged", "failed": "it cannot be read"}
-"""What readers are told of a load that failed. An engine says it in answers, so it names no host, path or
-object: those are in the shard's log."""
+"""Reasons of failed loads for readers. Engines repeat them in answers, so they name no host, path or object;
+the shard's log does."""
 
 
 class Promoter:
@@ -38,7 +37,7 @@ class Promoter:
         self, table: EntryTable, queue: LoadQueue, arena: Arena, readers: int = READERS, name: str = "read"
     ) -> None:
         self.faults: Counter[str] = Counter()
-        """Chunks that a bucket lost: `missing`, `damaged`; and loads that it did not serve: `failed`."""
+        """Chunks that a bucket lost (`missing`, `damaged`), and loads that it did not serve (`failed`)."""
         self._table = table
         self._queue = queue
         self._arena = arena
@@ -52,7 +51,7 @@ class Promoter:
             thread.start()
 
     def close(self) -> None:
-        """Finish what was begun, but read nothing more from a bucket, then end."""
+        """Finish running loads from SSD tiers, stop loads from a bucket, then end."""
         self._table.close_loads(self._queue)
         for thread in self._threads:
             thread.join()
@@ -68,7 +67,7 @@ class Promoter:
             self._table.fail(error)
 
     def _read(self, step: LoadStep) -> str:
-        """Why the frames cannot be read; empty where they are in place."""
+        """Read the frames of a step. Returns why they cannot be read; empty if they are in place."""
         load, target = step.load, step.load.target
         if target.lost:
             return target.lost
@@ -81,12 +80,12 @@ class Promoter:
         return ""
 
     def _read_bucket(self, step: LoadStep) -> tuple[str, bool]:
-        """As `_read`, and whether what cannot be read now may be read later."""
+        """As `_read`, and whether the chunk may be readable later."""
         load, target = step.load, step.load.target
         if target.lost:
             return target.lost, False
         if self._queue.closed:
-            return f"{load.tier.name}: the shard ends", True
+            return f"{load.tier.name}: the shard is ending", True
         frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
         fault, is_unreachable = "damaged", False
         try:
@@ -106,10 +105,10 @@ class Promoter:
 
 
 def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
-    """Raise `Corrupted` unless padded frames are those of the manifest. Cost: one xxh3 pass; of encrypted
-    ones nothing is checked."""
+    """Raise `Corrupted` unless padded frames match the manifest's digests. Cost: one xxh3 pass. Encrypted
+    frames are not checked."""
     manifest = step.load.entry.manifest
     every_head = HeadRange(0, manifest.layout.num_kv_heads)
     for layer, frame in zip(manifest.layers[step.start : step.stop], frames, strict=True):
         if not manifest.frame_is_intact(layer, every_head, frame[: manifest.frame_bytes_of(layer)]):
-            raise Corrupted(f"layer {layer} has another digest than when it was stored")
+            raise Corrupted(f"layer {layer} does not match its digest")

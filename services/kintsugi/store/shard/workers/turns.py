@@ -1,4 +1,4 @@
-"""A thread of a shard that does a little work at a time, again and again."""
+"""A thread of a shard that does a bounded amount of work at regular intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Turns(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """The turn under way ends first. Idempotent."""
+        """Wait for the running turn, then end. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

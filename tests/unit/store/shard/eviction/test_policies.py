@@ -12,8 +12,7 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plugins import EVICTION_POLICIES
 from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy, Unrecorded
-from kintsugi.store.shard.eviction.policies import POLICIES, policy_factory
-from kintsugi.store.shard.eviction.policy import Lru
+from kintsugi.store.shard.eviction.policy import POLICIES, Lru, policy_factory
 from tests.fakes.cache_replay import TraceAccess, replay
 from tests.fakes.plugins import code_of, install
 
@@ -112,7 +111,7 @@ def test_the_policy_of_the_how_to_page_is_found_by_its_entry_point(
     code = code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import")
     install(tmp_path, monkeypatch, EVICTION_POLICIES, "oldest", "oldest_policy:Oldest", code)
     page: dict[str, Any] = {}
-    exec(code_of("eviction.md", "from kintsugi.store.shard.eviction.policies import"), page)
+    exec(code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import"), page)
     page["test_the_oldest_leaves_first"]()
     with pytest.raises(InvalidField, match="lru, oldest, s3fifo"):
         policy_factory("newest")

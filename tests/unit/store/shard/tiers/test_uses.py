@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.eviction.policies import POLICIES
+from kintsugi.store.shard.eviction.policy import POLICIES
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
