@@ -118,7 +118,7 @@ def release(residence: Residence) -> None:
 
 
 def condemn(residence: Residence) -> None:
-    """Note that no entry has the residence. It is freed after its last reader."""
+    """Free a residence that no entry holds as soon as it has no readers."""
     assert not residence.condemned
     residence.condemned = True
     residence.tier.unlink(residence)

@@ -121,7 +121,7 @@ def open_shard(spec: ShardSpec) -> Shard:
         shard_id = None
         if home is not None:
             undo.callback(home.close)
-            shard_id = home.identity.shard_id
+            shard_id = home.shard_id
         disks = [_open_tier(f"ssd{i}", ssd, shard_id, policy, undo) for i, ssd in enumerate(spec.ssds)]
         bucket = _open_bucket(spec, shard_id, policy, undo)
         folders = ", ".join(str(folder) for folder in (spec.data_dir, *(ssd.path for ssd in spec.ssds)))

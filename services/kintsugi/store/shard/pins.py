@@ -51,8 +51,8 @@ class Leases:
         size = sum(entry.manifest.chunk_bytes for entry in entries if not entry.pins)
         if self._bytes + size > self._bytes_max or len(self._leases) >= PINS_MAX:
             raise ResourceExhausted(
-                f"{size} bytes beside {self._bytes} in {len(self._leases)} leases cannot be pinned: at most "
-                f"{self._bytes_max} bytes in {PINS_MAX} leases may be; unpin some"
+                f"cannot pin {size} bytes: {self._bytes} of {self._bytes_max} bytes are pinned, in "
+                f"{len(self._leases)} of {PINS_MAX} leases; unpin some"
             )
         self._check_share(namespace, size, rules)
         lease_id = secrets.token_hex(16)

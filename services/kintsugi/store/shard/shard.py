@@ -41,7 +41,7 @@ from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.tiers.uses import Use, Uses
+from kintsugi.store.shard.tiers.uses import Use, load_uses, save_uses
 from kintsugi.store.shard.workers.bucket_writer import BucketWriter
 from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
 from kintsugi.store.shard.workers.writeback import Below, TierWriter, WriteBack
@@ -81,7 +81,7 @@ class Shard:
         self.holders = Holders()
         self._erase_grace_s = (config or ShardConfig()).erase_grace_s
         self._wiper = Shared()
-        self._uses = Uses(None if home is None or not disks else home.path / "uses")
+        self._uses_file = None if home is None or not disks else home.path / "uses"
         self._home = home
         self._writers: list[WriteBack] = []
         self.bucket_writer = None if bucket is None else BucketWriter(self.table, bucket, wall_clock)
@@ -92,7 +92,7 @@ class Shard:
         self._promoter = Promoter(self.table, self.table.loads.near, ram.arena)
         self.far_promoter = Promoter(self.table, self.table.loads.far, ram.arena, FAR_READERS, "fetch")
         try:
-            uses = self._uses.load()
+            uses = load_uses(self._uses_file)
             for tier in (*disks, *far):
                 self._recover(tier, uses)
             self.erasures.record((), tiers=self._tier_names)
@@ -428,7 +428,8 @@ class Shard:
 
     def save_uses(self) -> None:
         """Save how chunks were used, for the next start."""
-        self._uses.save(entry for entry in self.table.entries() if entry.disk is not None)
+        if self._uses_file is not None:
+            save_uses(self._uses_file, (entry for entry in self.table.entries() if entry.disk is not None))
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back the chunks that only RAM holds. Returns the bytes not written in time.

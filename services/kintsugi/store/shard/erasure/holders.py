@@ -6,18 +6,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.erasure.scope import Scope
-
-
-@dataclass(frozen=True)
-class _Holder:
-    addresses: Sequence[Address]
-    is_in_the_way: Callable[[], bool]
-    cut: Callable[[], None]
 
 
 class Holders:
@@ -25,7 +17,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[object, _Holder] = {}
+        self._calls: dict[object, tuple[Sequence[Address], Callable[[], bool], Callable[[], None]]] = {}
 
     @contextmanager
     def add(
@@ -36,7 +28,7 @@ class Holders:
         call. Both may be called from any thread and more than once, and must not wait."""
         call = object()
         with self._lock:
-            self._calls[call] = _Holder(addresses, is_in_the_way, cut)
+            self._calls[call] = addresses, is_in_the_way, cut
         try:
             yield
         finally:
@@ -47,9 +39,9 @@ class Holders:
         """Cut the calls that hold forgotten chunks of a scope."""
         with self._lock:
             calls = list(self._calls.values())
-        for call in calls:
-            if any(map(scope.covers, call.addresses)) and call.is_in_the_way():
-                call.cut()
+        for addresses, is_in_the_way, cut in calls:
+            if any(map(scope.covers, addresses)) and is_in_the_way():
+                cut()
 
 
 class Shared:

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import uuid
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
@@ -20,15 +19,6 @@ TIER_FOLDER = "kintsugi-tier"
 
 _IDENTITY = "kintsugi.json"
 _LOCK = "lock"
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The contents of `kintsugi.json`."""
-
-    format_version: int
-    shard_id: str
-    """The UUID that decides which chunks the shard holds. Every directory of a shard contains it."""
 
 
 class Home:
@@ -52,29 +42,33 @@ class Home:
             os.close(self._lock_fd)
             raise Unavailable(f"{path} is in use by another shard; stop it or name another folder") from error
         try:
-            self.identity = self._load_identity(shard_id)
+            self.shard_id = self._load_identity(shard_id)
+            """The UUID that decides which chunks the shard holds. Every directory of a shard contains it."""
         except BaseException:
             self.close()
             raise
 
-    def _load_identity(self, shard_id: str | None) -> Identity:
+    def _load_identity(self, shard_id: str | None) -> str:
         file = self.path / _IDENTITY
         if not file.exists():
-            identity = Identity(DATA_FORMAT_VERSION, shard_id or str(uuid.uuid4()))
-            write_durably(file, json.dumps(asdict(identity)).encode())
-            return identity
+            new_id = shard_id or str(uuid.uuid4())
+            identity = {"format_version": DATA_FORMAT_VERSION, "shard_id": new_id}
+            write_durably(file, json.dumps(identity).encode())
+            return new_id
         try:
             document = json.loads(file.read_bytes())
             self._check_format(document["format_version"])  # first: other formats may have other fields
-            identity = Identity(**document)
+            if document.keys() != {"format_version", "shard_id"}:
+                raise ValueError("unknown or missing fields")
+            held_id = str(document["shard_id"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Corrupted(f"{file} is damaged ({error}); restore it or empty the folder") from error
-        if shard_id is not None and identity.shard_id != shard_id:
+        if shard_id is not None and held_id != shard_id:
             raise InvalidField(
                 "ssd",
-                f"{self.path} belongs to shard {identity.shard_id}, not {shard_id}; name another folder",
+                f"{self.path} belongs to shard {held_id}, not {shard_id}; name another folder",
             )
-        return identity
+        return held_id
 
     def _check_format(self, version: object) -> None:
         if version != DATA_FORMAT_VERSION:

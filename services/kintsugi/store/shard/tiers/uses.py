@@ -42,30 +42,23 @@ UNKNOWN = Use(0, math.inf)
 newer than the snapshot."""
 
 
-class Uses:
-    """The snapshot in `file`. If it is None, nothing is saved or loaded."""
+def load_uses(file: Path | None) -> Mapping[bytes, Use]:
+    """Return uses by catalog key; empty if the snapshot is missing or damaged."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        return decode_uses(file.read_bytes())
+    except (OSError, ValueError) as error:
+        log.warning("%s: %s; chunks count as unused", file, error)
+        return {}
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
 
-    def load(self) -> Mapping[bytes, Use]:
-        """Return uses by catalog key; empty if the snapshot is missing or damaged."""
-        if self._file is None or not self._file.exists():
-            return {}
-        try:
-            return decode_uses(self._file.read_bytes())
-        except (OSError, ValueError) as error:
-            log.warning("%s: %s; chunks count as unused", self._file, error)
-            return {}
-
-    def save(self, entries: Iterable[ChunkEntry]) -> None:
-        """Replace the snapshot. A failed write is logged, not raised: the next one may succeed."""
-        if self._file is None:
-            return
-        try:
-            write_durably(self._file, encode_uses(entries))
-        except OSError as error:
-            log.warning("%s: %s; uses are lost at a restart", self._file, error)
+def save_uses(file: Path, entries: Iterable[ChunkEntry]) -> None:
+    """Replace the snapshot. A failed write is logged, not raised: the next one may succeed."""
+    try:
+        write_durably(file, encode_uses(entries))
+    except OSError as error:
+        log.warning("%s: %s; uses are lost at a restart", file, error)
 
 
 def encode_uses(entries: Iterable[ChunkEntry]) -> bytes:

@@ -16,7 +16,7 @@ from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import uses
 from kintsugi.store.shard.tiers.catalog import catalog_key
-from kintsugi.store.shard.tiers.uses import Use, Uses
+from kintsugi.store.shard.tiers.uses import Use, load_uses, save_uses
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import make_chunk
 
@@ -66,7 +66,7 @@ def test_the_keeper_saves_once_a_minute(tmp_path: Path) -> None:
     keeper.turn()
     assert not file.exists()
     keeper.turn()
-    (use,) = Uses(file).load().values()
+    (use,) = load_uses(file).values()
     assert use.times == 1
     shard.close()
 
@@ -121,6 +121,6 @@ def test_a_disk_that_refuses_the_snapshot_is_logged(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    Uses(tmp_path / "uses").save([])
+    save_uses(tmp_path / "uses", [])
     assert "No space left" in caplog.text
-    assert Uses(None).load() == {}
+    assert load_uses(None) == {}
