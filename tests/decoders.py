@@ -104,16 +104,16 @@ def catalog_value(data: bytes) -> None:
         return
     tier = _disk_tier()
     try:
-        found = tier._recover_entry(record, uses.UNKNOWN)
+        entry = tier._entry_of(record, uses.UNKNOWN)
     except VersionMismatch:
         return
-    if found is None:
+    if entry is None:
         return
-    entry, residence = found
+    (residence,) = entry.copies
     assert len(residence.offsets) == entry.manifest.num_frames
     assert residence.size_bytes >= entry.manifest.chunk_bytes
     assert all(offset + size <= tier.capacity_bytes for offset, size in residence.places())
-    tier._disjoint([found])
+    assert not tier._occupy([entry])
 
 
 @cache

@@ -1,15 +1,14 @@
-"""The blend pass: merge loaded chunk KV with freshly computed KV, layer by layer.
+"""The blend pass: merges loaded chunk KV with freshly computed KV, layer by layer.
 
-For each layer: `fetch_kv` (the loader has already started it), write the loaded K and V into the cache, let
-the selector filter the hit tokens, and `prefill_layer` for the tokens that are active. The question and
-missed tokens are always active; hit tokens that are exact as loaded are active only at a ratio of 1. If the
-selector needs to know what the question attends to, the question first runs alone through the first layers
-(`fusor.question`). The pass is cut into units of bounded work, so that an engine can run a few of them
-between two decode steps.
+For each layer: fetch the loaded K and V (the loader has already started), write them into the cache, let the
+selector filter the hit tokens, and prefill the active tokens. The question and missed tokens are always
+active; hit tokens that are exact as loaded are active only at a ratio of 1. If the selector uses the
+question's attention, the question first runs alone through the first layers (`fusor.question`). The pass is
+cut into units of bounded work, so that an engine can run a few of them between two decode steps.
 
 Cost, in token-layers: the active tokens of every layer; plus, at each layer that filters by deviation,
-`projection_share` of every token that was active before (including the question, whose K and V are projected
-with the others); plus the question's own pass. `fusor.control.cost` predicts it.
+`projection_share` of every token that was active before (including the question's tokens); plus the
+question's own pass. `fusor.control.cost` predicts it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class PassRegion:
 
 @dataclass
 class Tally:
-    """What the pass has done so far; `engine.worker.side` turns it into the request's accounting."""
+    """Counts of a pass. `engine.worker.side` turns them into the request's accounting."""
 
     token_layers: float = 0.0
     bytes_loaded: int = 0
@@ -82,7 +81,7 @@ OpenLoader = Callable[[BlendPlan], LayerLoader]
 @dataclass(frozen=True)
 class ActiveSet:
     """The tokens that a layer computes: int64 tensors on the stack's device. The host knows the size of every
-    set, so dropping tokens waits for nothing."""
+    set, so it need not wait for the device to drop tokens."""
 
     positions: Tensor
     """Ascending."""
@@ -91,19 +90,19 @@ class ActiveSet:
     candidates: Tensor
     """Rows of `positions` that a selection may drop."""
     on_host: Tensor | None
-    """The positions on the host; None once they were selected on the device."""
+    """The positions on the host; None if they were selected on the device."""
 
     @staticmethod
     def of(positions: Tensor, is_candidate: Tensor, device: torch.device) -> ActiveSet:
-        """Both on the host."""
+        """Create the set from positions and flags on the host."""
         always, candidates = (~is_candidate).nonzero()[:, 0], is_candidate.nonzero()[:, 0]
         return ActiveSet(
             upload(positions, device), upload(always, device), upload(candidates, device), positions
         )
 
     def keep(self, kept: Tensor) -> tuple[ActiveSet, Tensor]:
-        """Drop all candidates but `kept`, ascending indices of `candidates`. Also returns the rows that
-        stay."""
+        """Drop all candidates except `kept`, ascending indices of `candidates`. Returns the set and the rows
+        that stay."""
         candidates = self.candidates[kept]
         rows = torch.cat((self.always, candidates)).sort().values
         always, candidates = torch.searchsorted(rows, self.always), torch.searchsorted(rows, candidates)
@@ -132,12 +131,12 @@ class BlendPass(SlicedWork):
         self._explain = explain
         self._loader: LayerLoader | None = None
         self._fetched: dict[int, LoadedLayer] = {}
-        """Layers that the question's pass has fetched and the blend has not reached yet."""
+        """Layers that the question's pass has fetched and that the blend has not reached yet."""
         self.watch = Stopwatch(stack.device)
         self._waits = Stopwatch(stack.device)
-        """Runs on the device while the pass waits for what is loaded."""
+        """Runs on the device while the pass waits for a loaded layer."""
         self._layer_marks: list[Mark] = []
-        """On a GPU, where each layer begins and ends."""
+        """On a GPU: the begin and end of each layer."""
         self._start()
 
     def abandon(self, reason: str) -> None:
@@ -154,7 +153,7 @@ class BlendPass(SlicedWork):
     def _start(self) -> None:
         """Begin at layer 0 with the plan as it stands."""
         self.close()
-        # Before the loader's threads: what fails here leaves none behind.
+        # Before the loader starts its threads, so that an error here leaves no threads behind.
         self._place_tokens()
         self._loader = self._open_loader(self.plan)
         self.tally.timeline.clear()
@@ -223,7 +222,7 @@ class BlendPass(SlicedWork):
         written = 0
         if filters and selector.query_layers:
             self._attention = yield from self._ask(selector)
-            written = max(selector.query_layers)  # which itself was only projected
+            written = max(selector.query_layers)  # that layer was only projected
         hidden = self._embed()
         began = self.tally.started_s
         for layer in range(num_layers):
@@ -307,7 +306,7 @@ class BlendPass(SlicedWork):
         return self._stack.sum_over_ranks(question.attention)
 
     def _write_hits(self, layer: int, loaded: LoadedLayer) -> None:
-        """Write a layer where the blend reads it: the question's pass has a cache of its own."""
+        """Write a layer into the blend's cache, because the question's pass has its own."""
         self._stack.begin_layer(layer)
         self._stack.write_kv(layer, self._hit_slots, loaded.key, loaded.value)
         self._stack.end_layer(layer)
@@ -362,9 +361,9 @@ class BlendPass(SlicedWork):
         return loaded
 
     def _take_in_step(self, loader: LayerLoader, layer: int) -> LoadedLayer:
-        """Wait for the layer. A rank that cannot have it goes on with zeros, because the others would wait
-        forever for its part of every all-reduce. Ranks agree on what was lost behind layer 0, where most
-        losses are seen, and behind the last: a round trip between hosts in every layer would cost more."""
+        """Wait for the layer. A rank that has lost it continues with zeros, because the others wait for its
+        part of every all-reduce. Ranks agree on losses after layer 0, where most losses are seen, and after
+        the last layer: a round trip between hosts in every layer would cost more."""
         loaded = None
         if self._lost is None:
             try:
@@ -381,7 +380,7 @@ class BlendPass(SlicedWork):
         return LoadFailed(every_key, f"load_timeout: {missing} did not arrive within {loader.patience_s:g} s")
 
     def _agree_on_losses(self) -> None:
-        """Raise `LoadFailed` on every rank for what any of them has lost."""
+        """Raise `LoadFailed` on every rank if any rank has lost chunks."""
         if self._stack.world_size == 1:
             return
         lost_here = [float(self._lost is not None and hit.key in self._lost.keys) for hit in self.plan.hits]
@@ -394,10 +393,9 @@ class BlendPass(SlicedWork):
             raise LoadFailed(keys, reason)
 
     def _filter(self, layer: int, hidden: Hidden, loaded: LoadedLayer, selector: Selector) -> Units[Hidden]:
-        """Let the selector drop hit tokens from the active set. Returns the hidden states of those that stay.
-
-        Tokens whose K and V were projected to measure their deviation keep the fresh K and V at this layer.
-        """
+        """Let the selector drop hit tokens from the active set. Returns the hidden states of the remaining
+        tokens. If K and V were projected to measure deviation, the cache keeps the fresh K and V at this
+        layer."""
         signal = selector.signal_at(layer)
         if signal is None:
             return hidden
@@ -418,10 +416,11 @@ class BlendPass(SlicedWork):
         return hidden.take(rows)
 
     def _measure_deviation(self, layer: int, hidden: Hidden, loaded: LoadedLayer) -> Units[Tensor]:
-        """Squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over heads.
+        """Return the squared distance between loaded and fresh K and V, fp32 `[candidates]`, summed over
+        heads.
 
-        Tokens that were not loaded are compared with some other token, and left out at the end: to leave them
-        out of every unit would need their number, for which the host would have to wait.
+        Tokens that were not loaded are compared with an arbitrary token and left out at the end: leaving them
+        out of each unit requires their number, for which the host would have to wait.
         """
         parts: list[Tensor] = []
         positions = self._active.positions
@@ -445,8 +444,8 @@ class BlendPass(SlicedWork):
             self._layer_marks.append(Mark.of(self._stack.device))
 
     def _read_device_times(self) -> None:
-        """Say when a GPU computed and waited, which has got to the end, in the place of when the host
-        launched and waited. The host may wait while the device still computes."""
+        """Replace the host's times by the GPU's after it has finished the pass: the host launches work early,
+        and may wait while the GPU still computes."""
         device_s, waited_s = self.watch.seconds(), self._waits.seconds()
         if device_s is None or waited_s is None:
             return
@@ -463,8 +462,8 @@ class BlendPass(SlicedWork):
 
     @property
     def _cut(self) -> Cut:
-        """The active set cut into units. Prepared on first use, because a set may be filtered before it
-        is."""
+        """The active set cut into units. Prepared on first use, because a set may be filtered before it is
+        used."""
         if self._prepared is None:
             active = self._active
             positions = active.positions if active.on_host is None else active.on_host
@@ -473,9 +472,9 @@ class BlendPass(SlicedWork):
 
 
 def needs_loaded(selector: Selector, layer: int, is_kept: bool) -> bool:
-    """Whether the blend needs a layer's loaded K and V once the question's pass is through with it: to write
-    them, or to compare them with fresh ones. `is_kept`: whether the cache keeps what that pass wrote."""
-    is_written = is_kept and layer < max(selector.query_layers)  # the last of them is only projected
+    """Return whether the blend needs a layer's loaded K and V after the question's pass, to write them or to
+    compare them with fresh ones. `is_kept`: whether the cache keeps what that pass has written."""
+    is_written = is_kept and layer < max(selector.query_layers)  # the last query layer is only projected
     return not is_written or bool(selector.signal_at(layer))
 
 

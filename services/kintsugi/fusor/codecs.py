@@ -10,14 +10,13 @@ element is at most
 
 A scale takes one byte: five bits of mantissa, rounded up by at most 1/32 so that no element is clipped, and
 three bits of exponent relative to an exponent that all scales of a head's K (or V) share. The shared exponent
-lies seven octaves below the largest scale's. So every magnitude can be stored, and a channel or token that is
-smaller than 1/128 of its head's largest loses one bit with each further octave. A shared exponent that no
-finite KV can have means that the frame is damaged or that its KV was not finite when it was saved: decoding
-refuses it.
+is seven octaves below the largest scale's. So every magnitude can be stored; a channel or token below 1/128
+of its head's largest loses one bit with each further octave. A shared exponent that no finite KV can have
+means that the frame is damaged, or that its KV was not finite when it was saved: decoding refuses it.
 
-Cost on one CPU core, counted in bytes of 16-bit KV: encoding takes four passes in fp32; decoding takes one
-pass (`fp8`: two) that reads one byte per element and writes two. Both run where the tensor is: on the
-engine's device when saving, on the loader's thread when loading.
+Cost on one CPU core, for 16-bit KV: encoding takes four passes in fp32; decoding takes one pass (`fp8`: two)
+that reads one byte per element and writes two. Both run on the tensor's device: the engine's when saving; the
+loader's thread decodes.
 """
 
 from __future__ import annotations
@@ -74,18 +73,18 @@ class Encoding:
 
     @staticmethod
     def of(layout: KVLayout, layer: int | None, codec: Codec, num_tokens: int) -> Encoding:
-        """`layer` may be left out for a uniform layout. Encodes layers of K and V, and of a latent."""
+        """Return the encoding of a layer. `layer` may be None for a uniform layout."""
         return Encoding(layout.group_of(layer), layout.dtype, codec, num_tokens)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Elements of a head's K and V per token: of the rotary key and the latent where it has these."""
+        """Elements of a head's K and V per token; for latent attention, of the rotary key and the latent."""
         first, second = (part.width for part in self.group.parts)
         return (second, first) if self.is_latent else (first, second)
 
     @property
     def is_latent(self) -> bool:
-        """Whether a head is a latent, which takes V's place, and a rotary key, which takes K's. The latent
+        """Whether a head consists of a latent, in place of V, and a rotary key, in place of K. The latent
         comes first in the frame."""
         return self.group.parts[0].kind is PartKind.LATENT
 
@@ -100,24 +99,24 @@ class Encoding:
 
 
 def encode_frame(key: Tensor, value: Tensor, codec: Codec) -> memoryview:
-    """`encode` to the host's memory."""
+    """Encode as `encode` does, into the host's memory."""
     return as_frame(encode(key, value, codec).cpu())
 
 
 def encode(key: Tensor, value: Tensor, codec: Codec, is_latent: bool = False) -> Tensor:
     """Encode one layer's K (before RoPE) and V, each `[tokens, kv_heads, width]`, as a head-major frame on
-    their own device. `is_latent`: they are a rotary key and a latent. Raises `InvalidField` for those in a
-    codec that quantises."""
+    their device. `is_latent`: they are a rotary key and a latent; quantising codecs then raise
+    `InvalidField`."""
     if codec is Codec.RAW:
         parts = (value, key) if is_latent else (key, value)
         return torch.cat([tensor.transpose(0, 1).flatten(1) for tensor in parts], 1).contiguous()
     if is_latent:
-        raise InvalidField("codec", f"{codec.name.lower()} encodes K and V alone; store latents in raw")
+        raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; store latents in raw")
     return _quantize(key, value, codec)
 
 
 def as_frame(encoded: Tensor) -> memoryview:
-    """The bytes of a frame that lies on the host."""
+    """Return the bytes of a frame on the host."""
     raw: Any = encoded.view(torch.uint8).numpy()
     return memoryview(raw).cast("B")
 
@@ -131,7 +130,7 @@ def decode_frame(
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decode the bytes of some heads of a frame: K (before RoPE) and V `[rows, heads, width]`. `layer` may be
-    left out for a uniform layout.
+    None for a uniform layout.
 
     The results are contiguous and share no memory with `data`, which may be overwritten afterwards. Raises
     `Corrupted` for impossible scales.
@@ -148,13 +147,13 @@ def decode_frame(
 
 
 def as_bytes(data: memoryview) -> Tensor:
-    """uint8 `[bytes]` over the same memory, or over a copy of what may not be written to."""
+    """Return uint8 `[bytes]` over the same memory, or over a copy if it is read-only."""
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
 def check_scales(frame: Tensor, encoding: Encoding) -> None:
-    """Raise `Corrupted` for scales that finite KV cannot have. `frame`: uint8 `[heads, head_bytes]`, on the
-    host: asking a device would wait for it."""
+    """Raise `Corrupted` for scales that finite KV cannot have. `frame`: uint8 `[heads, head_bytes]` on the
+    host, so that no device is waited for."""
     if encoding.codec is Codec.RAW:
         return
     if bool((_Parts.of(frame, encoding).exponents > EXPONENT_MAX).any()):
@@ -162,8 +161,8 @@ def check_scales(frame: Tensor, encoding: Encoding) -> None:
 
 
 def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, value: Tensor) -> None:
-    """Decode a frame whose scales were checked, uint8 `[heads, head_bytes]`, on the device where it lies,
-    into `key` (before RoPE) and `value`, `[rows, heads, width]`."""
+    """Decode a frame whose scales were checked, uint8 `[heads, head_bytes]`, into `key` (before RoPE) and
+    `value`, `[rows, heads, width]`, on the same device."""
     if encoding.codec is not Codec.RAW:
         _dequantize(frame, encoding, rows, (key, value))
         return
@@ -175,8 +174,8 @@ def decode_into(frame: Tensor, encoding: Encoding, rows: slice, key: Tensor, val
 
 
 def _split(flat: Tensor, encoding: Encoding, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Views of a head's two parts `[heads, num_tokens, width]`, in frame order, of a row of elements per
-    head."""
+    """Split a row of elements per head into views of the head's two parts `[heads, num_tokens, width]`, in
+    frame order."""
     widths = [part.width for part in encoding.group.parts]
     sizes = [num_tokens * width for width in widths]
     first, second = (

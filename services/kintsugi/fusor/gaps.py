@@ -1,9 +1,9 @@
-"""What the question's pass leaves out: the inside of the prompt's chunks that are not loaded. Pure.
+"""The tokens that the question's pass leaves out: the inside of chunks that are not loaded. Pure.
 
-The blend computes a missed chunk. To compute it for the question as well costs most of that again, so that a
-prompt with a few missed chunks would gain nothing. What the question attends to among loaded tokens depends
-on the missed ones little (ADR 6). A chunk keeps its beginning: at the prompt's, that is where attention
-sinks. Text that is no chunk passes whole: instructions, a conversation, separators.
+The blend computes missed chunks. Computing them for the question, too, would cost almost as much again, so a
+prompt with a few missed chunks would gain nothing; the question's attention to loaded tokens depends little
+on missed ones (ADR 6). The beginning of a chunk is kept, because attention sinks lie at the beginning of the
+prompt. Text outside chunks (instructions, a conversation, separators) passes whole.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kintsugi.core.plan import ChunkHit
 KEPT_TOKENS = 64
 """Tokens at the beginning of a missed chunk that pass with the question."""
 COPIED_PER_PASSED = 32
-"""Tokens whose K and V are written into a cache of its own in the time in which one passes a layer, in the
-smallest model measured; larger ones take longer to pass."""
+"""Tokens whose K and V can be copied into the pass's own cache in the time in which one token passes a layer,
+for the smallest model measured. In larger models, a token takes longer."""
 
 
 def find_left_out(
     hits: Sequence[ChunkHit], chunks: Sequence[range], start: int, exact_end: int
 ) -> list[range]:
-    """The positions from `start` on that are left out, in ascending ranges. `chunks`, `exact_end`: as in
-    `BlendPlan`. Empty where a cache without them would cost more than they do."""
+    """Return the positions from `start` on that are left out, in ascending ranges. Empty if a cache without
+    them would cost more than computing them. `chunks`, `exact_end`: as in `BlendPlan`."""
     loaded = [hit.start for hit in hits]
     left_out = []
     for chunk in chunks:
@@ -38,5 +38,5 @@ def find_left_out(
 
 
 def find_question(hits: Sequence[ChunkHit], chunks: Sequence[range]) -> int:
-    """Where the question begins: behind the last chunk, loaded or not."""
+    """Return the position at which the question begins: after the last chunk, loaded or not."""
     return max(hits[-1].end, chunks[-1].stop if chunks else 0)

@@ -1,9 +1,9 @@
-"""Attention over latents in plain torch: slow, obviously correct, and used where a backend cannot do it.
+"""Attention over latents in plain torch: slow, obviously correct, and used if a backend lacks it.
 
 Multi-head latent attention (DeepSeek-V2, section 2.1) keeps one latent and one rotary key per token for all
-heads. A head's K is the latent times `w_uk` with the rotary key behind it, and its V is the latent times
-`w_uv`. Neither is computed here: the query is multiplied by `w_uk` instead, so that it meets the latent
-itself, and what the weights add up of latents is multiplied by `w_uv`.
+heads. A head's K is the latent times `w_uk`, followed by the rotary key, and its V is the latent times
+`w_uv`. Neither is computed here: the query is multiplied by `w_uk` instead, so that it attends to the latents
+directly, and the weighted sum of latents is multiplied by `w_uv`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 LOGITS_MAX = 1 << 23
-"""Number of logits in memory at a time: 32 MiB."""
+"""Maximum number of logits in memory at a time: 32 MiB."""
 
 
 def absorb_query(query: Tensor, w_uk: Tensor) -> Tensor:
-    """Turn queries `[n, heads, nope + rotary]` into those that meet rotary key and latent side by side,
-    `[n, heads, rotary + rank]`, of the same dtype. `w_uk`: `[heads, nope, rank]`."""
+    """Convert queries `[n, heads, nope + rotary]` to queries over rotary key and latent, `[n, heads, rotary +
+    rank]`, of the same dtype. `w_uk`: `[heads, nope, rank]`."""
     nope = w_uk.shape[1]
     absorbed = torch.einsum("nhp,hpr->nhr", query[..., :nope], w_uk)
     return torch.cat((query[..., nope:], absorbed), -1)
@@ -26,8 +26,8 @@ def absorb_query(query: Tensor, w_uk: Tensor) -> Tensor:
 def attend_to_latents(
     query: Tensor, cached: Tensor, positions: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float
 ) -> Tensor:
-    """Let queries `[n, heads, nope + rotary]` at int64 `positions` `[n]` attend to the cached tokens up to
-    their own. Returns `[n, heads, v_width]` in the query's dtype.
+    """Compute the attention of queries `[n, heads, nope + rotary]` at int64 `positions` `[n]` to the cached
+    tokens up to their own positions. Returns `[n, heads, v_width]` in the query's dtype.
 
     `cached`: `[tokens, rank + rotary]`, the latent before the rotary key, at positions 0, 1, …; `w_uk`:
     `[heads, nope, rank]`; `w_uv`: `[heads, rank, v_width]`. Everything is computed in fp32.

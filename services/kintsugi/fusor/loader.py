@@ -1,8 +1,8 @@
 """Loads layer i + 1 while layer i is computed, a bounded number of layers ahead of the device.
 
-Threads do everything that needs no model: wait for the store, move bytes to the device, decode them, cut them
-to the wanted tokens, and rotate keys to their positions (`fusor.staging`). The blend pass receives finished
-layers.
+Threads do everything that does not need the model: wait for the store, move bytes to the device, decode them,
+select the wanted tokens, and rotate keys to their positions (`fusor.staging`). The blend pass receives
+finished layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kintsugi.fusor.staging import ChunkRows, LayerStaging, Staging
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 0.1
-"""How long `close` waits for the threads. The engine's thread calls it while every request waits; a loader
-thread that the store blocks for longer ends by itself, and owns everything that it still touches."""
+"""How long `close` waits for the threads. The engine's thread calls it while every request waits. A loader
+thread that the store blocks for longer ends later, and owns everything that it still uses."""
 
 
 class LoadFailed(Exception):
-    """Some chunks cannot be loaded: treat the chunks with these `keys` as missed."""
+    """Some chunks cannot be loaded. The chunks with these `keys` count as missed."""
 
     def __init__(self, keys: frozenset[ChunkKey], reason: str) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class LoadFailed(Exception):
 
 
 def describe_shortage(error: torch.OutOfMemoryError) -> str:
-    """`device_memory: detail` with what to do, without torch's account of its allocator."""
+    """Return `device_memory: detail` with a remedy, without torch's description of its allocator."""
     what = ". ".join(str(error).split(". ")[:2]).rstrip(".")
     return f"device_memory: {what}; lower gpu_memory_utilization, so that vLLM leaves more to passes"
 
@@ -59,7 +59,7 @@ class LoadedLayer:
     """Recorded after the copy and the rotation were queued on the loader's stream; None on a CPU."""
 
     def without_kv(self) -> LoadedLayer:
-        """The same without its K and V, for a layer that nothing reads again."""
+        """Return the layer without K and V, if they are not read again."""
         nothing = torch.empty(0)
         return replace(self, key=nothing, value=nothing)
 
@@ -67,7 +67,7 @@ class LoadedLayer:
 def placements_of(
     plan: BlendPlan, manifests: Mapping[ChunkKey, ChunkManifest], start: int, end: int
 ) -> list[ChunkRows]:
-    """The placement of each hit's tokens that lie inside the region `[start, end)` of the prompt."""
+    """Return the placement of each hit's tokens inside the region `[start, end)` of the prompt."""
     placements = []
     for hit in plan.hits:
         first, last = max(hit.start, start), min(hit.end, end)
@@ -79,12 +79,12 @@ Frames = Iterator[LayerFrame | ChunkLost]
 
 
 OpenFrames = Callable[[slice], Frames]
-"""Opens the stream of some of the placements. Chunks are numbered from 0 among those."""
+"""Opens the stream of a slice of the placements. Chunks are numbered from 0 within the slice."""
 
 
 @dataclass
 class _Filling:
-    """A layer that threads fill."""
+    """A layer that threads are filling."""
 
     staging: LayerStaging
     shares_left: int
@@ -111,8 +111,8 @@ class LayerLoader:
         depth: int,
         patience_s: float,
     ) -> None:
-        """`num_heads`: KV heads that this rank loads of the layer that has most; `depth`: how many layers may
-        be ahead of `take`, and of the layer that the device has got to."""
+        """`num_heads`: the largest number of KV heads that this rank loads of a layer; `depth`: how many
+        layers loading may be ahead of `take`, and of the device."""
         self.patience_s = patience_s
         self._open_frames = open_frames
         self._placements = placements
@@ -124,7 +124,7 @@ class LayerLoader:
         self._done: dict[int, LoadedLayer] = {}
         self._failure: LoadFailed | None = None
         self._taken: list[torch.cuda.Event | None] = []
-        """For each layer that was taken, the end of what was launched by then: all for earlier ones."""
+        """For each layer that was taken, the end of the work launched before: that of all earlier layers."""
         self._closed = False
         num_threads = self._staging.threads
         self._threads = [
@@ -137,7 +137,7 @@ class LayerLoader:
             thread.start()
 
     def take(self, layer: int, timeout_s: float) -> LoadedLayer | None:
-        """Return the next layer, or None if it does not arrive within `timeout_s`. Raises `LoadFailed`."""
+        """Return the next layer; None if it does not arrive within `timeout_s`. Raises `LoadFailed`."""
         assert layer == len(self._taken)
         with self._changed:
             self._changed.wait_for(lambda: layer in self._done or self._failure, timeout_s)
@@ -152,7 +152,7 @@ class LayerLoader:
         return loaded
 
     def zeros(self, layer: int) -> LoadedLayer:
-        """A layer in the place of one that is lost."""
+        """Return zeros in place of a lost layer."""
         now = time.perf_counter()
         return LoadedLayer(layer, *self._staging.zeros(layer), 0, now, now, None)
 
@@ -176,12 +176,12 @@ class LayerLoader:
             if self._fail(LoadFailed(self._every_key(), reason)):
                 log.warning("Failed to load chunks, which are computed instead: %s", reason)
         except BaseException as defect:
-            # The waiting pass must learn that no layer will come; raising also logs the traceback.
+            # The waiting pass must be told; raising also logs the traceback.
             self._fail(LoadFailed(self._every_key(), f"defect: in loading, {defect!r}"))
             raise
 
     def _fail(self, failure: LoadFailed) -> bool:
-        """Returns whether it is the first failure of these threads."""
+        """Note a failure. Returns whether it is the first one of these threads."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -207,12 +207,12 @@ class LayerLoader:
         return frozenset(placement.manifest.key for placement in self._placements)
 
     def _begin(self, layer: int, share: slice) -> _Filling | None:
-        """Wait for room. Returns the layer to fill; None once the load is over.
+        """Wait for room. Returns the layer to fill; None if the load is over.
 
-        The host launches layers long before a GPU computes them, and their K and V stay until then. So the
-        layer `depth` before this one has to be taken, and the device has to be done with what came before it.
-        The first share's thread makes it, outside the lock: pinned memory can take milliseconds, and the
-        engine's thread must not wait for it.
+        The host launches layers long before a GPU computes them, and their K and V stay in memory until then.
+        So the layer `depth` before this one must have been taken, and the device must have finished the work
+        before it. The first share's thread allocates the layer outside the lock: pinned memory can take
+        milliseconds, and the engine's thread must not wait for it.
         """
         is_first = share.start == 0
         with self._changed:
@@ -238,8 +238,8 @@ class LayerLoader:
         return self._closed or self._failure is not None
 
     def _fill(self, layer: int, filling: _Filling, indices: range, frames: Frames) -> None:
-        """Take this share's frames of a layer. Chunks are often lost together, and a pass restarts only once,
-        so the layer is read to its end."""
+        """Read this share's frames of a layer, to the end even if some are lost: chunks are often lost
+        together, and a pass restarts only once."""
         num_bytes, lost = 0, {}
         missing = set(range(len(indices)))
         while missing:
@@ -265,7 +265,7 @@ class LayerLoader:
             filling.lost |= lost
 
     def _end(self, layer: int, filling: _Filling) -> None:
-        """Hand in a share; the last one finishes the layer."""
+        """Note that a share is complete; the last one finishes the layer."""
         with self._changed:
             filling.shares_left -= 1
             if filling.shares_left:

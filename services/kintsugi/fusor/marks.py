@@ -1,7 +1,7 @@
-"""When a GPU gets to what the host has queued on it.
+"""Measures when a GPU executes the work that the host has queued.
 
-The host launches work ahead of the device: its clock tells when work was launched, and timing events in the
-device's queue tell when it was done. On a CPU nothing is queued, and the host's clock tells both.
+The host launches work ahead of the device: its clock shows when work was launched, and timing events in the
+device's queue show when it was done. On a CPU nothing is queued, and the host's clock shows both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in the queue of a GPU's current stream."""
+    """A position in the queue of a GPU's current stream."""
 
     event: torch.cuda.Event
     queued_s: float
@@ -24,7 +24,7 @@ class Mark:
 
     @staticmethod
     def of(device: torch.device) -> Mark:
-        """Behind everything that is queued so far."""
+        """Create a mark after all work queued so far."""
         queued_s = time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
@@ -35,17 +35,17 @@ class Mark:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_until(self, later: Mark) -> float:
-        """What the device took from here to `later`. Both have been reached."""
+        """Return the device's time from this mark to `later`. Both must have been reached."""
         seconds: float = self.event.elapsed_time(later.event) / 1e3
         return seconds
 
 
 def reached_s(marks: Sequence[Mark]) -> list[float]:
-    """When the device got to each of these marks, by `time.perf_counter`. All have been reached.
+    """Return when the device reached each mark, by `time.perf_counter`. All must have been reached.
 
-    Events tell how far apart they are, and not when they were. A mark is reached after it is queued, and at
-    once where the device has nothing else to do. So the earliest times are taken at which none is reached
-    before it is queued. They are too early only if the device was behind at every mark.
+    Events show only the time between marks. A mark is reached after it is queued, and at once if the device
+    is idle. So this returns the earliest times at which no mark is reached before it is queued. They are too
+    early only if the device was busy at every mark.
     """
     since_first = [marks[0].seconds_until(mark) for mark in marks]
     first_s = max(mark.queued_s - since for mark, since in zip(marks, since_first, strict=True))
@@ -53,13 +53,13 @@ def reached_s(marks: Sequence[Mark]) -> list[float]:
 
 
 class Stopwatch:
-    """Adds up what a GPU takes for the work that is queued while the watch runs. On a CPU it does nothing."""
+    """Sums a GPU's time for the work that is queued while the watch runs. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._began: Mark | None = None
         self._laps: deque[tuple[Mark, Mark]] = deque()
-        """Those that the device had not finished at the last `stop`."""
+        """The laps that the device had not finished at the last `stop`."""
         self._seconds = 0.0
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class Stopwatch:
             self._add_finished()
 
     def seconds(self) -> float | None:
-        """The sum over the laps that the device has finished; None on a CPU."""
+        """Return the sum of the laps that the device has finished; None on a CPU."""
         self._add_finished()
         return None if self._device is None else self._seconds
 

@@ -1,20 +1,20 @@
-"""The question's own pass: measures which loaded tokens it attends to, before any of them is recomputed.
+"""The question's pass: measures the question's attention to loaded tokens before any of them is recomputed.
 
-The tokens that are always computed pass through the first layers over the loaded KV, as in full KV reuse: the
-question, and what lies between the chunks. What `fusor.gaps` leaves out does not; then the pass has a cache
-of its own without it, because a paged cache cannot hide positions. At each of the query layers, the attention
-weights of the tokens after the last hit are summed per loaded token. The prompt's last token is one of these
-queries, although the blend leaves it to the engine: it produces the answer, so it attends to where the answer
-is. The blend pass then selects by these sums and starts from layer 0. Of the layers fetched for this pass,
-the K and V that it still needs (`fusor.blend.needs_loaded`) stay in memory for it.
+The tokens that are always computed (the question and the text between chunks) pass through the first layers
+over the loaded KV, as in full KV reuse. If `fusor.gaps` leaves tokens out, the pass has its own cache without
+them, because a paged cache cannot hide positions. At each query layer, the attention weights of the tokens
+after the last hit are summed per loaded token. The prompt's last token is one of these queries, although the
+blend leaves it to the engine: it produces the answer, so it attends to the tokens that contain the answer.
+The blend pass then selects by these sums and starts from layer 0. The K and V fetched for this pass that the
+blend still needs (`fusor.blend.needs_loaded`) stay in memory.
 
-The softmax runs only over positions from the first hit that is not exact as loaded (`BlendPlan.exact_end`).
-Earlier positions may be in the engine's prefix cache, which cannot be read back, and whether they are there
-must not change the selection.
+The softmax covers only positions from the first hit that is not exact as loaded (`BlendPlan.exact_end`).
+Earlier positions may be in the engine's prefix cache, which cannot be read, and that must not change the
+selection.
 
 Cost, in token-layers: the tokens, times the layers before the last query layer, plus `projection_share` for
-that one. In addition, each query layer takes ``question · tokens · query heads · head_dim`` multiplications
-in fp32, half of that layer's attention.
+the last one. In addition, each query layer takes ``question · tokens · query heads · head_dim``
+multiplications in fp32, half of that layer's attention.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from kintsugi.fusor.stack import AttentionRule, DecoderStack, FreshKV, Hidden
 from kintsugi.fusor.staging import upload
 
 WEIGHTS_MAX = 1 << 23
-"""Number of attention weights in memory at a time: 32 MiB."""
+"""Maximum number of attention weights in memory at a time: 32 MiB."""
 
 
 class QuestionPass:
-    """Call `pass_layer` for layers 0, 1, … `num_layers` - 1; then `attention` is complete."""
+    """The pass of one prompt. Call `pass_layer` for layers 0, 1, … `num_layers` - 1; then `attention` is
+    complete."""
 
     def __init__(
         self,
@@ -46,19 +47,19 @@ class QuestionPass:
         unit_tokens_max: int,
         exact_end: int,
         begins: int,
-        left_out: Sequence[range] = (),
+        left_out: Sequence[range],
     ) -> None:
         """`positions` of the tokens that pass: int64, ascending; `hidden`: their embedding. Hit tokens before
-        `exact_end` get no weight; at least one hit token lies after it. Those from `begins` on ask, behind
-        the last hit and at least one. `left_out`: positions that `stack`'s cache has no places for, in
-        ascending ranges. Positions lie on the host."""
+        `exact_end` get no weight; at least one hit token lies after it. The tokens from `begins` on, after
+        the last hit, are the queries; there is at least one. `left_out`: positions without places in
+        `stack`'s cache, in ascending ranges. Positions lie on the host."""
         self.num_layers = max(query_layers) + 1
         self.attention = torch.zeros(len(hit_positions), device=stack.device)
         """Attention to each hit token, fp32 `[hit tokens]`, summed over this rank's query heads."""
         self._stack = stack
         self._query_layers = query_layers
         self._hit_slots = stack.slots(find_places(hit_positions, left_out))
-        # Everything ascends, so each part is all that comes behind a row that the host knows.
+        # Positions ascend, so each part consists of all rows after one that the host knows.
         self._queries = slice(_row_behind(positions, begins - 1), None)
         self._weighed = slice(_row_behind(hit_positions, exact_end - 1), None)
         weighed = hit_positions[self._weighed]
@@ -85,7 +86,7 @@ class QuestionPass:
             self._add_attention(layer, loaded, fresh)
 
     def _project(self, layer: int, hidden: Hidden) -> Units[list[FreshKV]]:
-        """Compute queries and keys only: the last query layer needs no more."""
+        """Compute only queries and keys, which are all that the last query layer needs."""
         projected: list[FreshKV] = []
         for rows, batch in self._cut.units:
             projected.append(self._stack.project_kv(layer, hidden.take(rows), batch))
@@ -105,7 +106,8 @@ class QuestionPass:
 
 
 def find_places(positions: Tensor, left_out: Sequence[range]) -> Tensor:
-    """Where int64 `positions` lie once the ranges `left_out`, which hold none of them, are taken away."""
+    """Return the places of int64 `positions` in a cache without the ranges `left_out`, which contain none of
+    them."""
     if not left_out:
         return positions
     ends = torch.tensor([gap.stop for gap in left_out])
@@ -114,7 +116,7 @@ def find_places(positions: Tensor, left_out: Sequence[range]) -> Tensor:
 
 
 def _row_behind(positions: Tensor, position: int) -> int:
-    """The first row of ascending `positions`, on the host, that lies behind `position`."""
+    """Return the first row of ascending `positions`, on the host, after `position`."""
     return int(torch.searchsorted(positions, position, right=True))
 
 
@@ -124,7 +126,7 @@ def attention_mass(
     """Sum attention weights over queries and heads: fp32 `[keys]`.
 
     `query` `[queries, heads, head_dim]` and `key` `[keys, kv_heads, head_dim]` after RoPE; positions int64,
-    keys in any order. Every query must see at least one key. Sinks take their part of each query's weight.
+    keys in any order. Every query must see at least one key. Sinks take a share of each query's weight.
     """
     kernel = rule.kernel
     is_plain = rule.sinks is None and rule.slopes is None

@@ -1,11 +1,11 @@
-"""Applies rotary position embedding (RoPE) to loaded keys: they are stored unrotated, and rotated once, to
+"""Applies rotary position embedding (RoPE) to loaded keys. Keys are stored unrotated and rotated once, to
 their positions in the prompt.
 
 Keys are rotated in fp32 from a cos/sin table, so a loaded key equals a freshly computed one up to the
 rounding of its dtype. The table is measured from the model's own rotation (`measure_rotary`), so it contains
 any scaling: YaRN's mscale, Llama-3's and linear frequency changes, LongRoPE's factors. A table that depends
-on the prompt's length cannot be used, because a stored key belongs to no prompt; the engine declines such
-models.
+on the prompt's length cannot be used, because stored keys are independent of prompts; the engine declines
+such models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rotary:
     """Whether element i is paired with i + rotary_dim / 2 (GPT-NeoX, Llama), not with its neighbour (GPT-J,
     interleaved)."""
     kernel: RotationKernel | None = None
-    """Rotates in the place of torch, with the same result, where it can."""
+    """If it supports the keys, rotates instead of torch, with the same result."""
 
     @staticmethod
     def from_table(cos_sin: Tensor, is_neox: bool, kernel: RotationKernel | None = None) -> Rotary:
@@ -47,7 +47,7 @@ class Rotary:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of leading elements of each head that rotate; the rest stay as they are."""
+        """Number of leading elements of each head that rotate. The rest do not change."""
         return 2 * self.cos.shape[-1]
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class Rotary:
         return self._turn(keys, self.cos[positions][:, None], self.sin[positions][:, None])
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Take the rotation off `keys` `[tokens, heads, head_dim]` at `positions`: returns what `rotate` was
-        given, up to the rounding of its dtype, as a new tensor."""
+        """Undo the rotation of `keys` `[tokens, heads, head_dim]` at `positions`, up to the rounding of the
+        dtype. Returns a new tensor."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         magnitude = cos.square() + sin.square()
         return self._turn(keys, cos / magnitude, -sin / magnitude)
@@ -87,10 +87,10 @@ class Rotary:
 
 
 def measure_rotary(turn: Turn, head_dim: int, num_positions: int, sample: Tensor) -> Rotary | None:
-    """The table of a model's own rotation, for positions below `num_positions`, from what it does to unit
-    vectors. `sample` has the dtype and device of keys. None where the result is no rotation of pairs.
+    """Measure the table of a model's rotation, for positions below `num_positions`, by rotating unit vectors.
+    `sample` has the dtype and device of keys. None if the model does not rotate pairs.
 
-    The caller has to check the result on keys of the model: this looks at pairs alone.
+    The caller must check the result on keys of the model, because this examines only pairs.
     """
     few = torch.arange(1, min(num_positions, 64), device=sample.device)
     reached = _turn_units(turn, [0], head_dim, few, sample).abs().amax(0)
@@ -118,7 +118,7 @@ def measure_rotary(turn: Turn, head_dim: int, num_positions: int, sample: Tensor
 
 
 def _turn_units(turn: Turn, ones: list[int], head_dim: int, positions: Tensor, sample: Tensor) -> Tensor:
-    """Rotate a vector whose elements are 1 at `ones`, 0 elsewhere, to all `positions`: fp32 `[positions,
+    """Rotate a vector with ones at indices `ones` and zeros elsewhere to all `positions`: fp32 `[positions,
     head_dim]`."""
     units = torch.zeros(len(positions), 1, head_dim, dtype=sample.dtype, device=sample.device)
     units[..., ones] = 1

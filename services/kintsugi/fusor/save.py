@@ -1,8 +1,8 @@
-"""The save pass: prefill several chunks at once, each alone behind prefix and context, and capture their KV.
+"""The save pass: prefills several chunks at once, each alone after prefix and context, and captures their KV.
 
-Every token passes through every layer; nothing is selected or loaded. The pass captures V and K before RoPE.
-It is the only source of stored chunk KV (isolated prefill), so stored KV never saw another chunk. The KV of
-prefix and context is not captured.
+Every token passes through every layer; nothing is selected or loaded. The pass captures V, and K before RoPE,
+of the chunks, not of prefix and context. It is the only source of stored chunk KV, so stored KV does not
+depend on other chunks (isolated prefill).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kintsugi.fusor.staging import download
 
 @dataclass(frozen=True)
 class SaveItem:
-    """One chunk behind the prefix, or behind prefix and context."""
+    """One chunk after the prefix, or after prefix and context."""
 
     token_ids: Tensor
     """int64: the tokens to compute, at positions `[start, start + len)`."""
     start: int
-    """The sequence's cache already holds the positions before it."""
+    """First position to compute. The sequence's cache already holds earlier ones."""
     chunk_start: int
     chunk_end: int
     """KV of the positions `[chunk_start, chunk_end)` is kept."""
@@ -37,14 +37,15 @@ class SaveItem:
 
 @dataclass(frozen=True)
 class _ChunkKV:
-    """Every KV head's K before RoPE and V of one chunk at one layer, `[tokens, heads, head_dim]`."""
+    """K before RoPE and V of all KV heads of one chunk at one layer, `[tokens, heads, head_dim]`."""
 
     key: Tensor
     value: Tensor
 
 
 class SavePass(SlicedWork):
-    """Sequence i of `stack` is `items[i]`. Once DONE, `frames[i]` holds its frames, one for each layer."""
+    """Saves `items`, the sequences of `stack`. When DONE, `frames[i]` holds the frames of `items[i]`, one per
+    layer."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class SavePass(SlicedWork):
 
 
 class _Prefill:
-    """Sequences on their way through the layers."""
+    """Sequences that pass through the layers."""
 
     def __init__(self, items: Sequence[SaveItem], stack: DecoderStack, unit_tokens_max: int) -> None:
         positions = torch.cat([torch.arange(i.start, i.start + len(i.token_ids)) for i in items])
@@ -121,7 +122,7 @@ class _Prefill:
 
 
 def _chunk_rows(items: Sequence[SaveItem]) -> Iterator[slice]:
-    """The rows of each item's chunk among the tokens of all items."""
+    """Yield the rows of each item's chunk among the tokens of all items."""
     first_row = 0
     for item in items:
         shift = first_row - item.start

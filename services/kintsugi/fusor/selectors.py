@@ -4,12 +4,11 @@ A selector declares which signals it needs at which layer; the blend pass measur
 which candidates stay. Active sets only shrink with depth. There are three signals about a token of a hit
 chunk:
 
-- its offset in its chunk: known from the start, at no cost;
-- how much the question attends to it (`query_layers`): known before layer 0, at the cost of an extra pass of
-  the question over the loaded KV, up to the last of these layers;
-- how far its loaded K and V are from fresh ones at a layer (`signal_at`): costs that layer's projections of
-  every candidate, which must have been computed at all layers below. So a selector that compares every token
-  at layer c pays for c layers at full width.
+- its offset in its chunk: known from the start, at no cost; - the question's attention to it
+(`query_layers`): known before layer 0, at the cost of an extra pass of the question over the loaded KV, up to
+the last of these layers; - the distance of its loaded K and V from fresh ones at a layer (`signal_at`): costs
+that layer's projections of every candidate, which must have been computed at all earlier layers. So a
+selector that compares every token at layer c pays for c layers at full width.
 
 `fusor.control.cost` computes the total from `ratio_at`, `signal_at` and `query_layers`.
 """
@@ -32,19 +31,20 @@ GRADUAL_SPREAD = 0.5
 last layer, so that its mean cost equals that of the flat selector at the same ratio."""
 
 HYBRID_WIDTH = 1.5
-"""Below its check layer, `hybrid` computes this many times the tokens that it will keep: those that the
-question attends to most. Their deviation then decides, so no layer is computed at full width."""
+"""Before its check layer, `hybrid` computes this many times the tokens that it will keep: those with the
+highest attention from the question. Their deviation then decides, so no layer is computed at full width."""
 
 HYBRID_HEAD_SHARE = 0.05
 """Share of its quota that `hybrid` spends on chunk heads, whatever the signals say."""
 
 QUERY_DEPTHS = (0.3, 0.8)
-"""Where the question's attention counts by default, as shares of the model's depth: from the first up to,
-but not including, the second."""
+"""The default query layers, as shares of the model's depth: from the first value to, but not including, the
+second."""
 
 
 class Signal(Flag):
-    """What a selector compares at a layer: nothing, or how far loaded K and V are from fresh ones."""
+    """The signal that a selector needs at a layer: none, or the deviation of loaded K and V from fresh
+    ones."""
 
     NONE = 0
     DEVIATION = auto()
@@ -59,18 +59,19 @@ class Candidates:
     offsets: Tensor
     """int64 `[n]`: offsets in their chunks."""
     num_hit_tokens: int
-    """All tokens of hit chunks that are not exact as loaded: quotas are shares of this number."""
+    """Number of tokens of hit chunks that are not exact as loaded. Quotas are shares of it."""
     attention: Tensor | None = None
     """fp32 `[n]`: see `fusor.question`. None if the selector names no query layers."""
     deviation: Tensor | None = None
-    """fp32 `[n]`. None if `signal_at` asks for no signal."""
+    """fp32 `[n]`. None if `signal_at` requests no deviation."""
 
 
 class Selector(ABC):
-    """Chooses among the tokens of hit chunks. Stateless, so ranks that see the same numbers agree."""
+    """Chooses among the tokens of hit chunks. Stateless, so ranks with the same numbers choose the same
+    tokens."""
 
     query_layers: tuple[int, ...] = ()
-    """Layers whose attention from the question counts; empty if it is not used."""
+    """Layers at which the question's attention is measured; empty if it is not used."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         self.selection = selection
@@ -80,28 +81,28 @@ class Selector(ABC):
 
     @abstractmethod
     def signal_at(self, layer: int) -> Signal | None:
-        """The signal needed to filter at `layer`; None if the set of the layer before is kept."""
+        """Return the signal needed to filter at `layer`; None if the previous layer's set is kept."""
 
     @abstractmethod
     def ratio_at(self, layer: int) -> float:
-        """Largest share of the hit tokens that `layer` computes."""
+        """Return the largest share of the hit tokens that `layer` computes."""
 
     @abstractmethod
     def scores(self, layer: int, candidates: Candidates) -> Tensor:
-        """Scores that rank the candidates at a layer that filters: `[n]`, any numeric dtype."""
+        """Return scores that rank the candidates at a layer that filters: `[n]`, any numeric dtype."""
 
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
-        """Choose the candidates that stay active at `layer`: their indices, ascending."""
+        """Return the indices of the candidates that stay active at `layer`, ascending."""
         scores = self.scores(layer, candidates)
         return top(scores, self.count(layer, scores, candidates))
 
     def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
-        """Number of candidates that stay active."""
+        """Return the number of candidates that stay active."""
         return quota(self.ratio_at(layer), candidates.num_hit_tokens)
 
 
 class AdaptiveSelector(Selector):
-    """A selector whose scores add up, so it can stop once the chosen tokens hold enough of the total."""
+    """A selector with additive scores, which can stop when the chosen tokens hold enough of their sum."""
 
     def count(self, layer: int, scores: Tensor, candidates: Candidates) -> int:
         ceiling = super().count(layer, scores, candidates)
@@ -113,19 +114,19 @@ class AdaptiveSelector(Selector):
 
 
 def quota(ratio: float, num_hit_tokens: int) -> int:
-    """Number of tokens for a ratio: at least one unless the ratio is zero."""
+    """Return the number of tokens for a ratio: at least one unless the ratio is zero."""
     return 0 if ratio == 0 else max(1, round(ratio * num_hit_tokens))
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` highest scores, ascending; the earlier token wins a tie."""
+    """Return the indices of the `count` highest scores, ascending. The earlier token wins a tie."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[: min(count, len(order))].sort().values
 
 
 def count_covering(mass: float, scores: Tensor) -> int:
-    """Size of the smallest set that holds a share `mass` of the sum of `scores`, which are not negative. At
-    least 1 if there are any scores. Cost: one sort."""
+    """Return the size of the smallest set that holds a share `mass` of the sum of nonnegative `scores`; at
+    least 1 if there are any. Cost: one sort."""
     if not len(scores):
         return 0
     # Summed in double precision, so that thousands of small scores are not lost in rounding.
@@ -187,7 +188,7 @@ class RandomSelector(UpfrontSelector):
 
 
 class QuerySelector(AdaptiveSelector, UpfrontSelector):
-    """The tokens that the question attends to most."""
+    """The tokens with the highest attention from the question."""
 
     def __init__(self, selection: Selection, num_layers: int) -> None:
         super().__init__(selection, num_layers)
@@ -219,7 +220,7 @@ class HybridSelector(QuerySelector):
     def keep(self, layer: int, candidates: Candidates) -> Tensor:
         scores = self.scores(layer, candidates)
         count = self.count(layer, scores, candidates)
-        # Heads first: the same ones at both layers that filter, because both use the same ratio.
+        # Chunk heads come first; both filtering layers choose the same ones, because they use the same ratio.
         heads = top(
             -candidates.offsets,
             min(count, round(HYBRID_HEAD_SHARE * quota(self.ratio, candidates.num_hit_tokens))),
@@ -229,10 +230,11 @@ class HybridSelector(QuerySelector):
 
 
 def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
-    """The selection's query layers, limited to the model's depth; by default those within `QUERY_DEPTHS`.
+    """Return the selection's query layers, limited to the model's depth; by default those within
+    `QUERY_DEPTHS`.
 
-    Layers before and behind these rank tokens worse on the models that were measured (docs/adr/0006). The
-    blend starts once the KV of the last query layer has been loaded.
+    On the measured models, layers before and after these rank tokens worse (docs/adr/0006). The blend starts
+    when the KV of the last query layer has been loaded.
     """
     first, end = (round(depth * num_layers) for depth in QUERY_DEPTHS)
     wanted = selection.query_layers or range(first, max(end, first + 1))
@@ -242,12 +244,12 @@ def query_layers_of(selection: Selection, num_layers: int) -> tuple[int, ...]:
 _MIX_1, _MIX_2, _STEP = (
     constant - (1 << 64) for constant in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)
 )
-"""As int64."""
+"""The constants of splitmix64, as int64."""
 
 
 def splitmix64(positions: Tensor) -> Tensor:
-    """Hash int64 `positions` to int64 with splitmix64: the same on every rank and in every run, and free of
-    any pattern in the positions."""
+    """Hash int64 `positions` to int64 with splitmix64: deterministic, and without any pattern of the
+    positions."""
 
     def logical_shift_right(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
@@ -269,7 +271,7 @@ _OWN: dict[str, type[Selector]] = {
 
 
 def depends_on_question(selection: Selection) -> bool:
-    """Whether the choice of tokens depends on the question."""
+    """Return whether the choice of tokens depends on the question."""
     return bool(make_selector(selection, num_layers=1).query_layers)
 
 

@@ -15,8 +15,8 @@ from kintsugi.fusor.marks import Stopwatch
 from kintsugi.fusor.stack import DecoderStack, FreshKV, Hidden, LayerBatch
 
 WAITING = -1.0
-"""Yielded instead of a cost while data that was requested has not arrived, or a GPU has not got to the end of
-the pass."""
+"""Yielded instead of a cost while requested data has not arrived, or while a GPU has not finished the
+pass."""
 
 T = TypeVar("T")
 Units = Generator[float, None, T]
@@ -36,12 +36,13 @@ class SlicedWork(ABC):
     watch: Stopwatch
     """Runs on the device while the pass advances."""
     is_launched: bool = False
-    """Whether the host has nothing left to do but to notice that a GPU is done. Never seen on a CPU."""
+    """Whether only a GPU still has work for the pass. On a CPU, the pass then ends at once."""
 
     def advance(self, token_layers_max: float) -> float:
         """Run units until their cost reaches `token_layers_max`, one is `WAITING`, or the work has ended.
 
-        Returns the cost spent, which exceeds the limit by at most one unit. Work that is launched needs none.
+        Returns the cost spent, which exceeds the limit by at most one unit. A launched pass costs nothing
+        more.
         """
         spent = 0.0
         if not self.is_launched:
@@ -65,7 +66,7 @@ class SlicedWork(ABC):
         """Release all resources. Idempotent."""
 
     def wait_for_device(self, stack: DecoderStack) -> Units[None]:
-        """End the pass on `stack`: yields `WAITING` until the device has done all that the pass queued."""
+        """End the pass on `stack`: yields `WAITING` until the device has done all queued work of the pass."""
         self.is_launched = True
         self.watch.stop()
         is_done = stack.end_pass()
@@ -77,7 +78,7 @@ class SlicedWork(ABC):
 class Cut:
     """Tokens cut into units and prepared for layer calls; reused across layers.
 
-    Units go in ascending position, so that a unit finds the fresh K and V of the units before it.
+    Units ascend by position, so that a unit attends to the fresh K and V of earlier units.
     """
 
     units: tuple[tuple[slice, LayerBatch], ...]

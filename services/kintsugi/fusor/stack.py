@@ -24,7 +24,7 @@ class Hidden:
     residual: Tensor | None
     """vLLM's layers carry the residual separately from the states; None before the first layer."""
     beside: tuple[Tensor, ...] = ()
-    """What the model computes once and hands to its layers, each `[tokens, ...]`: positions, their cosines
+    """Tensors `[tokens, ...]` that the model computes once and passes to its layers: positions, their cosines
     and sines, embeddings per layer."""
 
     def take(self, index: Tensor | slice) -> Hidden:
@@ -32,7 +32,7 @@ class Hidden:
         return Hidden(self.states[index], residual, tuple(one[index] for one in self.beside))
 
     def copy(self) -> Hidden:
-        """The same over memory of its own, for a layer that changes its input in place."""
+        """Return a copy with its own memory, for a layer that changes its input in place."""
         residual = None if self.residual is None else self.residual.clone()
         return Hidden(self.states.clone(), residual, self.beside)
 
@@ -45,28 +45,28 @@ class FreshKV:
     query: Tensor
     """After RoPE, `[tokens, query heads of this rank, head_dim]`."""
     key_before_rope: Tensor | None
-    """None where it was not asked for: `project_kv` may leave it out."""
+    """None from `project_kv`, which may leave it out."""
     key: Tensor
     value: Tensor
 
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a layer turns queries and keys into attention weights, apart from the causal mask."""
+    """How a layer computes attention weights from queries and keys, apart from the causal mask."""
 
     scale: float
     sliding_window: int | None = None
     """Number of positions that a token sees, including its own."""
     softcap: float | None = None
     kernel: MassKernel | None = None
-    """Sums weights in the place of torch, where it can."""
+    """If it supports the tensors, sums weights instead of torch."""
     sinks: Tensor | None = None
     """`[query heads of this rank]`: logits that take probability and contribute no value."""
     slopes: Tensor | None = None
     """`[query heads of this rank]`: how much each position of distance lowers a logit (ALiBi)."""
     absorb: Callable[[Tensor], Tensor] | None = None
-    """Latent attention: turns queries `[tokens, heads, width]` into those that are multiplied with a rotary
-    key and the latent behind it, `[tokens, heads, rotary + latent]`. None: plain attention."""
+    """Latent attention: converts queries `[tokens, heads, width]` to queries over a rotary key followed by
+    the latent, `[tokens, heads, rotary + latent]`. None: plain attention."""
 
     @property
     def is_latent(self) -> bool:
@@ -84,7 +84,7 @@ class LayerBatch:
 
 @dataclass(frozen=True)
 class Slots:
-    """Places in the cache; made by `DecoderStack.slots`, reused across layers."""
+    """Slots of the cache; made by `DecoderStack.slots`, reused across layers."""
 
     prepared: Any
     """Private to the implementation."""
@@ -93,17 +93,17 @@ class Slots:
 class DecoderStack(Protocol):
     """Decoder layers over one or several sequences whose KV lies in a cache that this object owns.
 
-    A layer call writes the K and V of its tokens into the cache, then lets each token attend to its
-    own sequence's places up to and including its own: never to a later one. A token's place is its position,
-    unless a batch says otherwise.
+    A layer call writes the K and V of its tokens into the cache, then lets each token attend to its own
+    sequence's places up to and including its own. A token's place is its position, unless a batch specifies
+    `places`.
 
-    On a GPU, no call waits for the device, apart from `sum_over_ranks` of a tensor on the host and, where the
-    model's own attention has to serve tokens that were selected on the device, `batch`.
+    On a GPU, no call waits for the device, except `sum_over_ranks` of a tensor on the host, and `batch` if
+    the model's own attention computes tokens that were selected on the device.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where hidden states and the cache lie."""
+        """The device of hidden states and cache."""
         ...
 
     @property
@@ -121,23 +121,23 @@ class DecoderStack(Protocol):
 
     @property
     def sees_order_alone(self) -> bool:
-        """Whether attention asks of a cached token only whether it lies before the query: no layer has a
-        window or biases that count what lies between."""
+        """Whether attention depends only on the order of tokens, not on their distance: no layer has a window
+        or position biases."""
         ...
 
     def with_own_cache(self, start: int, end: int) -> DecoderStack:
-        """A stack of the same layers over a cache of its own, with places `[0, end)` for one sequence. In
-        the first `start` lie those of sequence 0; in the others nothing, and what is written to them is gone
-        once the layer ends."""
+        """Return a stack of the same layers with its own cache of places `[0, end)` for one sequence. The
+        first `start` places hold those of sequence 0. The others are empty, and lose what is written to them
+        when the layer ends."""
         ...
 
     def batch(
         self, positions: Tensor, owners: Tensor | None = None, places: Tensor | None = None
     ) -> LayerBatch:
-        """Prepare int64 `positions` `[tokens]`, ascending within each owner; `owners` `[tokens]`, on the
-        host, indexes the sequences and is None if there is only one. Positions lie on the host, or on
-        `device` where they were selected there. `places` `[tokens]`, where positions do: where in its
-        sequence's cache each token lies, in the order of positions. None: at its position."""
+        """Prepare int64 `positions` `[tokens]`, ascending within each owner, on the host, or on `device` if
+        they were selected there. `owners` `[tokens]`, on the host: indices of the sequences; None if there is
+        only one. `places` `[tokens]`, on the device of `positions`: the place of each token in its sequence's
+        cache, in the order of positions; None: its position."""
         ...
 
     def slots(self, places: Tensor) -> Slots:
@@ -149,13 +149,13 @@ class DecoderStack(Protocol):
         ...
 
     def begin_layer(self, layer: int) -> None:
-        """Must be called before the first write to `layer`; `end_layer` ends it."""
+        """Begin a layer, before the first write to it. `end_layer` ends it."""
         ...
 
     def end_layer(self, layer: int) -> None: ...
 
     def keeps_layer(self, layer: int) -> bool:
-        """Whether all that was written to `layer` is still there when it begins again."""
+        """Return whether the cache of `layer` keeps what was written until the layer begins again."""
         ...
 
     def write_kv(self, layer: int, slots: Slots, key: Tensor, value: Tensor) -> None:
@@ -175,16 +175,15 @@ class DecoderStack(Protocol):
     def attention_rule(self, layer: int) -> AttentionRule: ...
 
     def end_pass(self) -> Callable[[], bool]:
-        """Mark the end of a pass in the device's queue. Returns what tells, without waiting, whether every
-        rank's device has got there; ranks ask together."""
+        """Mark the end of a pass in the device's queue. Returns a function that reports, without waiting,
+        whether every rank's device has reached it. All ranks call it together."""
         ...
 
     def gather_heads(self, layer: int, values: Tensor) -> Tensor:
-        """`[tokens, heads of this rank, width]` of a layer -> `[tokens, all its kv heads, width]`, on every
+        """Gather `[tokens, heads of this rank, width]` of a layer to `[tokens, all kv heads, width]` on every
         rank."""
         ...
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """All-reduce, on the device or on the host, wherever `values` lie; with one rank, return the same
-        tensor."""
+        """All-reduce `values`, on the device or on the host. With one rank, returns the same tensor."""
         ...

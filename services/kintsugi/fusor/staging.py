@@ -1,11 +1,10 @@
-"""The way from the host's memory to the device: the one place that knows pinned memory, streams and events.
+"""Moves frames from the host's memory to the device. Only this module uses pinned memory, streams and events.
 
-On a CPU nothing is staged: what is uploaded is the tensor itself, and a frame is decoded where it arrives.
+On a CPU nothing is staged: an upload returns the tensor itself, and a frame is decoded when it arrives.
 
-On a GPU the bytes of a layer are gathered in pinned memory and cross the bus as they are stored, in one copy,
-which the device decodes; copy and decoding are queued on a stream beside the computation's, the same for all
-passes. The host never waits for either. Torch keeps pinned memory until the copies from it are done, and
-reuses it.
+On a GPU the bytes of a layer are gathered in pinned memory and copied in one piece, still encoded; the device
+decodes them. Copy and decoding are queued on one stream for all passes, separate from the computation's. The
+host never waits for either. Torch keeps pinned memory until the copies from it are done, and reuses it.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from kintsugi.fusor.codecs import DTYPES, Encoding, as_bytes, check_scales, deco
 from kintsugi.fusor.rope import Rotary
 
 THREADS_ON_DEVICE = 4
-"""Loader threads of a pass on a GPU. One verifies and copies an estimated 5 to 6 GB/s, a tenth of what the
-bus carries. On a CPU there is one: more would take cores from the computation."""
+"""Loader threads of a pass on a GPU. One thread verifies and copies an estimated 5 to 6 GB/s, a tenth of the
+bus's rate. On a CPU there is one thread: more would take cores from the computation."""
 
 ALIGNMENT_BYTES = 16
-"""Frames start at multiples of it, so that every element type can be read in place."""
+"""Alignment of frames, so that every element type can be read in place."""
 
 
 def upload(on_host: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device` without waiting for the copy. On a CPU, the same tensor."""
+    """Copy to `device` without waiting for the copy. On a CPU, returns the same tensor."""
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Copy to the host without waiting for the copy: wait for the device before reading. On a CPU, the same
-    tensor."""
+    """Copy to the host without waiting for the copy: wait for the device before reading. On a CPU, returns
+    the same tensor."""
     if tensor.device.type == "cpu":
         return tensor
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -52,11 +51,12 @@ def download(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def loading_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which every pass loads. Not one for each: torch keeps freed memory for the stream that it
-    was allocated on, so passes would neither find what was reserved nor reuse what others have left.
+    """Return the stream on which every pass loads. All passes share it, because torch keeps freed memory for
+    the stream that it was allocated on: on their own streams, passes could not use the reserved memory or
+    each other's.
 
-    Its first caller makes it, and it waits once for what the caller's stream has queued by then, such as the
-    tables that keys are rotated by.
+    The first call creates it. The stream waits once for the work queued by the caller's stream until then,
+    such as the tables of rotations.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -64,14 +64,14 @@ def loading_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def keep_for_loading(num_bytes: int, device: torch.device) -> None:
-    """Let torch take device memory and keep it for what passes load. Raises `torch.OutOfMemoryError`."""
+    """Have torch reserve device memory for the loads of passes. Raises `torch.OutOfMemoryError`."""
     with torch.cuda.stream(loading_stream(device)):
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)  # freed at once, which returns it to torch
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)  # freed at once, and kept by torch
 
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """One chunk's stored tokens and where they go in the prompt."""
+    """A chunk's stored tokens and their positions in the prompt."""
 
     manifest: ChunkManifest
     first_row: int
@@ -84,17 +84,18 @@ class ChunkRows:
         return slice(self.first_row, self.first_row + len(self.positions))
 
     def encoding(self, layer: int) -> Encoding:
-        """How a layer of it is encoded."""
+        """Return how a layer of the chunk is encoded."""
         return Encoding.of(self.manifest.layout, layer, self.manifest.codec, self.manifest.num_tokens)
 
 
 StagedLayer = tuple[Tensor, Tensor, torch.cuda.Event | None]
-"""K after RoPE and V, `[rows, heads, head_dim]`, of all placements; and the event behind the last operation
-that was queued for them, None on a CPU."""
+"""K after RoPE and V, `[rows, heads, head_dim]`, of all placements; and the event after the last operation
+queued for them, None on a CPU."""
 
 
 class LayerStaging(ABC):
-    """One layer on its way. Any thread may `put` a frame; one thread calls `finish` after the last."""
+    """A layer that is being staged. Any thread may `put` a frame; one thread calls `finish` after the
+    last."""
 
     @abstractmethod
     def put(self, index: int, data: memoryview) -> None:
@@ -106,10 +107,10 @@ class LayerStaging(ABC):
 
 
 class Staging:
-    """What the layers of one pass have in common, and the stream that they use."""
+    """The placements of a pass, and the stream that its layers use."""
 
     def __init__(self, placements: Sequence[ChunkRows], num_heads: int, device: torch.device) -> None:
-        """`num_heads`: heads that this rank loads of the layer that has most."""
+        """`num_heads`: the largest number of heads that this rank loads of a layer."""
         self.layout = placements[0].manifest.layout
         self.placements = placements
         self.device = device
@@ -123,11 +124,11 @@ class Staging:
 
     @property
     def threads(self) -> int:
-        """How many threads should fill a layer."""
+        """Number of threads that should fill a layer."""
         return 1 if self._stream is None else min(THREADS_ON_DEVICE, len(self.placements))
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """What a thread that stages works in."""
+        """Return the context in which a thread stages."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def begin_layer(self, layer: int) -> LayerStaging:
@@ -136,16 +137,16 @@ class Staging:
         )
 
     def num_heads(self, layer: int) -> int:
-        """Heads that this rank loads of a layer: the same share of each."""
+        """Return the number of heads that this rank loads of a layer: the same share of each layer."""
         return len(self.layout.heads_of(layer, self._heads))
 
     def empty(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Room for K and V of a layer."""
+        """Allocate K and V of a layer."""
         key, value = (self._tensor(torch.empty, layer, which) for which in (0, 1))
         return key, value
 
     def zeros(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V in the place of those that are lost."""
+        """Return zeros in place of a layer's lost K and V."""
         key, value = (self._tensor(torch.zeros, layer, which) for which in (0, 1))
         return key, value
 
@@ -167,8 +168,8 @@ class Staging:
         check_scales(frame, self.placements[index].encoding(layer))
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what the computation's stream has been given so far; None on a CPU, which has done it.
-        Called by the thread that computes."""
+        """Return an event after the work queued on the computation's stream so far; None on a CPU. Called by
+        the computing thread."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -176,7 +177,7 @@ class Staging:
         return event
 
     def consume(self, key: Tensor, value: Tensor, ready: torch.cuda.Event | None) -> None:
-        """Let the computation's stream wait for a layer; called by the thread that computes."""
+        """Let the computation's stream wait for a layer. Called by the computing thread."""
         if ready is None:
             return
         compute = torch.cuda.current_stream(self.device)
@@ -219,8 +220,8 @@ class _GatheredBytes(LayerStaging):
 
     def put(self, index: int, data: memoryview) -> None:
         rows = self._frames[index]
-        # By numpy, which takes bytes that may not be written to as they are, and copies without the
-        # interpreter's lock: the threads that fill a layer would hold up each other and the engine's.
+        # numpy accepts read-only bytes and copies without the interpreter's lock, which would block the other
+        # threads that fill the layer and the engine's.
         np.copyto(self._pinned_bytes[rows], np.frombuffer(data, np.uint8))
         self._staging.check(self._layer, index, self._pinned[rows].view(self._heads, -1))
 

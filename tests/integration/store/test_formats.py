@@ -27,7 +27,7 @@ from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
-from kintsugi.store.shard.workers import tier_writer
+from kintsugi.store.shard.workers import writeback
 from tests.contracts.store_contract import Chunk, make_encrypted_chunk, make_mixed_chunk
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec
 
@@ -130,7 +130,7 @@ def test_chunks_of_every_shape_survive_a_restart_side_by_side(
 def test_frames_of_several_sizes_are_demoted_and_promoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_writer, "_BOUNCE_BYTES", 1 << 17)  # a chunk moves in several steps
+    monkeypatch.setattr(writeback, "_BOUNCE_BYTES", 1 << 17)  # a chunk moves in several steps
     monkeypatch.setattr(work, "LOAD_STEP_BYTES", 1 << 17)
     chunks = [make_mixed_chunk(range(start, start + 400)) for start in range(0, 24_000, 1000)]
     keys = [manifest.key for manifest, _ in chunks]

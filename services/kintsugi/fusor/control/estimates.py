@@ -25,8 +25,8 @@ OUTLIER_FLOOR_S = 1e-3
 FORGETTING = 0.98
 """Weight that a fit's past keeps with each new observation."""
 PRIOR_OBSERVATIONS = 0.5
-"""How many observations a fit's prior is worth, term by term, however many there are: a service's prompts are
-alike, and what their differences say about single terms is mostly noise."""
+"""Weight of a fit's prior, per term, in observations. It does not shrink with more observations, because a
+service's prompts are similar, and their differences reveal little about single terms."""
 SWEEPS = 40
 """Maximum number of coordinate descent sweeps."""
 CONVERGED_SHARE = 1e-7

@@ -155,7 +155,7 @@ class _Shape:
 
 
 def _count_other_pairs(hits: Sequence[ChunkHit], region: ForecastRegion, left_out: Sequence[range]) -> float:
-    """`count_attention_pairs` of the tokens that were not loaded, as if those `left_out` were not there."""
+    """`count_attention_pairs` of the tokens that were not loaded, without those `left_out`."""
     away = [(hit.start, hit.end, 0) for hit in hits] + [(gap.start, gap.stop, len(gap)) for gap in left_out]
     pairs, gone, reached = 0.0, 0, region.start
     for first, end, leaving in sorted(away):
@@ -191,7 +191,7 @@ def blend_forecast(
 
 
 def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms) -> list[tuple[int, float]]:
-    """Layer and seconds of each stage. Most stages equal the previous one, whose cost is reused."""
+    """Return layer and seconds of each stage. Most stages equal the previous one, whose cost is reused."""
     costed: list[tuple[int, float]] = []
     before, cost_s = None, 0.0
     for stage in stages:
@@ -205,7 +205,8 @@ def _cost_stages(stages: Sequence[LayerWork], shape: _Shape, coefficients: Terms
 def _forecast_loading(
     engine: EngineShape, measured: Measured, hits: Sequence[ChunkHit]
 ) -> tuple[float, float]:
-    """Seconds until bytes arrive, then seconds per layer. The sources of one stream are read in turn."""
+    """Return the seconds until bytes arrive, and the seconds per layer. A stream reads its sources in
+    turn."""
     by_source: dict[ChunkSource, int] = {}
     for hit in hits:
         by_source[hit.source] = by_source.get(hit.source, 0) + hit.num_bytes
@@ -220,8 +221,8 @@ def _forecast_loading(
 def _pipeline(
     stages: Sequence[tuple[int, float]], loads: Sequence[float], prefetch_layers: int, begin_s: float
 ) -> float:
-    """The time at which the last stage is done. A layer starts loading when the previous one is loaded and
-    there is room, that is when the layer `prefetch_layers` before it has been taken."""
+    """Return the time at which the last stage is done. A layer starts loading when the previous one is loaded
+    and the layer `prefetch_layers` before it has been taken."""
     taken: list[float] = []
     loaded_s, now_s = 0.0, begin_s
     for layer, cost_s in stages:

@@ -40,12 +40,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Planner:
-    """Loads every hit and recomputes a fixed share. For measurements, which must get exactly what they ask
-    for, and the first step of `LoadingController`."""
+    """Loads every hit and recomputes a fixed share. Used for measurements, which need exactly the requested
+    configuration, and as the first step of `LoadingController`."""
 
     selection: Selection
-    """The default for what a request leaves open. Requests cannot set layers; the engine's configuration
-    does."""
+    """The default for options that a request does not set. Requests cannot set layers; the engine's
+    configuration does."""
 
     def with_selection(self, selection: Selection) -> Self:
         """Return the same planner with another default, such as a calibration report's choice."""
@@ -60,15 +60,16 @@ class Planner:
 
 
 def hits_beyond(hits: Sequence[ChunkHit], num_computed: int) -> tuple[ChunkHit, ...]:
-    """The hits with at least one token that is not in the engine's own prefix cache."""
+    """Return the hits with at least one token outside the engine's own prefix cache."""
     return tuple(hit for hit in hits if hit.end > num_computed)
 
 
 def plan_again(plan: BlendPlan, hits: Sequence[ChunkHit], computed: Set[int]) -> BlendPlan:
-    """The same blend for a request whose cached prefix has changed since `plan`.
+    """Return the same blend for a request whose cached prefix has changed since `plan`.
 
-    `hits`: those that can be loaded now. Chunks that start in `computed` were computed, and stay so. Raises
-    `NotBlendable` if nothing is left to load; a full prefill of the rest then computes what the blend would.
+    `hits`: the chunks that can be loaded now. Chunks that start at positions in `computed` were computed and
+    are not loaded. Raises `NotBlendable` if nothing is left to load; a full prefill of the rest then gives
+    the same result.
     """
     loaded = tuple(hit for hit in hits if hit.start not in computed)
     if not loaded:

@@ -16,7 +16,7 @@ from kintsugi.fusor.kernels.packed import GROUP_MAX, HEAD_DIM_MAX
 
 KEYS_MULTIPLE = 32
 EVERYWHERE = (1 << 31) - 1
-"""A window that hides nothing, and a position behind every query's."""
+"""A window that hides nothing, and a position after every query's."""
 
 
 class MassKernel:
@@ -29,7 +29,7 @@ class MassKernel:
 
     @staticmethod
     def serves(query: Tensor, key: Tensor, softcap: float | None) -> bool:
-        """Whether the kernel can sum the attention of `query` to `key`."""
+        """Return whether the kernel can sum the attention of `query` to `key`."""
         head_dim = query.shape[2]
         return (
             softcap is None
@@ -49,10 +49,8 @@ class MassKernel:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """As `fusor.question.attention_mass`. Raises `MemoryError`.
-
-        Memory: a copy of the keys, 64 floats per key and 32 more per thread, however many queries there are.
-        """
+        """Compute `fusor.question.attention_mass`. Raises `MemoryError`. Memory: a copy of the keys, 64
+        floats per key and 32 more per thread, for any number of queries."""
         assert self.serves(query, key, None)
         (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _) = query.shape, key.shape
         assert num_keys
@@ -65,5 +63,5 @@ class MassKernel:
         tensors = (query, key, query_positions.to(torch.int32), padded, total)
         sizes = (num_queries, num_keys, num_kv_heads, num_heads // num_kv_heads, head_dim)
         if not self._sum(*(one.data_ptr() for one in tensors), *sizes, window or EVERYWHERE, scale):
-            raise MemoryError(f"no memory to sum the attention to {num_keys} keys")
+            raise MemoryError(f"not enough memory to sum the attention to {num_keys} keys")
         return total

@@ -1,9 +1,9 @@
-"""Builds and loads our CPU kernels: one shared library, compiled once per machine by a C++ compiler that is
-found there, for the best instructions that this processor has. Nothing requires it: where it cannot be built,
-torch and the engine's own kernels do the work.
+"""Builds and loads our CPU kernels: one shared library, compiled once per machine by its C++ compiler, for
+the best instructions of its processor. It is optional: without it, torch and the engine's own kernels do the
+work.
 
-The kernels need AVX-512. Rejected: a build as a torch extension, which needs ninja and all of torch's
-headers; one library for all processors that chooses when it runs, as each machine has to compile anyway.
+The kernels require AVX-512. Rejected: a torch extension, which requires ninja and torch's headers; one
+library for all processors that chooses at run time, because each machine has to compile anyway.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FLAGS = (
 
 
 class Instructions(StrEnum):
-    """What multiplies bfloat16 numbers in a library."""
+    """The instructions that multiply bfloat16 numbers in a library."""
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
     AVX512 = "avx512"
-    """Widens them and multiplies in fp32."""
+    """Converts them to fp32 and multiplies those."""
 
 
 INSTRUCTION_FLAGS = {
@@ -45,17 +45,17 @@ INSTRUCTION_FLAGS = {
     Instructions.AVX512: (),
 }
 COMPILE_TIMEOUT_S = 60.0
-"""Takes 2 to 4 s on an idle core."""
+"""Compilation takes 2 to 4 s on an idle core."""
 
 
 def inputs(instructions: Instructions) -> str:
-    """All that a built library depends on."""
+    """Return everything that a built library depends on, for a digest."""
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     return "\0".join((*texts, *FLAGS, *INSTRUCTION_FLAGS[instructions], find_compiler() or ""))
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: `$CXX`, or what is installed as g++ or c++."""
+    """Return the path of the C++ compiler: `$CXX`, else g++ or c++. None if there is none."""
     names = (os.environ.get("CXX"), "g++", "c++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
@@ -64,7 +64,7 @@ def build(folder: Path, instructions: Instructions) -> None:
     """Compile the kernels into `folder`. Raises `Unavailable` with the end of the compiler's output."""
     compiler = find_compiler()
     if compiler is None:
-        raise Unavailable("there is no C++ compiler; install g++ or set CXX")
+        raise Unavailable("no C++ compiler was found; install g++ or set CXX")
     flags = (*FLAGS, *INSTRUCTION_FLAGS[instructions])
     command = [compiler, *flags, *map(str, SOURCES), "-o", str(folder / LIBRARY)]
     try:
@@ -77,8 +77,8 @@ def build(folder: Path, instructions: Instructions) -> None:
 
 @functools.cache
 def find_instructions() -> tuple[Instructions, ...]:
-    """What this process may multiply with, best first; empty for a processor that our kernels do not know.
-    Asks the operating system for leave to use AMX, which AMX needs."""
+    """Return the instructions that this process may use, best first; empty if our kernels do not support the
+    processor. Requests permission to use AMX from the operating system."""
     if not _has("_is_avx512_supported"):
         return ()
     if not _has("_is_avx512_bf16_supported"):
@@ -88,11 +88,11 @@ def find_instructions() -> tuple[Instructions, ...]:
 
 
 def _has(question: str) -> bool:
-    """What torch answers; no where this version of it does not know the question."""
+    """Call a query of `torch.cpu`. False if this version of torch lacks it."""
     ask = getattr(torch.cpu, question, None)
     return ask is not None and bool(ask())
 
 
 def load(folder: Path) -> ctypes.CDLL:
-    """Load what `build` left in `folder`. Raises `OSError` if it cannot be loaded."""
+    """Load the library that `build` wrote to `folder`. Raises `OSError`."""
     return ctypes.CDLL(str(folder / LIBRARY))

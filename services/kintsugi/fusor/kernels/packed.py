@@ -1,9 +1,10 @@
 """The CPU kernel for scattered queries, over the bfloat16 KV cache of vLLM's CPU backend.
 
 vLLM's own kernel takes one pseudo-request per run of queries, and reads the whole context for each: a request
-of one token gives it 2 rows to multiply by what it has read (at two query heads per KV head). Here a tile of
-queries fills 32 rows and shares what it reads (`packed.cpp`). With AMX the cache is multiplied as it lies;
-with AVX-512 its rows are interleaved first, once per tile, by a tenth as many instructions as multiply.
+of one token has only 2 rows to multiply by each key (at two query heads per KV head). Here a tile of queries
+fills 32 rows and shares the keys and values that it reads (`packed.cpp`). With AMX the cache is multiplied in
+place; with AVX-512 its rows are interleaved first, once per tile, at a tenth of the multiplication's
+instructions.
 
 With q query heads, h KV heads and head size d, a query-key pair takes 2 · q · d multiplications and q powers
 of 2; the 4 · h · d bytes of a key and its value are read once for 32 · h / q queries.
@@ -18,10 +19,10 @@ AVX-512 BF16 (AMD EPYC, 15 of 27 ns)   0.56    1.5
 AVX-512 (the same EPYC)                0.97    1.5
 =====================================  ======  ===========
 
-Where it cannot be built (`native`), scattered queries stay with the engine's own kernel.
+If it cannot be built (`native`), the engine's own kernel computes scattered queries.
 
-Rejected, relative to dense prefill with AMX: torch's flash attention over tiles with a mask, 2.2-3.7 (its
-dense attention takes 1.5).
+Rejected: torch's flash attention over tiles with a mask, which takes 2.2 to 3.7 times a dense prefill with
+AMX (its dense attention takes 1.5).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ HEAD_DIM_MAX = 256
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
-    """Whether the kernel can compute such a layer, on a processor whose instructions it knows."""
+    """Return whether the kernel can compute such a layer, on a supported processor."""
     return (
         num_heads // num_kv_heads <= GROUP_MAX
         and head_dim % 32 == 0
@@ -65,7 +66,7 @@ class PackedKernel:
         output: Tensor,
         scale: float,
     ) -> None:
-        """Write attention into `output`; the rules are those of `fusor.attention.attend_scattered`.
+        """Write attention into `output`, by the rules of `fusor.attention.attend_scattered`.
 
         query, output: bfloat16 `[n, q_heads, head_dim]`, contiguous in the last dimension.
         cache: bfloat16 `[num_blocks, kv_heads, block_size, 2 * head_dim]`, contiguous in the last two, whose
@@ -85,7 +86,7 @@ class PackedKernel:
 
 
 def _check(query: Tensor, cache: Tensor, block_table: Tensor, positions: Tensor, output: Tensor) -> None:
-    """Memory is read and written through pointers: assert that it is as the kernel expects."""
+    """Assert the layout of memory that the kernel accesses through pointers."""
     num_tokens, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, width = cache.shape
     assert supports(num_heads, num_kv_heads, head_dim, block_size)

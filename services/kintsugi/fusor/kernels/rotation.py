@@ -1,8 +1,7 @@
-"""The CPU kernel that rotates loaded keys: what `fusor.rope` computes, bit by bit, in one pass over them.
+"""The CPU kernel that rotates loaded keys: the result of `fusor.rope`, bit by bit, in one pass over the keys.
 
-torch needs about ten passes, through temporaries in fp32: with 3,700 tokens of 3 heads of 64, 0.9 to 2 ms a
-layer against 0.1 to 0.2 ms. On two cores these milliseconds are taken from the blend that runs beside the
-loader.
+torch needs about ten passes through fp32 temporaries: with 3,700 tokens of 3 heads of 64, 0.9 to 2 ms a layer
+against 0.1 to 0.2 ms. On two cores, the loader would take these milliseconds from the blend.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class RotationKernel:
 
     @staticmethod
     def serves(keys: Tensor, positions: Tensor) -> bool:
-        """Whether the kernel can rotate these keys."""
+        """Return whether the kernel can rotate these keys."""
         return (
             keys.dtype is torch.bfloat16
             and keys.device.type == positions.device.type == "cpu"
@@ -46,7 +45,7 @@ class RotationKernel:
         assert sin.is_contiguous()
         assert 2 * half <= head_dim
         if num_tokens and not 0 <= int(positions.min()) <= int(positions.max()) < num_rows:
-            raise IndexError(f"positions go beyond the {num_rows} rows of the rotation's table")
+            raise IndexError(f"positions exceed the {num_rows} rows of the rotation's table")
         rotated = torch.empty_like(keys)
         tensors = (keys, rotated, positions, cos, sin)
         self._rotate(*(one.data_ptr() for one in tensors), num_tokens, num_heads, head_dim, half, is_neox)

@@ -8,9 +8,9 @@ positions from its first query's window to its last query's position and keeps a
 Dequantising fp8 costs nothing: both scales are scalars, so K's goes into the logit scale and V's into
 the final division, and 8-bit elements are exact in 16 bits.
 
-Where tiles are too few to fill the GPU (few kv heads under tensor parallelism, or few queries), the walk over
-the kv positions is split: S programs walk a part each, and a second kernel merges their running softmaxes
-(FlashDecoding). With S = 1 there is no second kernel.
+If there are too few tiles to fill the GPU (few kv heads under tensor parallelism, or few queries), the walk
+over the kv positions is split: S programs walk a part each, and a second kernel merges their running
+softmaxes (FlashDecoding). With S = 1 there is no second kernel.
 
 Rejected: Triton's autotuner, which would stall the first request of every shape.
 
@@ -63,15 +63,17 @@ class Tile:
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""As many programs fit on a multiprocessor at a time, so that with fewer some of them have nothing to do."""
+"""Number of programs that a multiprocessor runs at a time; with fewer programs, some multiprocessors are
+idle."""
 
 SPLITS_MAX = 16
 STEPS_PER_SPLIT = 4
-"""Steps that a program should walk at least: merging costs as much as about one."""
+"""Minimum number of steps per program: merging costs about one step."""
 
 
 def choose_splits(programs: int, context: int, columns: int, multiprocessors: int) -> int:
-    """Parts, a power of two, into which each of `programs` walks over `context` positions is split."""
+    """Return the number of parts, a power of two, into which each of `programs` walks over `context`
+    positions is split."""
     splits = 1
     while (
         splits < SPLITS_MAX
@@ -83,9 +85,8 @@ def choose_splits(programs: int, context: int, columns: int, multiprocessors: in
 
 
 def variant_sizes(group: int, row_bytes: int, context_max: int) -> list[tuple[int, int]]:
-    """Numbers of queries and of kv positions. One call with each pair compiles every variant that calls over
-    at most `context_max` positions can need: each tile with each number of splits that a device may choose.
-    """
+    """Return pairs of numbers of queries and kv positions. One call with each pair compiles every variant
+    that calls over at most `context_max` positions can need: each tile with each number of splits."""
     smallest: dict[Tile, int] = {}
     num_tokens = 1
     while True:
@@ -125,8 +126,8 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Compute `fusor.attention.attend_scattered` for arguments that it has checked. Memory where the walk is
-    split: fp32 `[splits, n, q_heads, head_dim + 2]`."""
+    """Compute `fusor.attention.attend_scattered` for checked arguments. Memory, if the walk is split: fp32
+    `[splits, n, q_heads, head_dim + 2]`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads

@@ -108,10 +108,10 @@ def test_what_could_not_be_recorded_is_recorded_later() -> None:
 def test_the_policy_of_the_how_to_page_is_found_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import")
+    code = code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import Item")
     install(tmp_path, monkeypatch, EVICTION_POLICIES, "oldest", "oldest_policy:Oldest", code)
     page: dict[str, Any] = {}
-    exec(code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import"), page)
+    exec(code_of("eviction.md", "from kintsugi.store.shard.eviction.policy import policy_factory"), page)
     page["test_the_oldest_leaves_first"]()
     with pytest.raises(InvalidField, match="lru, oldest, s3fifo"):
         policy_factory("newest")

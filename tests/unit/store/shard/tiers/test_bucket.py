@@ -50,7 +50,7 @@ def test_a_specification_names_a_size() -> None:
 
 def test_a_bucket_needs_a_disk(tmp_path: Path) -> None:
     spec = ShardSpec(1 << 20, tmp_path, bucket=BucketSpec(BucketUrl("chunks"), 1 << 20))
-    with pytest.raises(InvalidField, match="give --ssd"):
+    with pytest.raises(InvalidField, match="pass --ssd"):
         open_shard(spec)
 
 
