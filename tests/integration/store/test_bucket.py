@@ -580,7 +580,7 @@ def test_a_bucket_that_keeps_versions_is_refused(s3: S3Server, tmp_path: Path) -
     s3.client.create_bucket(Bucket=name)
     s3.client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
     versioned = replace(spec(tmp_path), bucket=BucketSpec(BucketUrl(name), MIB))
-    with pytest.raises(InvalidField, match="keeps versions of what is deleted"):
+    with pytest.raises(InvalidField, match="keeps versions of deleted objects"):
         open_shard(versioned)
     open_shard(spec(tmp_path)).close()
 

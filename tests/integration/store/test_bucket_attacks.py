@@ -58,7 +58,7 @@ def keep_versions(s3: S3Server, status: str) -> None:
 def test_an_erasure_fails_once_versions_are_turned_on(shard: Shard, s3: S3Server) -> None:
     keep_versions(s3, "Enabled")
     try:
-        with pytest.raises(Unavailable, match="keeps versions of what is deleted"):
+        with pytest.raises(Unavailable, match="keeps versions of deleted objects"):
             shard.erase(Scope("acme"), 0.0)
         assert not len(shard.erasures)
         wait_until(lambda: "keeps versions" in shard.tier_failures().get("bucket", ""))
@@ -107,7 +107,7 @@ def test_a_listing_of_the_same_object_again_and_again_ends(
         pytest.fail("it is listed without end")
 
     monkeypatch.setattr(bucket.bucket, "list_names", list_names)
-    with pytest.raises(Unavailable, match="lists more objects than can be there"):
+    with pytest.raises(Unavailable, match="lists more objects than were stored"):
         shard.erase(Scope("other"), 0.0)
     assert tier_of(shard, A) == "bucket"
 

@@ -67,7 +67,7 @@ def test_a_disk_that_fails_is_told_the_lifetime_later(shard: Shard, monkeypatch:
 
     with monkeypatch.context() as broken:
         broken.setattr(shard.disks[0].catalog, "extend", fail)
-        with pytest.raises(Unavailable, match="not over a restart"):
+        with pytest.raises(Unavailable, match="do not survive a restart"):
             shard.retain("acme", [manifest.key], 600.0)
         Keeper(shard).turn()
     Keeper(shard).turn()
