@@ -15,8 +15,7 @@ from functools import cached_property
 
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy
-from kintsugi.store.shard.eviction.policy import EvictionPolicy
+from kintsugi.store.shard.eviction.policy import EvictionPolicy, LifetimePolicy
 from kintsugi.store.shard.tiers.extents import Extent, Strides
 
 Address = tuple[str, ChunkKey]

@@ -23,7 +23,6 @@ from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
-from kintsugi.store.shard.eviction.lifetimes import Unrecorded
 from kintsugi.store.shard.eviction.placement import NO_SSD_TIER
 from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
 from kintsugi.store.shard.eviction.room import Room, Transitions
@@ -33,7 +32,7 @@ from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
 from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
-from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered
+from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered, Unrecorded
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import (
     Eviction,
@@ -69,7 +68,7 @@ class EntryTable:
         self.reuse = ReuseGaps(clock)
         self.queues = [WriteQueue(disk, ram.capacity_bytes) for disk in disks]
         """One queue per SSD tier, fastest first."""
-        self.unrecorded: Unrecorded[ChunkEntry] = Unrecorded()
+        self.unrecorded = Unrecorded()
         """Chunks whose lifetimes are longer than the catalogs record."""
         self.draining = False
         self.failure: BaseException | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 
@@ -12,9 +12,11 @@ from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
+from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.placement import choose_tier
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.lower_tier import Unrecorded
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.workers import keeper as keeper_module
 from kintsugi.store.shard.workers.keeper import Keeper
@@ -343,3 +345,21 @@ def test_free_memory_is_returned_now_and_then(shard: Shard, monkeypatch: pytest.
         keeper.turn()
         counts.append(len(returned))
     assert counts == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_what_could_not_be_recorded_is_recorded_later() -> None:
+    unrecorded = Unrecorded()
+    first, second = (ChunkEntry(make_chunk(range(size))[0]) for size in (40, 50))
+    written: list[set[ChunkEntry]] = []
+
+    def fail(entries: Collection[ChunkEntry]) -> None:
+        unrecorded.add(second)
+        raise OSError("the disk is full")
+
+    unrecorded.record(lambda entries: written.append(set(entries)))
+    unrecorded.add(first)
+    with pytest.raises(OSError, match="full"):
+        unrecorded.record(fail)
+    for _ in range(2):
+        unrecorded.record(lambda entries: written.append(set(entries)))
+    assert written == [{first, second}]

@@ -160,6 +160,55 @@ class S3Fifo(EvictionPolicy[Item]):
             self._ghost_bytes -= self._ghost.popitem(last=False)[1]
 
 
+class LifetimePolicy(EvictionPolicy[Item]):
+    """Orders items with a lifetime before lasting items, each group by its own policy. Cost: that of the
+    policies.
+
+    Chunks that an engine has discovered have a lifetime, and so have chunks that were put with one: they use
+    only the room that lasting chunks leave. In a tier full of lasting chunks, that is the room of one chunk,
+    which the next one replaces.
+    """
+
+    def __init__(
+        self, has_lifetime: Callable[[Item], bool], make_policy: Callable[[], EvictionPolicy[Item]]
+    ) -> None:
+        """`has_lifetime` is called when an item is admitted. `let_last` reports that an item has lost its
+        lifetime."""
+        self._has_lifetime = has_lifetime
+        self._expiring = make_policy()
+        self._lasting = make_policy()
+        self._short_lived: set[Item] = set()
+        """The items in `_expiring`."""
+
+    def _policy_of(self, item: Item) -> EvictionPolicy[Item]:
+        return self._expiring if item in self._short_lived else self._lasting
+
+    def admit(self, item: Item, size_bytes: int, cost_ms: float) -> None:
+        if self._has_lifetime(item):
+            self._short_lived.add(item)
+        self._policy_of(item).admit(item, size_bytes, cost_ms)
+
+    def let_last(self, item: Item, size_bytes: int, cost_ms: float) -> None:
+        """Note that `item` has no lifetime any more. An item that was already given up is ignored."""
+        if item in self._short_lived:
+            self.remove(item)
+            self._lasting.admit(item, size_bytes, cost_ms)
+
+    def touch(self, item: Item) -> None:
+        self._policy_of(item).touch(item)
+
+    def remove(self, item: Item) -> None:
+        self._policy_of(item).remove(item)
+        self._short_lived.discard(item)
+
+    def evict(self, evictable: Callable[[Item], bool]) -> Item | None:
+        victim = self._expiring.evict(evictable)
+        if victim is None:
+            return self._lasting.evict(evictable)
+        self._short_lived.discard(victim)
+        return victim
+
+
 PolicyClass = Callable[[int, Callable[[Any], Hashable]], EvictionPolicy[Any]]
 
 POLICIES: dict[str, PolicyClass] = {"lru": Lru, "s3fifo": S3Fifo}

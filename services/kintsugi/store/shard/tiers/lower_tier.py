@@ -41,6 +41,33 @@ class Recovered:
     """Records that were dropped: the checksum was wrong, or the frames cannot lie where the record says."""
 
 
+class Unrecorded:
+    """Chunks whose lifetimes are longer than their records say. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._entries: set[ChunkEntry] = set()
+        self._adding = threading.Lock()
+        self._recording = threading.Lock()
+
+    def add(self, entry: ChunkEntry) -> None:
+        with self._adding:
+            self._entries.add(entry)
+
+    def record(self, write: Callable[[Collection[ChunkEntry]], None]) -> None:
+        """Return when every chunk added before the call is recorded, by this or another thread. Raises the
+        errors of `write`; then the chunks wait for the next call."""
+        with self._recording:
+            with self._adding:
+                entries, self._entries = self._entries, set()
+            try:
+                if entries:
+                    write(entries)
+            except BaseException:
+                with self._adding:
+                    self._entries |= entries
+                raise
+
+
 class LowerTier(CopyTier):
     """An SSD tier or a bucket.
 

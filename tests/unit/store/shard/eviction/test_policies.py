@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plugins import EVICTION_POLICIES
-from kintsugi.store.shard.eviction.lifetimes import LifetimePolicy, Unrecorded
-from kintsugi.store.shard.eviction.policy import POLICIES, Lru, policy_factory
+from kintsugi.store.shard.eviction.policy import POLICIES, LifetimePolicy, Lru, policy_factory
 from tests.fakes.cache_replay import TraceAccess, replay
 from tests.fakes.plugins import code_of, install
 
@@ -86,23 +84,6 @@ def test_what_loses_its_lifetime_leaves_with_the_lasting() -> None:
     policy.admit("c", 10, 0.0)
     policy.remove("c")
     assert policy.evict(lambda _: True) is None
-
-
-def test_what_could_not_be_recorded_is_recorded_later() -> None:
-    unrecorded: Unrecorded[str] = Unrecorded()
-    written: list[set[str]] = []
-
-    def fail(items: Collection[str]) -> None:
-        unrecorded.add("b")
-        raise OSError("the disk is full")
-
-    unrecorded.record(lambda items: written.append(set(items)))
-    unrecorded.add("a")
-    with pytest.raises(OSError, match="full"):
-        unrecorded.record(fail)
-    for _ in range(2):
-        unrecorded.record(lambda items: written.append(set(items)))
-    assert written == [{"a", "b"}]
 
 
 def test_the_policy_of_the_how_to_page_is_found_by_its_entry_point(
