@@ -18,7 +18,7 @@ SPEED_GAIN_MIN = 1.5
 """A chunk moves only to a tier that is faster by this factor, because measured speeds vary."""
 LIFETIME_S_MIN = 60.0
 """A chunk with a shorter lifetime is not uploaded."""
-NO_SSD_TIER = "durable requires an SSD tier; put to ram, or start the shard with --ssd"
+NO_SSD_TIER = "durable needs an SSD tier; put to ram, or start the shard with --ssd"
 
 
 def choose_tier(
