@@ -32,7 +32,7 @@ TURNS = 8
 RESAMPLES = 2000
 IDLE_CONNECTOR = {
     "kv_connector": "DecliningConnector",
-    "kv_connector_module_path": "kintsugi.engine.declining_connector",
+    "kv_connector_module_path": "kintsugi.engine.connector",
     "kv_role": "kv_both",
 }
 

@@ -43,7 +43,7 @@ LLAMA, QWEN = ALL["LlamaForCausalLM"], ALL["Qwen3ForCausalLM"]
         ("architecture: RuntimeError: The size of tensor a must match", False),
         ("rope", False),
         ("None", False),
-        ("store_unavailable: it failed lately", False),
+        ("store_unavailable: the store failed recently", False),
     ],
 )
 def test_a_clear_decline_has_a_listed_reason_and_no_raw_error(reason: str, clear: bool) -> None:

@@ -344,14 +344,8 @@ class AsyncEngine(EngineBackend):
 
     def space(self, namespace: str) -> ChunkSpace:
         """The chunk space of a namespace's requests."""
-        return ChunkSpace(
-            self.binding.model,
-            namespace,
-            self.prefix_token_ids,
-            self._config.portable,
-            tuple(self._config.context_token_ids),
-            self.store.name_key(namespace),
-        )
+        name_key = self.store.name_key(namespace)
+        return self._config.space(self.binding.model, namespace, self.prefix_token_ids, name_key)
 
     def stats(self) -> LoadStats:
         return self._load.stats()

@@ -1,4 +1,4 @@
-"""The requests that audit stored chunks: of which chunk, and what they ask of the engine."""
+"""Finds the stored chunks of a prompt, and makes the requests that audit them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StoredCopy:
 
     @property
     def prompt(self) -> Prompt:
-        """The request that audits it."""
+        """The request that audits this copy."""
         lead, namespace = self.space.lead_token_ids, self.space.namespace
         saving = save_prompt(lead, self.token_ids, namespace, self.key)
         assert saving.params is not None
@@ -35,8 +35,8 @@ class StoredCopy:
 def find_stored_copies(
     store: ChunkStore, space: ChunkSpace, token_ids: Sequence[int], spans: Sequence[Span] | None
 ) -> list[StoredCopy]:
-    """The copies that a blend of this prompt loads if it is asked for now, in their order. Without `spans`,
-    chunks are found by content. Blocks on the store; raises what its lookups raise."""
+    """Return the copies that a blend of this prompt would load now, in order. Without ``spans``, chunks are
+    found by content. Blocks on the store and raises its lookups' errors."""
     prompt = TokenIds.of(token_ids)
     if spans is None:
         match = match_content(store, space, prompt)

@@ -1,8 +1,8 @@
-"""The vLLM connector: a thin shell around `SchedulerSide` and `WorkerSide`.
+"""The vLLM connector that blends: a thin shell around `SchedulerSide` and `WorkerSide`.
 
-vLLM makes one object per role; each method below belongs to one role and says which.
-Requests are claimed asynchronously (`get_num_new_matched_tokens` returns `(n, True)`): vLLM parks them,
-leaves their blocks unnamed, and calls `start_load_kv` in every step, where the worker runs a slice.
+vLLM creates one object per role; methods are grouped by role. Requests are claimed asynchronously
+(`get_num_new_matched_tokens` returns `(n, True)`): vLLM parks them, leaves their blocks unnamed, and calls
+`start_load_kv` in every step, in which the worker runs a slice.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ logger = init_logger(__name__)
 
 
 class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The connector's object of one role."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -141,13 +143,13 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a blend that is dropped costs a prefill, so preempted requests may run on."""
+        """False: a dropped blend only costs a prefill."""
         return False
 
     # Scheduler role
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Called once, after every worker's `register_kv_caches`."""
+        """Store the workers' facts. Called once, after every worker's `register_kv_caches`."""
         facts = [one for one in metadata.values() if isinstance(one, WorkerFacts)]
         side = self._scheduler
         side.restores_keys = all(one.restores_keys for one in facts)
@@ -180,8 +182,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update(report)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM should go on stepping, though it has no requests: discovered segments wait to be
-        saved."""
+        """Whether vLLM should keep stepping without requests, to save discovered segments."""
         side = self._scheduler
         return side.declined_because is None and side.idle_saves.is_pending
 
@@ -194,8 +195,8 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, self._scheduler.request_finished(request)
 
     def reset_cache(self) -> bool:
-        """Nothing to forget: chunks stay valid as long as the weights do, which the worker watches itself.
-        vLLM calls it for mere resets, too, and not for every weight update."""
+        """Do nothing: chunks stay valid until the weights change, which the worker detects. vLLM also calls
+        this for plain resets, and not for every weight update."""
         return True
 
     # Worker role
@@ -212,15 +213,15 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.step(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests whose KV is not there yet are not in the batch."""
+        """Do nothing: the batch contains no request whose KV is not loaded yet."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: chunks are captured before RoPE, in the save pass."""
+        """Do nothing: the save pass captures chunks before RoPE."""
 
     def wait_for_save(self) -> None:
-        """Nothing: a save is reported finished once its chunk is committed."""
+        """Do nothing: a save is reported finished after its chunk is committed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         done, failed = self._worker.take_finished()
@@ -232,12 +233,12 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Both roles
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks at the end of every step, which the scheduler's side takes as that."""
+        """End the step: vLLM calls this at the end of every step."""
         return self._side.end_step() if isinstance(self._side, SchedulerSide) else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        # For vLLM's log line, which a service may never write: it keeps what it is given until then.
+        # For vLLM's log line, which a service may never write: the data is kept until then.
         return BlendStats(data={name: amount for name, amount in (data or {}).items() if name != TOLD})
 
     @classmethod
@@ -255,7 +256,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 PROJECTION_SHARE_FIRST = 0.25
-"""Until a blend has told the model's."""
+"""Projection share until the worker reports the model's."""
 
 
 def _planner_of(config: EngineConfig) -> Planner:
@@ -267,7 +268,7 @@ def _planner_of(config: EngineConfig) -> Planner:
 def _find_misnaming(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: EngineConfig
 ) -> str | None:
-    """Why names of blocks do not keep blended KV apart, as `reason: detail`; None where they do."""
+    """Run the self-test of block names. Returns `reason: detail` if it fails, else None."""
     if not config.self_test or not vllm_config.cache_config.enable_prefix_caching:
         return None
     try:
@@ -275,7 +276,7 @@ def _find_misnaming(
     except SelfTestFailed as failed:
         reason = f"self_test_failed: {failed}"
     except Exception as defect:
-        logger.exception("The self-test of names broke")
+        logger.exception("The self-test of names failed because of a defect")
         reason = f"self_test_failed: check 'names': {type(defect).__name__}: {defect}"
     else:
         return None
@@ -293,7 +294,7 @@ def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
 
 
 def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Parking:
-    """A place for every blend that the worker works on, but no more than the engine has seats."""
+    """Make the parking: one place per blend that the worker runs, at most `max_num_seqs`."""
     blocks_per_token = sum(1 / size for size in _block_sizes(kv_cache_config))
     return Parking(
         places=min(PASSES_MAX, vllm_config.scheduler_config.max_num_seqs),
@@ -302,5 +303,5 @@ def _parking_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Park
 
 
 def _block_sizes(kv_cache_config: KVCacheConfig) -> list[int]:
-    """Tokens per block of each group."""
+    """Return the tokens per block of each group."""
     return [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]

@@ -1,7 +1,7 @@
 """Teacher forcing: a request that answers with given tokens and reports the model's own logprobs.
 
-A custom logits processor of vLLM's. Raw logprobs are taken before processors run, so the distributions
-are those of the model behind the forced tokens.
+A custom logits processor for vLLM. Raw logprobs are taken before processors run, so they are the model's
+distributions after the forced tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kintsugi.engine.local import FORCED_KEY
 
 
 class TeacherForcing(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leaves requests without `FORCED_KEY` alone."""
+    """Logits processor for requests with `FORCED_KEY`. Ignores all others."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -28,7 +28,7 @@ class TeacherForcing(AdapterLogitsProcessor):  # type: ignore[misc]
 
 
 class _Forced:
-    """Forces one request's tokens in order, and nothing once they are used up."""
+    """Forces one request's tokens in order, and nothing after the last of them."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)

@@ -82,21 +82,20 @@ class Generation:
 
     token_ids: list[int]
     """The answer's tokens."""
-    text: str
-    """The answer."""
-    ttft_s: float
-    """From handing the request to the engine to its first token."""
-    itl_s: list[float]
-    """Between each token and the one before; one fewer than tokens."""
-    logprobs: list[float]
+    text: str = ""
+    ttft_s: float = float("nan")
+    """Seconds from the request's arrival to its first token; NaN if not measured."""
+    itl_s: list[float] = field(default_factory=list)
+    """Seconds between successive tokens: one value fewer than tokens."""
+    logprobs: list[float] = field(default_factory=list)
     """The logprob of each chosen token."""
-    top_logprobs: list[dict[int, float]]
-    """Token id -> logprob at each step: the chosen one and `Prompt.top_logprobs` more."""
-    finish_reason: str | None
-    """Why it ended, as vLLM says it."""
-    num_cached_tokens: int
-    """Prompt tokens that the engine did not compute itself: prefix cache and connector."""
-    accounting: dict[str, Any] | None
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    """Logprobs by token id at each step: the chosen token's and those of the `Prompt.top_logprobs` best."""
+    finish_reason: str | None = None
+    """vLLM's reason why the answer ended."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the engine did not compute: from the prefix cache or the connector."""
+    accounting: dict[str, Any] | None = None
     """The response's `kv_transfer_params["kintsugi"]`."""
 
     @property
@@ -238,8 +237,8 @@ class LocalEngine:
         With a context, every copy of a chunk is stored. One result per chunk: of its copies, the first that
         could not be stored, else the prepared one.
         """
-        prefix, config = tuple(prefix_token_ids), self._scheduler.config
-        space = ChunkSpace(self.binding.model, namespace, prefix, config.portable, self.context_token_ids)
+        config = self._scheduler.config
+        space = config.space(self.binding.model, namespace, prefix_token_ids)
         leads = [copy.lead_token_ids for copy in space.copies(config.plain_copies)]
         saved = self.generate([save_prompt(lead, chunk, namespace) for chunk in chunks for lead in leads])
         copies = [saved[start : start + len(leads)] for start in range(0, len(saved), len(leads))]
@@ -266,15 +265,9 @@ class LocalEngine:
 
     def space(self, namespace: str) -> ChunkSpace:
         """The chunk space of a namespace's requests."""
-        config = self._scheduler.config
-        return ChunkSpace(
-            self.binding.model,
-            namespace,
-            self.prefix_token_ids,
-            config.portable,
-            self.context_token_ids,
-            self._scheduler.store.name_key(namespace),
-        )
+        side = self._scheduler
+        name_key = side.store.name_key(namespace)
+        return side.config.space(self.binding.model, namespace, side.prefix_token_ids, name_key)
 
     @property
     def num_layers(self) -> int:
@@ -297,20 +290,6 @@ class LocalEngine:
             raise NotBlendable("connector", f"this engine's is a {type(connector).__name__}. {WORKING}")
         side: SchedulerSide = connector._scheduler
         return side
-
-    def save_discovered(self) -> None:
-        """Step the idle engine until the discovered segments are saved that may be saved now. A server's
-        engine does so by itself. Raises `DeadlineExceeded`."""
-        deadline_s = time.perf_counter() + GENERATE_TIMEOUT_S
-        saves = self._scheduler.idle_saves
-        saves.wake()
-        while saves.is_pending:
-            if time.perf_counter() > deadline_s:
-                raise DeadlineExceeded(
-                    f"discovered segments were not saved within {GENERATE_TIMEOUT_S:.0f} s"
-                )
-            self.llm.llm_engine.step()
-            saves.wake()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, so that the next prompt is prefilled from its first token."""

@@ -1,5 +1,5 @@
-"""What every vLLM process needs of us: the connector (entry point `vllm.general_plugins`), and an end when
-its parent was killed."""
+"""The plugin of every vLLM process: registers the connector (entry point `vllm.general_plugins`), and ends
+the process if its parent was killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _watching = threading.Event()
 
 
 def register() -> None:
-    """Called by vLLM when it loads plugins, once per process and possibly more often. Never raises: a vLLM
-    without connectors serves on."""
+    """Register the connector. vLLM calls this when it loads plugins, at least once per process. Never raises:
+    a vLLM without connectors continues to serve."""
     if multiprocessing.parent_process() is not None:
         # A core or worker that vLLM starts collects its whole heap several times before it is ready. Each
         # time takes 0.3 s for the modules that it has imported, which are not garbage.
@@ -30,12 +30,12 @@ def register() -> None:
         if CONNECTOR not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(CONNECTOR, "kintsugi.engine.connector", CONNECTOR)
     except (ImportError, AttributeError) as error:
-        logger.warning("This vLLM has no KV connectors, so Kintsugi is not in it (%s). %s", error, WORKING)
+        logger.warning("This vLLM has no KV connectors, so it runs without Kintsugi (%s). %s", error, WORKING)
 
 
 def end_with_parent() -> None:
-    """Ends this process with the one that started it, if multiprocessing did. vLLM's own cores would keep
-    their memory, and their GPU's. Idempotent."""
+    """End this process when the process that started it by multiprocessing ends. Without this, vLLM's cores
+    would keep their memory and the GPU's. Idempotent."""
     parent = multiprocessing.parent_process()
     if parent is None or _watching.is_set():
         return

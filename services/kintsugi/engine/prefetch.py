@@ -1,8 +1,8 @@
-"""Asks the kernel for the files that starting an engine reads, before they are read.
+"""Makes the kernel read an engine's files before the engine needs them, and keeps them in the page cache.
 
-An engine that starts long after the last one finds its libraries and weights on the disk alone. Imports read
-them page by page, in the order of the code; asked for in order and beforehand, they come in long reads. An
-engine that runs keeps them in memory for its successor.
+An engine that starts long after the last one finds its libraries and weights only on disk. Imports would read
+them page by page, in the order of the code; requested in order and in advance, they are read in long runs. A
+running engine keeps the files in memory for its successor.
 """
 
 from __future__ import annotations
@@ -17,37 +17,30 @@ from contextlib import suppress
 from pathlib import Path
 
 PACKAGES = ("torch", "vllm", "transformers")
-"""Most of what an engine imports, by bytes."""
+"""Packages that make up most of the bytes that an engine imports."""
 SUFFIXES = (".so", ".pyc", ".safetensors")
 FILES_MAX = 50_000
 BYTES_MAX = 4 << 30
-"""What comes last of a larger checkpoint would push out of memory what was asked for first."""
+"""Maximum bytes to read. The end of a larger checkpoint would evict its beginning from memory."""
 PIECE_BYTES = 128 << 10
-"""Linux reads no more at one request than the disk's largest transfer, which is seldom less."""
+"""Bytes per request: Linux reads at most the disk's largest transfer, which is seldom smaller."""
 KEEP_PERIOD_S = 60.0
-"""Reading 1.4 GB that are in memory takes 0.06 s of CPU, as nothing is copied."""
+"""Period of reading files again. Reading 1.4 GB that are in memory takes 0.06 s of CPU; nothing is copied."""
 READING_SHARE_MAX = 0.01
-"""Share of the time that reading may take. Where memory is too short, the files come from the disk."""
+"""Maximum share of time spent reading. If memory is short, the files are read from disk."""
 
 
 def prefetch_engine(model: str | Path) -> int:
-    """Ask for the files of `PACKAGES` and of the checkpoint in folder `model`; how many bytes that are.
+    """Ask the kernel to read the files of `PACKAGES` and of the checkpoint in folder ``model`` that end in
+    `SUFFIXES`, up to `BYTES_MAX`. Returns the number of bytes.
 
-    Returns before they are read. Costs a few system calls per file and one per `PIECE_BYTES`; what is in
-    memory already is not read.
-    """
-    return prefetch([*_package_folders(), Path(model)])
-
-
-def prefetch(folders: Iterable[Path]) -> int:
-    """Ask for what lies in `folders` and ends in `SUFFIXES`, up to `BYTES_MAX`; how many bytes that are.
-
-    Never raises: a file that cannot be opened is read later, or fails there.
+    Returns before they are read. Costs a few system calls per file and one per `PIECE_BYTES`; the kernel
+    reads no file that is in memory. Never raises: a file that cannot be opened is read later, or fails there.
     """
     if not hasattr(os, "posix_fadvise"):
         return 0
     total = 0
-    for _, path in zip(range(FILES_MAX), _files(folders), strict=False):
+    for _, path in zip(range(FILES_MAX), _files([*_package_folders(), Path(model)]), strict=False):
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -65,9 +58,9 @@ def prefetch(folders: Iterable[Path]) -> int:
 
 
 def files_in_use(model: str | Path) -> list[str]:
-    """Paths of what the next start of the same engine reads: the libraries that this process has mapped (on
-    Linux; elsewhere none), the bytecode of the modules that it has imported, and the weights in folder
-    `model`, in this order."""
+    """Return the paths of the files that the next start of the same engine reads: the libraries that this
+    process has mapped (Linux only), the bytecode of its imported modules, and the weights in folder
+    ``model``, in this order."""
     found: dict[str, None] = {}
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
@@ -83,7 +76,7 @@ def files_in_use(model: str | Path) -> list[str]:
 
 
 def read_through(paths: Iterable[str]) -> int:
-    """Make the kernel read files, up to `BYTES_MAX`, without copying them. Returns the number of bytes.
+    """Make the kernel read files without copying them, at most `BYTES_MAX`. Returns the number of bytes.
 
     The kernel then counts their pages as used. Skips files that cannot be read.
     """
@@ -103,8 +96,8 @@ def read_through(paths: Iterable[str]) -> int:
 
 
 class FileKeeper:
-    """Reads files on a thread until `close`, so that they stay in memory: every `period_s`, or as often as
-    keeps the time of reading below `READING_SHARE_MAX`."""
+    """Reads files on a thread until `close`, so that they stay in memory: every ``period_s``, or less often
+    to keep the share of time within `READING_SHARE_MAX`."""
 
     def __init__(self, paths: Sequence[str], period_s: float = KEEP_PERIOD_S) -> None:
         self._paths = paths

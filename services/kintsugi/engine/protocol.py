@@ -1,4 +1,4 @@
-"""The messages between the scheduler's side of the connector and the worker's side."""
+"""Messages between the scheduler's side and the worker's side of the connector."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ from kintsugi.fusor.control.metering import Meter
 
 @dataclass(frozen=True)
 class JobTokens:
-    """The part of a request that the worker computes, and the cache blocks that hold it."""
+    """The tokens of a request that the worker computes, and the cache blocks that hold them."""
 
     request_id: str
     token_ids: list[int]
     """Tokens of positions `[start, start + len)`."""
     start: int
     block_ids: tuple[list[int], ...]
-    """Per KV cache group, from position 0 on; 0 is vLLM's null block."""
+    """Block ids per KV cache group, from position 0 on; 0 is vLLM's null block."""
 
 
 @dataclass(frozen=True)
 class BlendJob:
+    """A blend that the worker computes."""
+
     tokens: JobTokens
     plan: BlendPlan
     manifests: dict[ChunkKey, ChunkManifest]
-    """By the keys of the plan's hits. They say in which namespace each chunk lies."""
+    """The manifests of the plan's hits by key. A manifest names its chunk's namespace."""
     explain: bool
     timeline: bool
     next_token_id: int
-    """The prompt's last token, which the engine computes behind the blend."""
+    """The prompt's last token, which the engine computes after the blend."""
 
 
 @dataclass(frozen=True)
 class SaveJob:
+    """A save or an audit of one chunk."""
+
     tokens: JobTokens
     space: ChunkSpace
     key: ChunkKey
@@ -53,9 +57,9 @@ class SaveJob:
     chunk_start: int
     chunk_end: int
     tier: str
-    """The tier that the store keeps it in; empty: its client's default."""
+    """Tier in which the store keeps the chunk; empty: the store client's default."""
     is_audit: bool = False
-    """Compare the chunk with what the store holds under its key, and store nothing."""
+    """Compare the chunk with the stored one of the same key, and store nothing."""
     ttl_s: float = 0.0
     """Lifetime of the chunk; 0: the store's default."""
     asked_at_s: float = 0.0
@@ -64,7 +68,7 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """Chunks of which a few layers are read to measure loading. No request waits for it."""
+    """Chunks whose first layers are read to measure the speed of loading. No request waits for it."""
 
     hits: tuple[ChunkHit, ...]
     manifests: dict[ChunkKey, ChunkManifest]
@@ -72,10 +76,10 @@ class ProbeJob:
 
 @dataclass(frozen=True)
 class PassSample:
-    """What one blend took. Times are seconds."""
+    """Measured times of one blend, in seconds."""
 
     busy_s: float
-    """Time in its slices, without waiting for layers."""
+    """Time in the blend's slices, without waiting for layers."""
     load_wait_s: float
     projection_share: float
     """The model's projection share, see `fusor.stack.DecoderStack`."""
@@ -83,7 +87,7 @@ class PassSample:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """What one stream took."""
+    """Measured loads of one blend's or probe's streams."""
 
     transfers: tuple[Transfer, ...]
     decode_s: float
@@ -91,7 +95,7 @@ class LoadSample:
 
     @staticmethod
     def of(meters: Sequence[Meter]) -> LoadSample:
-        """What streams side by side cost together: they wait and decode at the same time."""
+        """Combine streams that ran side by side: they wait and decode at the same time."""
         transfers = [
             dataclasses.replace(transfer, wait_s=transfer.wait_s / len(meters))
             for meter in meters
@@ -110,13 +114,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     cancelled: list[str] = field(default_factory=list)
     probes: list[ProbeJob] = field(default_factory=list)
     discovered: list[SaveJob] = field(default_factory=list)
-    """Saves that no request waits for. A step begins one batch of them at most."""
+    """Saves of discovered segments, for which no request waits. A step begins at most one batch."""
     idle_tokens: int = 0
-    """Full-width tokens' worth of work that such saves may do in this step; 0: they wait."""
+    """Work that saves of discovered segments may do in this step, in tokens computed in all layers; 0:
+    none."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it brings no work, ends none, and lets none go on."""
+        """Whether the step has no new work, no cancellation and no share for idle saves."""
         return not (
             self.blends or self.saves or self.cancelled or self.probes or self.discovered or self.idle_tokens
         )
@@ -124,30 +129,31 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker learnt of the model at start."""
+    """Facts about the model that a worker learns at start."""
 
     restores_keys: bool
-    """Whether every stored key is what the model had before its rotation. Otherwise the rotation was taken
-    off what attention got, and turning it back differs by roundings."""
+    """Whether every stored key is captured before its rotation. Otherwise keys are unrotated from attention's
+    input, and rotating them again differs by rounding."""
     sees_order_alone: bool
     """See `fusor.stack.DecoderStack`."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Finished jobs by request id, and whether this worker can blend at all."""
+    """Results of a worker's steps: finished jobs by request id, samples, and whether it can blend at all."""
 
     finished: dict[str, Accounting] = field(default_factory=dict)
     unable: str | None = None
-    """Why blending is off on this worker; None when it is on."""
+    """The reason why blending is off on this worker; None if it is on."""
     passes: dict[str, PassSample] = field(default_factory=dict)
-    """Samples of finished blends that went as planned, by request id."""
+    """Samples of finished blends without restarts, by request id."""
     loads: list[LoadSample] = field(default_factory=list)
     discovered: list[Accounting] = field(default_factory=list)
-    """What became of each save of the batch that no request waited for, once all have ended."""
+    """Outcomes of a batch of discovered segments, after all of its saves have ended."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Over tensor-parallel ranks: bytes add up, waits take the longest, failures win."""
+        """Combine the reports of two tensor-parallel ranks: sum bytes, take the longest waits, prefer
+        failures."""
         assert isinstance(other, WorkerReport)
         finished = dict(self.finished)
         for request_id, theirs in other.finished.items():

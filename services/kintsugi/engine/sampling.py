@@ -1,4 +1,4 @@
-"""What a request may ask of sampling: vLLM's names, typed and checked before vLLM sees them."""
+"""Sampling parameters of a request, by vLLM's names, checked before vLLM sees them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kintsugi.core.schema import STRICT, load
 STOPS_MAX = 16
 BIASES_MAX = 1024
 _Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
-"""What the way to an engine's process can carry."""
+"""A 64-bit integer: the serialisation on the way to an engine's process takes no larger one."""
 
 
 @dataclass(frozen=True)
 class _Sampling:
-    """Those of vLLM's `SamplingParams` that an answer of one sequence of tokens can carry. None: the model's
-    own default."""
+    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. None: the model's
+    default."""
 
     __pydantic_config__ = STRICT
 
@@ -46,15 +46,18 @@ class _Sampling:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidField("sampling.max_tokens", f"{self.max_tokens} must be at least 1")
         if isinstance(self.stop, list) and len(self.stop) > STOPS_MAX:
-            raise InvalidField("sampling.stop", f"{len(self.stop)} texts; at most {STOPS_MAX} are looked for")
+            raise InvalidField("sampling.stop", f"has {len(self.stop)} texts; send at most {STOPS_MAX}")
         if self.logit_bias is not None and len(self.logit_bias) > BIASES_MAX:
-            raise InvalidField("sampling.logit_bias", f"{len(self.logit_bias)} tokens; at most {BIASES_MAX}")
+            raise InvalidField(
+                "sampling.logit_bias", f"has {len(self.logit_bias)} tokens; send at most {BIASES_MAX}"
+            )
 
 
 def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for vLLM's `SamplingParams`. Raises `InvalidField`, and `UnknownField` with the nearest name.
+    """Return the arguments for vLLM's `SamplingParams`. Raises `InvalidField`, or `UnknownField` with the
+    nearest valid name.
 
-    vLLM checks ranges itself; its `ValueError` is the caller's to translate.
+    vLLM checks ranges itself; the caller must translate its `ValueError`.
     """
     sampling = load(_Sampling, values, where="sampling")
     return {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}

@@ -1,25 +1,25 @@
-"""Which versions of vLLM blend, in words that every refusal and the documentation share.
+"""The versions of vLLM that blend, as refusals and the documentation name them.
 
-Whether the installed vLLM blends is decided by its names and signatures (`engine.worker.hooks`), not by its
-version: this table only says what was found out about each.
+Whether the installed vLLM blends depends on its names and signatures (`engine.worker.hooks`), not on its
+version: this table only records what is known of each version.
 """
 
 from __future__ import annotations
 
 RUN = ("0.31", "0.32")
-"""The engine's tests pass on these."""
+"""Versions on which the engine's tests pass."""
 PROBED = ("0.30", "0.33")
-"""Their sources have every name and signature that blending needs; no tests of ours run on them."""
+"""Versions whose sources have every name and signature that blending needs, without a test run."""
 LACKING = ("0.26",)
-"""Their sources lack some, so an engine of theirs blends nothing."""
+"""Versions whose sources lack some of the names, so that nothing is blended."""
 REQUIREMENT = ">=0.30,<0.34"
-"""What the extra `gpu` asks for."""
+"""Requirement of the extra `gpu`."""
 
 WORKING = (
     f"vLLM {' and '.join(RUN)} are tested, {' and '.join(PROBED)} have everything that blending needs: "
     f"install 'vllm{REQUIREMENT}'"
 )
-"""One clause for messages."""
+"""Clause for messages."""
 
 
 def is_tested(version: str) -> bool:

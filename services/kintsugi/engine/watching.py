@@ -115,7 +115,7 @@ class Watcher(Protocol):
 
 
 class Notes(Protocol):
-    """What `openai.requests.CallState` does for this module."""
+    """What `openai.serving.CallState` does for this module."""
 
     def note(self, output: Any) -> None: ...
 
@@ -305,10 +305,6 @@ class _Answer:
     def generation(self, output: Any, accounting: dict[str, Any] | None) -> Generation:
         return Generation(
             token_ids=self.token_ids,
-            text="",
-            ttft_s=float("nan"),
-            itl_s=[],
-            logprobs=[],
             top_logprobs=self.steps,
             finish_reason=output.outputs[0].finish_reason,
             num_cached_tokens=output.num_cached_tokens or 0,

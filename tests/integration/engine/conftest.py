@@ -144,6 +144,18 @@ def when_discovering(engine: LocalEngine) -> LocalEngine:
     return engine
 
 
+def save_discovered(engine: LocalEngine) -> None:
+    """Step the idle engine until it has saved the discovered segments that it may save now."""
+    saves = engine._scheduler.idle_saves
+    saves.wake()
+    for _ in range(100_000):
+        if not saves.is_pending:
+            return
+        engine.llm.llm_engine.step()
+        saves.wake()
+    raise AssertionError("discovered segments were not saved")
+
+
 def max_dlogprob(one: Generation, other: Generation) -> float:
     """Largest difference of a logprob that both report, over the tokens before they part."""
     worst = 0.0

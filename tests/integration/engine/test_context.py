@@ -25,6 +25,7 @@ from tests.integration.engine.conftest import (
     rag,
     ram_store,
     random_tokens,
+    save_discovered,
     when_discovering,
 )
 from tests.oracle import Oracle
@@ -178,7 +179,7 @@ def test_segments_that_are_saved_together_are_what_each_is_alone(engine: LocalEn
     for end in range(2):
         prompt = [*PREFIX, *(token for one in passages for token in one), *random_tokens(20, end)]
         ask_cold(engine, prompt, KintsugiParams("together", discover=True))
-    engine.save_discovered()
+    save_discovered(engine)
     assert all(one.is_saved for one in engine.save(PREFIX, passages, "alone"))
     together, alone = (
         {(one.num_tokens, _is_plain(engine, one)): one for one in ram_store(STORE).list(namespace)}

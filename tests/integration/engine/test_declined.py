@@ -160,11 +160,11 @@ def test_an_engine_whose_self_test_breaks_serves_without_blending(
 def test_an_engine_on_a_vllm_that_lacks_something_serves_without_blending(
     engine_slot: EngineSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kintsugi.engine import connector, declining_connector
+    from kintsugi.engine import connector
 
-    monkeypatch.setattr(connector, "KintsugiConnector", declining_connector.DecliningConnector)
+    monkeypatch.setattr(connector, "KintsugiConnector", connector.DecliningConnector)
     reason = "vllm_version: this vLLM lacks a name"
-    monkeypatch.setattr(declining_connector, "describe_missing", lambda: reason)
+    monkeypatch.setattr(connector, "describe_missing", lambda: reason)
     engine_slot.close()
     engine = engine_slot.get("tiny-llama")
     prompt = rag(*chunks_of(100, seed=9))

@@ -20,6 +20,7 @@ from tests.integration.engine.conftest import (
     max_dlogprob,
     ram_store,
     random_tokens,
+    save_discovered,
     when_discovering,
 )
 
@@ -72,7 +73,7 @@ def stored(namespace: str) -> int:
 def see(engine: LocalEngine, token_ids: list[int], params: KintsugiParams | None = None) -> Generation:
     """A prompt whose recurring segments are then saved."""
     answer = ask_cold(engine, token_ids, params)
-    engine.save_discovered()
+    save_discovered(engine)
     return answer
 
 
@@ -111,7 +112,7 @@ def test_cache_salts_part_what_is_found(engine: LocalEngine, passages: list[list
     for salt in ("one", "two", "one"):
         engine.reset_prefix_cache()
         engine.generate([Prompt(prompt_of(*passages), None, 1, cache_salt=salt)])
-        engine.save_discovered()
+        save_discovered(engine)
     spaces = {name for name, _ in ram_store(STORE)._chunks if is_within(name, UNNAMED) and name != UNNAMED}
     assert len(spaces) == 1
 
@@ -144,7 +145,7 @@ def test_equal_prompts_at_the_same_time_count_once(
     same = Prompt(prompt_of(*passages), discover(namespace), 4)
     answers = engine.generate([same, same, same])
     assert sorted(bool(told(one)["segments_counted"]) for one in answers) == [False, False, True]
-    engine.save_discovered()
+    save_discovered(engine)
     assert stored(namespace) == 0
 
 
@@ -213,7 +214,7 @@ def test_what_is_discovered_later_gives_up_no_cached_blend_of_named_chunks(
     outcomes = []
     for _ in range(4):
         outcomes.append(told(ask(engine, turn, params))["outcome"])
-        engine.save_discovered()
+        save_discovered(engine)
         turn = [*turn, *random_tokens(40, len(turn))]
     assert stored(namespace) >= sum(map(len, passages)), "after the second turn all of it was saved"
     assert outcomes == ["blended", "prefix_hit", "prefix_hit", "prefix_hit"]

@@ -13,6 +13,7 @@ from tests.integration.engine.conftest import (
     max_dlogprob,
     ram_store,
     random_tokens,
+    save_discovered,
     when_discovering,
 )
 
@@ -40,7 +41,7 @@ def test_what_recurs_is_saved_in_both_copies_and_hit(engine: LocalEngine) -> Non
 
     for order in ((0, 1), (1, 2, 0)):
         ask_cold(engine, prompt_of(*order), params)
-        engine.save_discovered()
+        save_discovered(engine)
     manifests = ram_store(STORE).list(NAMESPACE)
     assert sum(manifest.num_tokens for manifest in manifests) == 2 * (len(passages[0]) + len(passages[1]))
     elsewhere = prompt_of(2, 1, 0)

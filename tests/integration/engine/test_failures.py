@@ -193,7 +193,7 @@ def test_a_store_that_hangs_in_the_middle_of_layer_3_costs_one_prompt_its_deadli
     assert first.accounting["reason"].startswith("load_timeout: layer 3")
     for other in others:
         assert other.accounting is not None
-        assert other.accounting["reason"].startswith("store_unavailable: it failed lately")
+        assert other.accounting["reason"].startswith("store_unavailable: the store failed recently")
     assert all(max_dlogprob(full, answer) <= 0.01 for answer in (first, *others))
     stream_through(lambda _count, frames: frames)
     blended = ask_cold(engine, prompt.token_ids, prompt.params(0.2))

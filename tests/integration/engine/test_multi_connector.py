@@ -56,7 +56,7 @@ def test_a_wrapped_connector_declines_by_name(engine_slot: EngineSlot, tmp_path:
         answer = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
         assert answer.accounting is not None
         assert answer.accounting["outcome"] == "declined"
-        assert answer.accounting["reason"].startswith("multi_connector: MultiConnector also shows")
+        assert answer.accounting["reason"].startswith("multi_connector: MultiConnector passes blocks")
         assert answer.token_ids == full.token_ids
         with pytest.raises(NotBlendable, match="is a MultiConnector"):
             engine.save(PREFIX, [prompt.token_ids[1:40]], NAMESPACE)

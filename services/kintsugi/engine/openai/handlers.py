@@ -33,20 +33,18 @@ from kintsugi.core.request import trim_spans
 from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.openai.options import OpenAIOptions
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents, with_whole_messages
-from kintsugi.engine.openai.requests import (
-    CallState,
-    OurChatRequest,
-    OurCompletionRequest,
-    OurRequest,
-    OurResponsesRequest,
-)
 from kintsugi.engine.openai.serving import (
     CALL,
+    CallState,
     EventsWithAccounting,
     NotingClient,
     OurChat,
+    OurChatRequest,
     OurCompletion,
+    OurCompletionRequest,
+    OurRequest,
     OurResponses,
+    OurResponsesRequest,
 )
 from kintsugi.engine.openai.tools import check_response_tools, check_tools
 

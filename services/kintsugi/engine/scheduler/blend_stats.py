@@ -1,7 +1,7 @@
-"""Counters of what the plugin did, over vLLM's own channel for connectors.
+"""The plugin's counters, over vLLM's channel for connector statistics.
 
-The scheduler's side counts; vLLM carries the counts to the process that serves `/metrics` and to its
-periodic log line.
+The scheduler's side counts; vLLM passes the counts to the process that serves `/metrics` and to its periodic
+log line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REQUESTS = "requests"
 SEGMENTS = "segments"
 ERRORS = "prediction_errors"
 ERRORS_MAX = 1000
-"""Errors of an outcome that are kept until vLLM logs them."""
+"""Maximum number of errors per outcome that are kept until vLLM logs them."""
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 AMOUNTS = (
     "chunks_hit",
@@ -38,9 +38,9 @@ AMOUNTS = (
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
-    """Since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per name in
-    `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as `told` the
-    accountings of requests that are still running, by their tickets (`core.accounting.TICKET`)."""
+    """Counts since the last report: sums as `requests/OUTCOME/REASON`, `segments/EVENT` and one entry per
+    name in `AMOUNTS`, lists of relative errors of predicted TTFT as `prediction_errors/OUTCOME`, and as
+    `told` the accountings of running requests by their tickets (`core.accounting.TICKET`)."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -56,18 +56,18 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
             self.data.setdefault(f"{ERRORS}/{accounting.outcome.value}", []).append(error)
 
     def tell(self, ticket: str | None, accounting: Accounting) -> None:
-        """Report a request before it ends, if it has a ticket. It is not counted."""
+        """Report the accounting of a running request, without counting it, if it has a ticket."""
         if ticket is not None:
             self.data.setdefault(TOLD, {})[ticket] = accounting.to_mapping()
 
     def count_segments(self, event: str, number: int) -> None:
-        """Add segments that were `counted`, `queued`, found no room to wait (`refused`), were `saved`, could
-        not be saved (`failed`), or were left out because of their length (`outside_calibration`)."""
+        """Count segments that were `counted`, `queued`, refused by the full backlog (`refused`), `saved`, not
+        saved because of an error (`failed`), or left out because of their length (`outside_calibration`)."""
         if number:
             self._add(f"{SEGMENTS}/{event}", number)
 
     def count_sighted(self, match: Match) -> None:
-        """Add what discovery did about a prompt's segments."""
+        """Count the segments of one prompt by what discovery did with them."""
         self.count_segments("counted", match.segments_counted)
         self.count_segments("queued", match.segments_queued)
         self.count_segments("outside_calibration", match.segments_outside)
@@ -98,13 +98,13 @@ class BlendStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def reason_label(accounting: Accounting) -> str:
-    """The first word of the reason, one of a few: `no_chunk_cached`, `InvalidSpan`, `none` if all is well."""
+    """Return the first word of the reason, such as `no_chunk_cached` or `InvalidSpan`; `none` for a blend."""
     return "none" if accounting.outcome is Outcome.BLENDED else label_of_reason(accounting.reason)
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`kintsugi_requests_total{outcome, reason}`, `kintsugi_discovery_segments_total{event}`, one counter per
-    name in `AMOUNTS`, and `kintsugi_ttft_prediction_error{outcome}`."""
+    """Exports `kintsugi_requests_total{outcome, reason}`, `kintsugi_discovery_segments_total{event}`, one
+    counter per name in `AMOUNTS`, and `kintsugi_ttft_prediction_error{outcome}`."""
 
     def __init__(
         self,

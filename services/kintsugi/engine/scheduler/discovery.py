@@ -1,8 +1,8 @@
 """Finds segments that recur in prompts. See docs/adr/0013.
 
-A request is *discovered* if its namespace's rules allow it. Its segments are found on a lookup thread, beside
-the chunks that the store holds, and counted once the answer is there. Where it names chunks, only the text
-between them is cut. What recurs waits in a backlog, from which `scheduler.idle_saves` has it saved.
+A request is *discovered* if its namespace's rules allow it. A lookup thread finds its segments together with
+the stored chunks, and the segments are counted when the lookup ends. If the request names chunks, only the
+text between them is cut. Recurring segments wait in a backlog until `scheduler.idle_saves` saves them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from kintsugi.store.protocol.interface import ChunkStore
 logger = init_logger(__name__)
 
 QUESTION_TOKENS_MIN = 6
-"""So many tokens of text behind the last segment are the question; the label of an answer has fewer."""
+"""Minimum number of text tokens after the last segment that count as the question. The label of an answer,
+such as `Answer:`, has fewer."""
 
 
 class Discovery:
-    """What an engine knows of recurring segments. Called from the scheduler's thread, but for `match`."""
+    """Finds and counts an engine's recurring segments. Except `match`, called from the scheduler's thread."""
 
     def __init__(
         self,
@@ -48,17 +49,16 @@ class Discovery:
         load_classes: Callable[[], TokenClasses] = TokenClasses.none,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``load_classes`` runs on a thread from now on. No prompt is discovered before it is done, nor if it
-        fails."""
+        """Start ``load_classes`` on a thread. No prompt is discovered before it ends, or if it fails."""
         self.config = config
         self.backlog = Backlog(config.share)
         self._salts = salts
         self._sightings = Sightings(config.ttl_s, clock)
         self._told_of: Domain | None = None
-        """The domain that the log has last named for leaving segments out."""
+        """The calibrated domain of the last warning about segments left out."""
         self._has_told_of_room = False
         self._under_way: dict[str, int] = {}
-        """Hashes of discovered prompts, by request id."""
+        """Hashes of running discovered prompts, by request id."""
         self._classes: Future[TokenClasses] | None = None
         if config.enabled:
             thread = ThreadPoolExecutor(1, thread_name_prefix="kintsugi-classes")
@@ -67,12 +67,12 @@ class Discovery:
             thread.shutdown(wait=False)
 
     def name_params(self, cache_salt: str | None) -> KintsugiParams | None:
-        """The parameters of a request that names no namespace; None where such requests are vLLM's alone."""
+        """Return the parameters of a request without a namespace; None if such requests are left to vLLM."""
         namespace = self.config.namespace
         if not (self.config.enabled and namespace):
             return None
         if cache_salt is not None:
-            # A salt may have any length here, and a part's value may not.
+            # A salt may have any length; the value of a part is limited.
             namespace = narrow(namespace, {SALT: blake3.blake3(cache_salt.encode()).hexdigest()})
         return KintsugiParams(namespace, discover=True)
 
@@ -83,9 +83,9 @@ class Discovery:
 
     @property
     def is_ready(self) -> bool:
-        """Whether prompts are discovered: not before the tokens' classes are there, and the store has said
-        up to where it has erased."""
-        # A text that is seen before erasures are known may be erased without anybody here noticing.
+        """Whether prompts are discovered: the tokens' classes are loaded, and the store's erasures are
+        known."""
+        # A text that is seen before erasures are known may be erased unnoticed.
         if self._classes is None or self._salts.cursor is None:
             return False
         # A lookup that waited for the classes would miss its deadline, and the store would be suspended.
@@ -101,10 +101,10 @@ class Discovery:
         tokens_multiple: int = 1,
         named: Sequence[Span] = (),
     ) -> Match:
-        """As `match_content`, with the segments in which nothing was found, cut at their ends to a multiple
-        of ``tokens_multiple``. Unless ``everywhere``, chunks are looked for only where segments begin, which
-        takes a tenth of the time. Chunks that the request has ``named`` are looked up by their keys, and the
-        text between them is cut and looked through where its segments begin. On a lookup thread."""
+        """Match the prompt as `match_content` does, and add the segments without a stored chunk, each cut at
+        its end to a multiple of ``tokens_multiple``. Unless ``everywhere``, chunks are searched only at the
+        starts of segments, which takes a tenth of the time. Chunks that the request has ``named`` are looked
+        up by their keys, and only the text between them is cut. Called on a lookup thread."""
         assert self._classes is not None
         classes = self._classes.result()
         first = space.first_place(prompt)
@@ -119,7 +119,7 @@ class Discovery:
         if named:
             match = match_spans(store, space, named, prompt, shared).with_others(match)
         if first is None and space.prefix_token_ids:
-            # It may hold a BOS, which no other place has, and vLLM's prefix cache finds it.
+            # The first segment may hold a BOS, which occurs nowhere else, and vLLM's prefix cache finds it.
             segments = [span for span in segments if span.start]
         keyed = []
         for span in outside(segments, match.spans):
@@ -138,10 +138,11 @@ class Discovery:
         match: Match,
         domain: Domain | None,
     ) -> Match:
-        """Count the match's segments, and queue those that recur; the match with their numbers. Those whose
-        length lies outside ``domain``, the calibrated one, are left out, and logged once per domain.
+        """Count the match's segments, queue the recurring ones, and return the match with the counts.
+        Segments whose length lies outside the calibrated ``domain`` are left out, with one warning per
+        domain.
 
-        Of equal prompts that are under way at the same time (a client wants `n` answers), one counts.
+        Equal prompts that run at the same time count once: a client may request `n` answers.
         """
         salt = self._salts.of(params.namespace, params.shared)
         prompt_hash = hash((salt, prompt.data))
@@ -150,7 +151,7 @@ class Discovery:
         if is_repeated:
             return match
         self.backlog.earn(len(prompt))
-        # A prompt may hold a segment many times.
+        # A prompt may contain a segment many times.
         distinct = {span.key: span for span in match.segments if span.key is not None}
         if domain is not None:
             outside = {key for key, span in distinct.items() if not domain.holds_chunk(span.num_tokens)}
@@ -177,26 +178,27 @@ class Discovery:
         )
 
     def _report_short_of_room(self) -> None:
-        """Log once that what was seen or waits had to be given up."""
+        """Log one warning if counted or waiting segments were dropped for lack of memory."""
         if self._has_told_of_room or not (self._sightings.num_given_up or self.backlog.num_refused):
             return
         self._has_told_of_room = True
         logger.warning(
-            "More distinct passages, or parts of namespaces, are sent than discovery has memory for: some "
-            "that recur are saved late or not at all. Answers are not affected. Allow discovery in fewer "
-            "namespaces (privacy rules, discover: false), or raise discovery.share so that less waits; "
-            'kintsugi_discovery_segments_total{event="refused"} counts segments that found no room to wait'
+            "Requests contain more distinct passages, or parts of namespaces, than discovery has memory "
+            "for: some recurring passages are saved late or not at all. Answers are not affected. Allow "
+            "discovery in fewer namespaces (privacy rules, discover: false), or raise discovery.share to "
+            "shorten the backlog; "
+            'kintsugi_discovery_segments_total{event="refused"} counts segments that the full backlog refused'
         )
 
     def _report_outside(self, domain: Domain, sizes: Sequence[int]) -> None:
-        """Log once per report that segments of these sizes are left out."""
+        """Log one warning per calibrated domain that segments of these sizes are left out."""
         if domain == self._told_of:
             return
         self._told_of = domain
         lengths = domain.chunk_tokens
         logger.warning(
-            "Segments of prompts are not saved because the calibration report does not hold for their length "
-            "(here %d to %d tokens; it was measured with chunks of %d to %d in the mean). Calibrate with "
+            "Segments of prompts are not saved because the calibration report does not cover their length "
+            "(here %d to %d tokens; it was measured with chunks of %d to %d on average). Calibrate with "
             "kintsugi calibrate --segments, on prompts like these; "
             'kintsugi_discovery_segments_total{event="outside_calibration"} counts further segments',
             min(sizes),
@@ -206,8 +208,8 @@ class Discovery:
         )
 
     def take(self, tokens_max: int) -> list[Recurring]:
-        """The next segments to save together, see `Backlog.take`; none if none wait, or saving has computed
-        its share. Segments of a namespace in which something was erased since are dropped."""
+        """Return the next segments to save together (`Backlog.take`); none if none wait or saving has used up
+        its share. Drops segments of namespaces in which chunks were erased since they were queued."""
         while self.backlog.is_due:
             segments = self.backlog.take(tokens_max)
             first = segments[0]
@@ -221,19 +223,19 @@ class Discovery:
 
 def _report_failure(classes: Future[TokenClasses]) -> None:
     if defect := classes.exception():
-        logger.error("No passage that recurs is discovered: the tokens' classes are unknown", exc_info=defect)
+        logger.error("Discovery is off: the tokens' classes could not be loaded", exc_info=defect)
 
 
 def _texts_between(named: Sequence[Span], start: int, end: int) -> list[tuple[int, int]]:
-    """Start and end of the texts from ``start`` to ``end`` that are in none of ``named``, which are in order
-    and disjoint, and long enough for a segment."""
+    """Return start and end of each text between ``start`` and ``end`` that lies outside the ``named`` spans
+    and is long enough for a segment. The spans are ascending and disjoint."""
     starts = [start, *(max(start, span.end) for span in named)]
     ends = [*(span.start for span in named), end]
     return [(first, last) for first, last in zip(starts, ends, strict=True) if last - first >= TOKENS_MIN]
 
 
 def load_token_classes(vllm_config: VllmConfig) -> TokenClasses:
-    """The classes of the model's tokens; none for a model without a tokenizer. Takes up to a second."""
+    """Return the classes of the model's tokens; none if it has no tokenizer. Takes up to a second."""
     model = vllm_config.model_config
     try:
         tokenizer = load_tokenizer(
@@ -241,6 +243,6 @@ def load_token_classes(vllm_config: VllmConfig) -> TokenClasses:
             {"revision": model.tokenizer_revision, "trust_remote_code": model.trust_remote_code},
         )
     except KintsugiError as error:
-        logger.warning("Segments are cut without separators, which takes a tokenizer: %s", error)
+        logger.warning("Segments are cut without separators, because no tokenizer could be loaded: %s", error)
         return TokenClasses.none()
     return TokenClasses.of_tokenizer(tokenizer)

@@ -1,8 +1,8 @@
 """Keeps blended blocks out of vLLM's KV events.
 
-An event says which tokens a newly cached block holds. Routers and other caches take that for the exact KV of
-these tokens. So of a request whose names are forked, only the blocks before the fork are announced. vLLM does
-announce when the others leave the cache, under names that nobody was told.
+An event announces the tokens of a newly cached block. Routers and other caches assume that the block holds
+the exact KV of these tokens. So for a request whose names are forked, only the blocks before the fork are
+announced. vLLM still announces the removal of the other blocks, under names that were never announced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PER_BLOCK = ("block_hashes", "extra_keys", "lookahead_token_ids")
-"""Fields of an event with one entry per block; some versions of vLLM lack some."""
+"""Fields of an event with one entry per block. Some versions of vLLM lack some of them."""
 
 
 def announce_exact_only(pool: BlockPool) -> None:
-    """From now on, `pool` queues no event of a block that stands behind its request's fork."""
+    """Stop `pool` from queueing events of blocks after their request's fork."""
     for name in ("cache_full_blocks", "emit_cached_block_events"):
         setattr(pool, name, _without_forked(pool, getattr(pool, name)))
 
@@ -47,7 +47,7 @@ def _without_forked(pool: BlockPool, method: Callable[..., Any]) -> Callable[...
 
 
 def _exact_part(pool: BlockPool, request: Request, event: Any) -> Any | None:
-    """`event` with the blocks before the fork; None if there are none."""
+    """Return `event` with only the blocks before the fork; None if there are none."""
     if not isinstance(event, BlockStored):
         return event
     num_exact = exact_tokens(request)

@@ -1,8 +1,7 @@
-"""Reads the calibration report at start and when it changes; decides nothing itself (`core.gate`).
+"""Reads the calibration report at start and at changes. `core.gate` decides what the report permits.
 
-A thread polls, off the scheduler's path: a request costs one attribute read. Where the store does not
-answer, what was last known stays: an unreachable store is no drift. At start nothing is known, and closed
-is the safe side.
+A thread polls the report, so that a request costs one attribute read. If the store does not answer, the last
+state stays: an unreachable store is not drift. Until the first answer the gate is closed.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ ALLOW_ENVIRONMENT = "KINTSUGI_ALLOW_UNCALIBRATED"
 
 
 ReadReport = Callable[[Binding], bytes | None]
-"""Gives the document, None where there is none. Raises `KintsugiError` or `OSError`."""
+"""Function that returns the report's document; None if there is none. Raises `KintsugiError` or `OSError`."""
 
 
 class StoreReports:
-    """By fingerprint and name, in the chunk store. For one binding.
+    """Reads the report of one binding from the chunk store.
 
-    Never goes back to an older report: the only shard that answers may be one that missed a trip."""
+    Never returns to an older report: the only shard that answers may have missed a trip."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -57,18 +56,18 @@ class StoreReports:
 
 
 def read_report_file(path: Path, binding: Binding) -> bytes:
-    """A `ReadReport` of one file, whatever its binding."""
+    """Read the report of one file, regardless of its binding."""
     if not path.is_file():
-        raise NotFound(f"{path} is not there; calibrate with --out {path}")
+        raise NotFound(f"{path} does not exist; calibrate with --out {path}")
     with path.open("rb") as file:
         return file.read(REPORT_BYTES_MAX + 1)
 
 
 class Gate:
-    """`state` is replaced as a whole; read it once per request."""
+    """The gate of one engine. `state` is replaced as a whole; read it once per request."""
 
     def __init__(self, read: ReadReport | None, binding: Binding, poll_s: float = 0.0) -> None:
-        """``read`` None: the state stays as it is set."""
+        """Without ``read``, the state does not change."""
         self.binding = binding
         self.state = GateState("not_calibrated", "the calibration report has not been read yet")
         self._read = read
@@ -79,7 +78,7 @@ class Gate:
 
     @staticmethod
     def open_regardless(binding: Binding) -> Gate:
-        """For `allow_uncalibrated`: read nothing, and warn in the log."""
+        """Make an open gate for `allow_uncalibrated`, without a report, and log a warning."""
         gate = Gate(None, binding)
         gate.state = GateState(None, "allow_uncalibrated is set")
         logger.warning(
@@ -91,7 +90,7 @@ class Gate:
 
     @staticmethod
     def shut(binding: Binding) -> Gate:
-        """For `save_only`: closed, without a line in the log."""
+        """Make a closed gate for `save_only`, without a log line."""
         gate = Gate(None, binding)
         gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
         return gate
@@ -111,7 +110,7 @@ class Gate:
             document = self._read(self.binding)
         except (KintsugiError, OSError) as error:
             if self._document == b"":
-                self._replace(GateState("report_unavailable", f"{error}; it is asked for again"))
+                self._replace(GateState("report_unavailable", f"{error}; it is read again later"))
             return
         if document == self._document:
             return
@@ -119,7 +118,7 @@ class Gate:
         self._replace(decide(document, self.binding))
 
     def _replace(self, state: GateState) -> None:
-        """Log one line per change, not per request."""
+        """Set a state that differs from the current one, and log it."""
         if (state.reason, state.detail) == (self.state.reason, self.state.detail):
             return
         self.state = state
@@ -136,7 +135,7 @@ class Gate:
 
     @contextmanager
     def lift_limits(self) -> Iterator[None]:
-        """Lift an open gate's limits and its domain meanwhile; its default stays. A closed gate stays
+        """Lift an open gate's limits and domain in the block; its default stays. A closed gate stays
         closed."""
         kept = self.state
         lifted = self.state = replace(kept, limits=None, domain=None)
@@ -153,7 +152,7 @@ class Gate:
 
 
 def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
-    """Start the gate that the configuration asks for."""
+    """Make the configured gate, and start it if it reads reports."""
     if config.save_only:
         return Gate.shut(binding)
     if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
@@ -165,7 +164,7 @@ def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate
 
 
 def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
-    """The binding that a report about this engine must have."""
+    """Return the binding that a report about this engine must have."""
     return Binding.of(
         fingerprint_of(vllm_config),
         prefix_of(config, vllm_config),
@@ -177,31 +176,32 @@ def binding_of(vllm_config: VllmConfig, config: EngineConfig) -> Binding:
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> ModelFingerprint:
-    """The fingerprint of the checkpoint as this engine runs it."""
+    """Return the fingerprint of the checkpoint as this engine runs it."""
     model = vllm_config.model_config
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else None
     kv_dtype = kv_dtype_of(str(model.dtype), vllm_config.cache_config.cache_dtype, model.quantization)
     revision = _revision_of(model)
-    # vLLM fetches the tokenizer's files that it needs; others may have fetched more.
+    # vLLM fetches only the tokenizer files that it needs.
     complete(model.model, revision)
     return model_fingerprint(model.model, kv_dtype, overrides, revision, model.max_model_len)
 
 
 def tokenizer_of(vllm_config: VllmConfig) -> str:
-    """The digest of the tokenizer that a gateway must use."""
+    """Return the digest of the tokenizer that a gateway must use."""
     model = vllm_config.model_config
     return tokenizer_digest(model.model, _revision_of(model))
 
 
 def _revision_of(model: ModelConfig) -> str | None:
-    """The commit that was loaded, whatever its branch points at by now."""
+    """Return the commit that was loaded; its branch may have moved since."""
     revision: str | None = getattr(model.revision, "resolved", model.revision)
     return revision
 
 
 def prefix_of(config: EngineConfig, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """The configured prefix, else the head of the model's own prompt form (`models.prompt_form.load_form`).
-    Raises `InvalidField` where the model has no tokenizer, or a chat template that gives none."""
+    """Return the configured prefix, or else the head of the model's prompt form
+    (`models.prompt_form.load_form`). Raises `InvalidField` if the model has no tokenizer or no head can be
+    derived from its chat template."""
     if config.prefix_token_ids is not None:
         return tuple(config.prefix_token_ids)
     model = vllm_config.model_config

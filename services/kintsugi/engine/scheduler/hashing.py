@@ -1,13 +1,12 @@
-"""Names for blended KV in vLLM's prefix cache.
+"""Names of blended KV in vLLM's prefix cache.
 
-vLLM names a full block by a hash chained over the tokens before it. Blended KV of the same tokens is
-not that KV, so a request's chain is forked at the first block that can hold any: the name there is
-derived from the ordinary one and a tag (the plan's digest), and later names chain on from it. Blocks
-before the fork keep their names and are shared with plain requests; a later turn with the same plan
-arrives at the same names.
+vLLM names a full block by a hash chained over the tokens before it. Blended KV of the same tokens differs, so
+a request's chain is forked at the first block that may hold blended KV: its name is derived from the ordinary
+name and a tag (the plan's digest), and later names are chained to it. Blocks before the fork keep their names
+and are shared with plain requests; a later turn with the same plan gets the same names.
 
-The first name follows from the request's salt. A measurement keeps its blocks to itself: its salt is the
-namespace's with `SEPARATOR` and the measurement's name behind it.
+The first name depends on the request's salt. A measurement does not share its blocks: its salt is the
+namespace's, followed by `SEPARATOR` and the measurement's name.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 
 
 SEPARATOR = "\0\0"
-"""In no namespace, and in no salt that an erasure makes (`scheduler.salts`)."""
+"""A separator that occurs in no namespace, and in no salt of an erased namespace (`scheduler.salts`)."""
 
 
 def measured_salt(salt: str | None, measurement: str) -> str | None:
-    """The salt of a measurement's requests; that of all others where ``measurement`` is empty."""
+    """Return the salt of a measurement's requests; the plain salt if ``measurement`` is empty."""
     return f"{salt or ''}{SEPARATOR}{measurement}" if measurement else salt
 
 
 def split_salt(salt: str | None) -> tuple[str | None, str]:
-    """The salt without the measurement, and the measurement's name: empty for other requests."""
+    """Split a salt into the plain salt and the measurement's name, which is empty for other requests."""
     if salt is None:
         return None, ""
     plain, _, measurement = salt.partition(SEPARATOR)
@@ -42,7 +41,7 @@ def split_salt(salt: str | None) -> tuple[str | None, str]:
 
 
 class _Beginning:
-    """A request with its first `num_tokens` tokens only, so that a block hasher names no more blocks."""
+    """A request cut to its first `num_tokens` tokens, so that a block hasher names only their blocks."""
 
     def __init__(self, request: Request, num_tokens: int) -> None:
         self._request = request
@@ -53,7 +52,7 @@ class _Beginning:
 
 
 def set_salt(request: Request, salt: str | None) -> None:
-    """Make `salt` the request's `cache_salt`, and rename its blocks if it was another. A measurement keeps
+    """Set the request's `cache_salt` to ``salt``, and rename its blocks if it changed. A measurement keeps
     its own part."""
     salt = measured_salt(split_salt(salt)[0], split_salt(request.cache_salt)[1])
     if request.cache_salt != salt:
@@ -62,8 +61,9 @@ def set_salt(request: Request, salt: str | None) -> None:
 
 
 def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: str | None) -> None:
-    """As `set_salt`, and rename blocks of `block_size` tokens from `first_block` on, those that are yet to
-    fill included. Cost: every block is named once; those before the fork keep the name that they have."""
+    """Set the salt as `set_salt` does, and fork the names of blocks of ``block_size`` tokens from
+    ``first_block`` on, future blocks included. Every block is hashed once; earlier blocks keep their
+    names."""
     salt = measured_salt(split_salt(salt)[0], split_salt(request.cache_salt)[1])
     kept = first_block if request.cache_salt == salt else 0
     request.cache_salt = salt
@@ -74,7 +74,7 @@ def fork(request: Request, first_block: int, tag: bytes, block_size: int, salt: 
 
 
 def unfork(request: Request, ordinary: BlockHasher | None) -> None:
-    """Give the request the exact names of its tokens again."""
+    """Restore the exact names of the request's blocks."""
     request._block_hasher = ordinary
     _rename(request, 0)
 
@@ -85,14 +85,13 @@ def _rename(request: Request, first_block: int) -> None:
 
 
 def exact_tokens(request: Request) -> int | None:
-    """Tokens before the first fork, a multiple of the block size; None for a request that is not forked."""
+    """Return the tokens before the first fork, a multiple of the block size; None if not forked."""
     hasher = request._block_hasher
     return hasher.exact_tokens if isinstance(hasher, _ForkedHasher) else None
 
 
 class _ForkedHasher:
-    """Names a request's blocks as ``ordinary`` does, which may be forked itself, and forks the chain at block
-    ``first_block``."""
+    """Block hasher that forks the names of ``ordinary``, which may be forked itself, at ``first_block``."""
 
     def __init__(self, ordinary: BlockHasher, first_block: int, tag: bytes, block_size: int) -> None:
         self._ordinary = ordinary
@@ -112,7 +111,7 @@ class _ForkedHasher:
         if len(known) + len(head) <= self._first_block:
             return head
         head[-1] = type(head[-1])(blake3.blake3(self._tag + head[-1]).digest())
-        # The ordinary hasher chains on from the last known name: show it the renamed block.
+        # The ordinary hasher continues from the last known name: show it the renamed block.
         known.extend(head)
         tail = ordinary(request)
         del known[len(known) - len(head) :]

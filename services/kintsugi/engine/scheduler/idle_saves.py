@@ -1,11 +1,12 @@
-"""Has discovered segments saved in steps in which the engine computes nothing else.
+"""Schedules saves of discovered segments in steps in which the engine computes nothing else.
 
 A connector cannot add requests to vLLM's scheduler. So a save takes its cache blocks from vLLM's block pool,
-as an allocation of vLLM does, and gives them back once the worker is done; nobody finds them by name. vLLM
-goes on stepping an engine without requests while the connector has work (`has_pending_push_work`).
+as an allocation of vLLM does, and returns them when the worker is done; the blocks have no names by which
+requests could find them. vLLM keeps stepping an engine without requests while the connector has work
+(`has_pending_push_work`).
 
-Segments of one space are saved together, in all copies that the space has: what they are prefilled behind may
-be longer than they are, and is computed once for all of them.
+Segments of one space are saved together, in all copies of the space: the text before them may be longer than
+they are, and is computed once for all.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SLICE_TOKENS = 64
-"""Work per step, in full-width tokens: what a request that comes meanwhile may have to wait for."""
+"""Work per step, in tokens computed in all layers. A request that arrives meanwhile waits for it."""
 AWAKE_S = 10.0
-"""How long saves keep an engine stepping that has no requests; what is left waits for the next one. An engine
-that is told to stop may wait as long."""
+"""Time for which saves keep an engine without requests stepping. The rest waits until after the next request.
+Stopping an engine may take as long."""
 HOLD_S = 30.0
-"""How long they keep it stepping for the batch in hand, whose cache blocks nobody else can use meanwhile."""
+"""Time for which they keep it stepping to finish the current batch, which holds cache blocks."""
 BATCH_TOKENS_MAX = 2048
-"""Tokens of the segments that are saved together. What has begun is done before anything of it is stored."""
+"""Maximum tokens of the segments of a batch. A batch is computed completely before any chunk is stored."""
 POOL_SHARE_MAX = 0.125
-"""Share of the KV cache that a batch may take."""
+"""Maximum share of the KV cache that a batch takes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Part:
     segment: Recurring
     copy: ChunkSpace
     start: int
-    """The first position that it computes. Those before it are in blocks of the copy's first part."""
+    """The first computed position. Earlier positions are in blocks of the copy's first part."""
 
     @property
     def num_positions(self) -> int:
@@ -64,7 +65,7 @@ class _Part:
 
 
 class IdleSaves:
-    """Called from the scheduler's thread only."""
+    """Saves of discovered segments, one batch at a time. Called from the scheduler's thread only."""
 
     def __init__(
         self,
@@ -74,21 +75,21 @@ class IdleSaves:
         length_max: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_sizes``: tokens per block of each KV cache group. ``length_max``: the most tokens that the
-        model takes."""
+        """``block_sizes``: tokens per block of each KV cache group. ``length_max``: maximum tokens of a
+        sequence."""
         self.pool: BlockPool | None = None
-        """vLLM's, once it is there."""
+        """vLLM's block pool; None until vLLM binds it."""
         self._discovery = discovery
         self._config = config
         self._block_sizes = tuple(block_sizes)
         self._length_max = length_max
         self._clock = clock
         self._busy_s = clock()
-        """When the engine last had a request."""
+        """Time at which the engine last had a request."""
         self._blocks: Sequence[KVCacheBlock] = ()
-        """Cache blocks of the batch in hand; none where there is none."""
+        """Cache blocks of the current batch; empty without one."""
         self._num_segments = 0
-        """Segments of the batch in hand."""
+        """Number of segments of the current batch."""
         self._has_failed = False
         """Whether the last segment failed."""
         self._is_store_suspended = False
@@ -96,7 +97,7 @@ class IdleSaves:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the engine should go on stepping for saves alone."""
+        """Whether the engine should keep stepping for saves alone."""
         quiet_s = self._clock() - self._busy_s
         if self.pool is None:
             return False
@@ -109,11 +110,11 @@ class IdleSaves:
         self._busy_s = self._clock()
 
     def step(self, computes: bool, may_begin: bool, metadata: StepMetadata, is_store_suspended: bool) -> None:
-        """Let the worker go on with a batch if the engine ``computes`` nothing else, or begin one.
+        """Continue or begin a batch in ``metadata`` unless the engine ``computes`` something else.
 
-        A request that waits for blocks computes nothing. A batch that has begun goes on beside it, because
-        the request may wait for the batch's own blocks; none begins (``may_begin``). Nor does one while the
-        store is suspended: it would be computed and not be stored. What waits stays in the backlog.
+        A request that waits for blocks computes nothing. A running batch continues beside it, because the
+        request may wait for the batch's blocks, but no new batch begins (``may_begin``). No batch begins
+        while the store is suspended, because its chunks could not be stored; they stay in the backlog.
         """
         self._is_store_suspended = is_store_suspended
         if computes or not may_begin:
@@ -126,8 +127,8 @@ class IdleSaves:
             metadata.idle_tokens = SLICE_TOKENS
 
     def _begin(self) -> list[SaveJob]:
-        """The jobs of the next segments: first of all in one copy, then of all in the next. None if no
-        segment waits. One that finds no room in the cache is dropped, and queued again at its next sight.
+        """Make the jobs of the next segments: all segments of the first copy, then all of the next. Empty if
+        no segment waits. A segment without room in the cache is dropped, and queued when it next occurs.
         """
         if self.pool is None:
             return []
@@ -148,8 +149,8 @@ class IdleSaves:
         return jobs
 
     def _parts(self, segments: Sequence[Recurring]) -> list[_Part]:
-        """Every copy of every segment. All but a copy's first begin where the last whole block of its lead
-        ends: tokens of two sequences cannot share a block."""
+        """Return every copy of every segment. In each copy, all parts but the first begin after the last
+        whole block of the lead: two sequences cannot share a partly filled block."""
         whole_blocks = math.lcm(*self._block_sizes)
         parts = []
         for copy in segments[0].space.copies(self._config.plain_copies):
@@ -160,10 +161,10 @@ class IdleSaves:
         return parts
 
     def _jobs(self, parts: Sequence[_Part]) -> list[SaveJob]:
-        """The parts as jobs, over the blocks in hand."""
+        """Make the jobs of the parts, over the blocks of the current batch."""
         ids = iter([block.block_id for block in self._blocks])
         leads: dict[ChunkSpace, tuple[list[int], ...]] = {}
-        """The tables of each copy's first part."""
+        """The block tables of each copy's first part."""
         jobs = []
         for part in parts:
             before = leads.get(part.copy, tuple([] for _ in self._block_sizes))
@@ -193,7 +194,7 @@ class IdleSaves:
         )
 
     def end(self, outcomes: Sequence[Accounting], stats: BlendStats) -> None:
-        """The worker is done with every copy of the batch's segments."""
+        """End the batch after the worker has finished every copy, and count its segments."""
         if not outcomes or self.pool is None:
             return
         self.pool.free_blocks(self._blocks)
@@ -204,8 +205,8 @@ class IdleSaves:
             stats.count_segments("failed" if reasons else "saved", 1)
             if reasons and not self._has_failed:
                 logger.warning(
-                    "A passage that recurs was not stored (%s). Answers go on without it, and its next sight "
-                    "queues it again; kintsugi_discovery_segments_total counts further failures",
+                    "A recurring passage was not stored (%s). Answers are not affected, and it is queued "
+                    "again when it next occurs; kintsugi_discovery_segments_total counts further failures",
                     reasons[0],
                 )
             self._has_failed = bool(reasons)

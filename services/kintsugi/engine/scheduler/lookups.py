@@ -1,8 +1,8 @@
-"""Lookups in the store on their own threads, so that no prompt waits for a store that does not answer.
+"""Looks up chunks in the store on separate threads, so that no prompt waits for a store that does not answer.
 
-Lookups run ahead of the blends, and their answers wait in memory until the request is blended or declined.
-Both are bounded: lookups by `LOOKUPS_MAX`, answers by `ANSWER_BYTES_MAX`. While answers hold more than that,
-no lookup begins; a request whose lookup could not begin waits in vLLM's queue until it can.
+Lookups run before the blends, and their answers stay in memory until the request is blended or declined.
+`LOOKUPS_MAX` bounds the lookups and `ANSWER_BYTES_MAX` the answers. While answers exceed it no lookup begins,
+and a request whose lookup cannot begin waits in vLLM's queue.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ logger = init_logger(__name__)
 
 LOOKUP_THREADS = 4
 IDLE_WAIT_S = 0.002
-"""How long a step waits for a lookup if the engine has nothing else to do. Polling at once would take the CPU
-from the lookup's own thread."""
+"""Time that a step waits for a lookup if the engine has nothing else to compute. Polling without a wait would
+take the CPU from the lookup's thread."""
 LOOKUPS_MAX = 256
-"""Lookups that may wait. Beyond it, prompts are prefilled in full at once, not after a deadline each."""
+"""Maximum number of waiting lookups. Further prompts are prefilled in full at once."""
 ANSWER_BYTES_MAX = 64 << 20
-"""Bytes of answers that may wait for their requests' turn."""
+"""Maximum size of the answers that wait for their requests to be planned."""
 NO_ANSWER = (DeadlineExceeded, Unavailable)
-"""Errors of a store that did not answer. With any other it did."""
+"""Errors of a store that did not answer; any other error is an answer."""
 SILENT = frozenset((*(error.__name__ for error in NO_ANSWER), "load_timeout", "stream_ended", "shard_silent"))
-"""What a reason of a failed load begins with if the store did not answer, or broke off. A store that lacks
-a chunk, or has damaged bytes of it, answers."""
-SUSPENDED = "it failed lately and is not used for a moment"
+"""First words of the reasons of loads that failed because the store did not answer or broke off. A store that
+lacks a chunk or holds damaged bytes has answered."""
+SUSPENDED = "the store failed recently and is not used until it answers again"
 
 
 @dataclass(eq=False)
 class Lookup:
-    """One request's lookup."""
+    """The lookup of one request."""
 
     future: Future[Match]
     ask: Callable[[], Match]
-    """Asks the store again for the same chunks."""
+    """Repeats the lookup of the same chunks."""
     answered_by_s: float
     """Monotonic time after which the lookup is given up."""
     is_taken: bool = False
     """Whether its answer has been used."""
     replaced_by: Match | None = None
-    """What the scheduler's side made of the answer."""
+    """The match that the scheduler's side derived from the answer."""
 
     @property
     def is_waiting(self) -> bool:
@@ -63,34 +63,34 @@ class Lookup:
 
     @property
     def answer(self) -> Match | None:
-        """The match; None while waiting, and for a lookup that failed."""
+        """The match; None while waiting and for a failed lookup."""
         if self.is_waiting or self.future.cancelled() or self.future.exception() is not None:
             return None
         return self.replaced_by or self.future.result()
 
 
 class Lookups:
-    """Called from the scheduler's thread."""
+    """The lookups of an engine's requests. Called from the scheduler's thread."""
 
     def __init__(
         self, store: ChunkStore, deadline_ms: float, codecs: Callable[[], frozenset[Codec] | None]
     ) -> None:
-        """``codecs``: the codecs in which a chunk counts as found; None: all."""
+        """``codecs`` returns the codecs of chunks that may be used; None: all."""
         self._store = store
         self._deadline_s = deadline_ms / 1e3
         self._codecs = codecs
         self._breaker = CircuitBreaker(failures_max=1)
-        """Opens at the first failure, so that a store that does not answer costs one prompt its deadline.
-        Only `_probe` closes it: an answer from before the failure says nothing about the store now."""
+        """Opens at the first failure, so that a store that does not answer delays one prompt only. Only
+        `_probe` closes it: an answer to an earlier lookup does not show that the store works now."""
         self._has_waited = False
-        """Whether this step has waited for a lookup."""
+        """Whether the current step has waited for a lookup."""
         self._open: set[Lookup] = set()
-        """Those whose requests are still to be planned."""
+        """Lookups whose requests are not planned yet."""
         self._room: int | None = None
-        """Lookups that may still begin in this step; None until somebody asks."""
+        """Number of lookups that may still begin in this step; None: not computed yet."""
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="kintsugi-lookup")
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="kintsugi-probe")
-        """Its own thread: lookups that hang do not delay a probe, nor a probe that hangs a lookup."""
+        """A separate thread, so that hanging lookups do not delay a probe, nor a hanging probe a lookup."""
         self._probing: Future[None] | None = None
 
     def step_began(self) -> None:
@@ -99,12 +99,12 @@ class Lookups:
 
     @property
     def num_waiting(self) -> int:
-        """Lookups that the store has not answered."""
+        """Number of lookups that the store has not answered."""
         return sum(lookup.is_waiting for lookup in self._open)
 
     @property
     def has_room(self) -> bool:
-        """Whether another lookup may begin. Counts once a step: many requests may ask."""
+        """Whether another lookup may begin. Computed once per step, as many requests may ask."""
         if self._room is None:
             answers = [lookup.answer for lookup in self._open]
             is_full = sum(answer.num_bytes for answer in answers if answer) >= ANSWER_BYTES_MAX
@@ -112,8 +112,8 @@ class Lookups:
         return self._room > 0
 
     def name_key(self, namespace: str) -> bytes:
-        """`ChunkSpace.name_key` of a namespace. Raises `NotBlendable` if its keys were destroyed or are not
-        at hand."""
+        """Return `ChunkSpace.name_key` of a namespace. Raises `NotBlendable` if its keys were destroyed or
+        are not available."""
         try:
             return self._store.name_key(namespace)
         except PermissionDenied as error:
@@ -121,13 +121,13 @@ class Lookups:
 
     @property
     def is_store_suspended(self) -> bool:
-        """Whether the store is not used because it failed lately."""
+        """Whether the store is not used because it failed recently."""
         return not self._breaker.is_closed
 
     def check_store(self, space: ChunkSpace, token_ids: TokenIds) -> None:
-        """Raise `NotBlendable` while the store is not used because it failed lately.
+        """Raise `NotBlendable` while the store is suspended.
 
-        Now and then, look up `token_ids` on a thread to find out whether it answers again.
+        From time to time, looks up ``token_ids`` on a thread to find out whether the store answers again.
         """
         if not self.is_store_suspended:
             return
@@ -139,14 +139,14 @@ class Lookups:
 
     def record_outcome(self, lookup: Lookup | None, accounting: Accounting) -> None:
         """Suspend the store if the blend that followed ``lookup`` failed because the store did not answer."""
-        # Chunks that were lost together have a reason each.
+        # Each lost chunk has its own reason.
         reasons = {reason.partition(":")[0] for reason in (accounting.reason or "").split("; ")}
         if lookup and accounting.outcome is Outcome.FAILED and reasons & SILENT:
             self._suspend(lookup)
 
     def _suspend(self, lookup: Lookup) -> None:
-        """Use the store no more until it answers a probe in time. The first probe starts at once, because the
-        store may only have been late, and asks for the same chunks: others may be in a shard that is well."""
+        """Stop using the store until it answers a probe in time. The first probe starts at once, because the
+        store may only have been late. It asks for the same chunks: others may lie in a healthy shard."""
         if not self.is_store_suspended:
             self._breaker.record_failure()
             self._begin_probe(lookup.ask)
@@ -155,7 +155,7 @@ class Lookups:
         self._probing = self._prober.submit(self._probe, ask)
 
     def _probe(self, ask: Callable[[], object]) -> None:
-        """Find out whether the store answers in time again."""
+        """Close the breaker if the store answers in time."""
         answered_by_s = time.monotonic() + self._deadline_s
         has_answered = True
         try:
@@ -166,14 +166,14 @@ class Lookups:
             pass  # A refusal is an answer.
         except Exception:
             has_answered = False
-            logger.exception("The check whether the store answers again failed")
+            logger.exception("The probe of the store failed because of a defect")
         if has_answered and time.monotonic() <= answered_by_s:
             self._breaker.record_success()
         else:
             self._breaker.record_failure()
 
     def start(self, match: Callable[..., Match], space: ChunkSpace, *where: Any) -> Lookup:
-        """``where``: the further arguments of ``match``."""
+        """Start a lookup on a thread. ``where``: the further arguments of ``match``."""
         ask = partial(self._find, match, space, *where)
         lookup = Lookup(self._threads.submit(ask), ask, time.monotonic() + self._deadline_s)
         self._open.add(lookup)
@@ -185,19 +185,19 @@ class Lookups:
         return in_codecs(match(self._store, space, *where), self._codecs())
 
     def result(self, lookup: Lookup, is_alone: Callable[[], bool]) -> Match | None:
-        """The match, None while waiting. Raises `NotBlendable` where the lookup failed or took too long.
+        """Return the match; None while waiting. Raises `NotBlendable` if the lookup failed or took too long.
 
-        ``is_alone``: whether the engine has nothing else to compute.
+        ``is_alone`` returns whether the engine has nothing else to compute.
         """
         if lookup.is_waiting and not self._has_waited and is_alone():
             self._has_waited = True
             wait((lookup.future,), IDLE_WAIT_S)
         if lookup.is_waiting:
             if time.monotonic() > lookup.answered_by_s:
-                if not lookup.future.cancel():  # else no thread was free, and the store was not asked
+                if not lookup.future.cancel():  # a cancelled lookup never reached the store
                     self._suspend(lookup)
-                raise NotBlendable("store_timeout", "lookup took too long")
-            if self.is_store_suspended:  # Another prompt found out, so this one need not wait, too.
+                raise NotBlendable("store_timeout", "the lookup took too long")
+            if self.is_store_suspended:  # Found by another prompt, so this one need not wait.
                 raise NotBlendable("store_unavailable", SUSPENDED)
             return None
         error = lookup.future.exception()
@@ -210,7 +210,7 @@ class Lookups:
         raise NotBlendable("store_unavailable", f"{type(error).__name__}: {error}")
 
     def release(self, lookup: Lookup | None) -> None:
-        """The request has been planned or has ended, and its answer waits no more. Idempotent."""
+        """Drop the lookup of a request that has been planned or has ended. Idempotent."""
         if lookup is not None:
             lookup.future.cancel()
             self._open.discard(lookup)

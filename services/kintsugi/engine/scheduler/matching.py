@@ -1,6 +1,6 @@
-"""Which chunks of a prompt the store holds: by explicit spans, or by content at any offset.
+"""Finds the chunks of a prompt that the store holds: by explicit spans, or by content at any offset.
 
-Runs on the connector's lookup threads, never on the scheduler's.
+Runs on the connector's lookup threads, never on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Match:
-    """A prompt's spans with their keys, and by those the manifests of the chunks that the store holds. The
-    manifest of a shared chunk has another key and namespace than its span."""
+    """The spans of a prompt with their keys, and the manifests of the stored chunks by span key. The manifest
+    of a shared chunk has another key and namespace than its span."""
 
     spans: tuple[Span, ...]
     manifests: dict[ChunkKey, ChunkManifest]
     sources: dict[ChunkKey, ChunkSource] = field(default_factory=dict)
-    """Where each of these would be read from."""
+    """The source from which each chunk would be read."""
     segments: tuple[Span, ...] = ()
-    """The segments in which no chunk was found, where they are to be counted: with the keys that they would
-    have as chunks."""
+    """Segments without a stored chunk, to be counted by discovery, with the keys that they would have as
+    chunks."""
     asks_behind: bool = False
-    """Whether the question stands behind the prompt's last segment. Otherwise that may be the question."""
+    """Whether the question follows the last segment. Otherwise the last segment may be the question."""
     num_in_prefix: int = 0
-    """Chunks left out because vLLM's prefix cache holds their tokens (`without_prefix`)."""
+    """Number of chunks left out because vLLM's prefix cache holds their tokens (`without_prefix`)."""
     segments_counted: int = 0
     segments_queued: int = 0
-    """What was done about the segments, as `Accounting` says it."""
+    """Segments queued for saving; this and `segments_counted` are as in `Accounting`."""
     segments_refused: int = 0
-    """Segments that recur and found no room to wait."""
+    """Recurring segments that the full backlog refused."""
     segments_outside: int = 0
-    """Segments left out because the calibration does not hold for chunks of their length."""
+    """Segments left out because the calibration does not cover their length."""
 
     @cached_property
     def stored(self) -> dict[ChunkKey, ChunkManifest]:
@@ -62,13 +62,12 @@ class Match:
 
     @cached_property
     def num_bytes(self) -> int:
-        """About how much memory it takes: a chunk's digests, and a kilobyte for all else; half of one for a
-        segment."""
+        """Approximate memory: a chunk's digests and one kilobyte; half a kilobyte per segment."""
         chunks = sum(len(manifest.digests) + 1024 for manifest in self.manifests.values())
         return chunks + 512 * len(self.segments)
 
     def with_others(self, other: Match) -> Match:
-        """This match and the spans of the ``other`` that overlap none of its own."""
+        """Return this match with the spans of the ``other`` that overlap none of its own."""
         others = outside(other.spans, self.spans)
         return replace(
             self,
@@ -78,10 +77,9 @@ class Match:
         )
 
     def beside(self, named: frozenset[Span], num_computed: int) -> Match:
-        """The match of a request that has ``named`` some of the spans, without the others that begin within
-        the ``num_computed`` tokens that vLLM's prefix cache holds, or cannot be loaded: their KV is exact, or
-        as a blend of the named ones left it. What is in none of the spans is no chunk, as it is where nothing
-        is discovered."""
+        """Return the match without the spans that the request has not ``named`` and that either begin within
+        the ``num_computed`` tokens of vLLM's prefix cache or are not stored. Segments are dropped: tokens
+        outside the spans are then not part of a chunk, as for a request without discovery."""
         kept = (
             span
             for span in self.spans
@@ -91,11 +89,11 @@ class Match:
 
 
 def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The spans that overlap none of the others. Both are in order and disjoint."""
+    """Return the spans that overlap none of the others. Both are ascending and disjoint."""
     ends = [span.end for span in others]
     free = []
     for span in spans:
-        # The first that ends behind the span's beginning.
+        # The first of the others that ends after the span's start.
         at = bisect_right(ends, span.start)
         if at == len(others) or others[at].start >= span.end:
             free.append(span)
@@ -103,9 +101,9 @@ def outside(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def in_codecs(match: Match, codecs: frozenset[Codec] | None) -> Match:
-    """The match with chunks in other codecs missed: a calibration speaks of one, and `raw` loses nothing.
+    """Return the match without chunks in other codecs: a calibration covers one codec, and `raw` is lossless.
 
-    None: any codec will do.
+    None: all codecs are accepted.
     """
     if codecs is None:
         return match
@@ -119,8 +117,8 @@ def match_spans(
     prompt_token_ids: Sequence[int] = (),
     shared: ChunkSpace | None = None,
 ) -> Match:
-    """Look up spans whose keys are known; those that ``space`` lacks, in a space that it shares, by the
-    prompt's tokens."""
+    """Look up spans whose keys are known. Spans that ``space`` lacks are looked up in the space that it
+    shares, by the prompt's tokens."""
     keys = list(dict.fromkeys(span.key for span in spans if span.key is not None))
     found = [entry for entry in store.find(space.namespace, keys) if entry is not None]
     match = Match(
@@ -136,7 +134,7 @@ def match_spans(
 def _add_shared(
     store: ChunkStore, space: ChunkSpace, match: Match, prompt_token_ids: Sequence[int], shared: ChunkSpace
 ) -> None:
-    """Add shared chunks for the spans that the request's own space lacks, under the spans' own keys."""
+    """Add shared chunks for spans that the request's own space lacks, by the spans' keys."""
     own_keys: dict[ChunkKey, ChunkKey] = {}
     for span in match.spans:
         if span.key is not None and span.key not in match.manifests:
@@ -150,7 +148,7 @@ def _add_shared(
 
 
 def _same_copy(copy: ChunkSpace, shared: ChunkSpace) -> ChunkSpace:
-    """The shared space whose chunks stand behind the same text as those of ``copy``."""
+    """Return the shared space whose chunks are prefilled after the same text as those of ``copy``."""
     return shared if copy.context_token_ids else shared.plain
 
 
@@ -161,13 +159,13 @@ def match_content(
     shared: ChunkSpace | None = None,
     places: Mapping[int, int] | None = None,
 ) -> Match:
-    """Find known chunks at any offset, left to right, the longest candidate first: plain copies directly
-    behind the prefix, prepared chunks elsewhere; shared ones where the request's own space has none.
-    ``places``: the only offsets, each with the end of the text that a chunk there must lie in.
+    """Find stored chunks at any offset, from left to right, longest candidate first: plain copies directly
+    after the prefix, prepared chunks elsewhere; shared chunks where the request's own space has none.
+    ``places`` limits the offsets; each maps to the end of the text in which its chunk must lie.
 
-    Cost: one anchor per offset, one batched lookup for each copy and space, one blake3 per candidate; where
-    something was found, another lookup for each namespace. An anchor only proposes: a candidate counts when
-    the key of the prompt's own tokens is its key, and the store can deliver it now.
+    Cost: one anchor per offset, one batched lookup per copy and space, one blake3 per candidate, and one
+    lookup per namespace with matches. Anchors only propose candidates: a candidate matches if the key of the
+    prompt's tokens equals its key and the store can deliver it now.
     """
     anchors = _anchors(prompt_token_ids, places, space.name_key)
     first = space.first_place(prompt_token_ids)
@@ -205,8 +203,8 @@ def match_content(
 
 
 def _locate(store: ChunkStore, match: Match) -> Match:
-    """The match with sources, and without chunks that the store proposed and cannot deliver: their time is
-    over, or only a bucket has them that is out of reach."""
+    """Return the match with sources, without chunks that the store cannot deliver: they have expired, or
+    lie only in a bucket that is out of reach."""
     found: dict[tuple[str, ChunkKey], ChunkSource] = {}
     for namespace in dict.fromkeys(manifest.namespace for manifest in match.manifests.values()):
         keys = [one.key for one in match.manifests.values() if one.namespace == namespace]
@@ -225,7 +223,7 @@ def _locate(store: ChunkStore, match: Match) -> Match:
 
 
 def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key: bytes) -> Mapping[int, int]:
-    """Anchors by offset, ascending."""
+    """Return anchors by offset, ascending."""
     if offsets is None:
         return dict(enumerate(anchors_at_every_offset(token_ids, name_key)))
     return {
@@ -238,8 +236,8 @@ def _anchors(token_ids: Sequence[int], offsets: Collection[int] | None, name_key
 def _wanted_anchors(
     space: ChunkSpace, anchors: Mapping[int, int], first: int | None
 ) -> dict[ChunkSpace, list[int]]:
-    """The anchors to look up in a space, and in that of its plain copies: those stand directly behind the
-    prefix, at offset ``first``."""
+    """Return the anchors to look up in a space, and in the space of its plain copies, which are used only
+    directly after the prefix, at offset ``first``."""
     wanted = {space: list(dict.fromkeys(anchors.values()))}
     if space.context_token_ids and first is not None:
         wanted[space.plain] = [anchors[first]] if first in anchors else []
@@ -253,6 +251,7 @@ def _longest_at(
     text_end: int,
     candidates: Sequence[ChunkManifest],
 ) -> ChunkManifest | None:
+    """Return the first of the candidates, longest first, whose key is that of the tokens at ``offset``."""
     for manifest in candidates:
         end = offset + manifest.num_tokens
         if end <= text_end and ChunkKey.of(space, token_ids[offset:end]) == manifest.key:
@@ -263,13 +262,13 @@ def _longest_at(
 def without_prefix(
     match: Match, space: ChunkSpace, prompt_token_ids: Sequence[int], num_computed: int, is_behind: bool
 ) -> Match:
-    """The match without the chunks that begin within the ``num_computed`` tokens that vLLM's prefix cache
-    holds, if those reach farther than what a blend of all chunks would leave exact. The rest of the prompt is
-    then blended behind exact KV. ``is_behind``: whether blends may stand behind cached tokens; elsewhere
-    the cache counts if it holds more than half of the prompt.
+    """Return the match without the chunks that begin within the ``num_computed`` tokens of vLLM's prefix
+    cache, if the cache reaches farther than the exact KV that a blend of all chunks would leave. The rest of
+    the prompt is then blended after exact KV. ``is_behind``: whether blends may follow cached tokens;
+    otherwise the cache is used if it holds more than half of the prompt.
 
-    The prefix cache was asked for exact KV here. Where a blend of all chunks was cached before, exact KV ends
-    where its names begin, so the next request finds that blend again.
+    At this point the prefix cache has been searched for exact KV only. If a blend of all chunks is cached,
+    exact KV ends where the blend's names begin, so the next request finds that blend again.
     """
     if num_computed <= exact_end(match.spans, space, prompt_token_ids):
         return match
@@ -280,7 +279,7 @@ def without_prefix(
 
 
 def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
-    """The chunks that can be loaded for the tokens before position ``last``."""
+    """Return the chunks that can be loaded for the tokens before position ``last``."""
     return tuple(
         ChunkHit(
             span.start,
@@ -295,8 +294,8 @@ def hits_of(match: Match, last: int, num_ranks: int) -> tuple[ChunkHit, ...]:
 
 
 def chunks_of(match: Match, num_tokens: int) -> tuple[range, ...]:
-    """`BlendPlan.chunks` of a prompt of ``num_tokens``. A last segment that may be the question is left out,
-    if it stands behind all that was found."""
+    """Return `BlendPlan.chunks` of a prompt of ``num_tokens``. A last segment that may be the question is
+    left out if it follows all spans."""
     spans = {(span.start, span.end) for span in match.spans}
     last = max((end for _, end in spans), default=0)
     segments = [(span.start, span.end) for span in match.segments]
@@ -312,8 +311,8 @@ def count_match(
     named: frozenset[Span],
     computed: frozenset[int],
 ) -> Accounting:
-    """The accounting with what the match says: which spans were hit, and what of the job lay outside them.
-    ``named``: those that the request named; ``computed``: starts of hits that were computed all the same."""
+    """Return the accounting with the match's counts: hit and missed spans, and the job's tokens outside them.
+    ``named``: the spans that the request named; ``computed``: starts of hits that were recomputed."""
     hit = [span for span in match.spans if span.key in match.manifests]
     missed = [span for span in match.spans if span.key not in match.manifests]
     question = 0
@@ -341,8 +340,8 @@ def match_prompts(
     params: KintsugiParams,
     prompts: Sequence[TokenIds],
 ) -> PromptMatch:
-    """The stored chunks that prompts hold, for callers outside the engine's core, matched as for a request.
-    ``space_of``: the chunk space of a namespace. Asks the store, so call it on a thread."""
+    """Return the stored chunks of prompts, matched as for a request, for callers outside the engine's core.
+    ``space_of`` returns the chunk space of a namespace. Blocks on the store."""
     space = space_of(params.namespace)
     shared = space_of(params.shared) if params.shared else None
     found: dict[MatchedChunk, None] = {}

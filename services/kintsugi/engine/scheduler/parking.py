@@ -1,25 +1,25 @@
-"""Decides which blends and saves hold cache blocks, and which blends other requests wait for. Pure.
+"""Decides which blends and saves hold cache blocks, and which requests wait for another's blend. Pure.
 
 vLLM allocates all blocks of a request when the connector claims its tokens, and parks the request until the
-worker has blended it. A parked request takes none of vLLM's seats (`max_num_seqs`), so vLLM itself parks
-without bound. The rules here:
+worker has blended it. A parked request does not count towards `max_num_seqs`, so vLLM itself sets no bound.
+The rules here:
 
-- **A blend needs a place.** There are as many places as blends that the worker works on at a time, and no
-  more than the engine has seats. A blend takes its place with its blocks, and keeps it until the request
-  runs, is preempted or ends.
-- **Parked prompts fill half of the cache at most**, unless a single one is longer than that.
-- **First come, first served.** In every step, vLLM asks for its waiting requests in their order (by arrival,
-  or by priority). Whoever is asked first takes a free place, and once one is refused, so are all behind it.
-  A request whose lookup still runs lets others pass. As soon as it has its answer, it is again ahead of all
-  that are behind it in vLLM's queue, so nobody waits for ever.
+- **A blend needs a place.** There are as many places as the worker runs blends at a time, but at most
+  `max_num_seqs`. A blend takes a place together with its blocks, and keeps it until the request runs, is
+  preempted or ends.
+- **Parked prompts fill at most half of the cache**, unless a single prompt is longer.
+- **First come, first served.** In every step, vLLM asks about its waiting requests in their order (by arrival
+  or priority). The first one takes a free place; after a refusal, all later requests of the step are refused.
+  A request whose lookup still runs does not block others. After its answer it is again ahead of all later
+  requests in vLLM's queue, so no request starves.
 - **The same KV is blended once.** While a blend is in flight, requests that will find its blocks in vLLM's
   prefix cache wait for it. Blocks have the same name only for the same tokens, namespace and parameters
-  (`engine.scheduler.hashing`), so nobody waits for blocks that it could not use. A request waits for one
-  blend only. If that one fails, is aborted or misses, the request goes on by itself.
+  (`engine.scheduler.hashing`), so no request waits for blocks that it cannot use. A request waits for one
+  blend only. If that blend fails, is aborted or misses, the request is blended on its own.
 
-Saves have places and a share of the cache of their own (`parking_of_saves`). They leave them once their chunk
-is stored, so a store that takes puts slowly holds up saves alone. Other requests never need a place: plain
-ones, and those with nothing to load.
+Saves have separate places and a separate share of the cache (`parking_of_saves`), and leave them when their
+chunk is stored, so slow puts delay only saves. Plain requests and requests with nothing to load need no
+place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CACHE_SHARE_MAX = 0.5
-"""Share of the KV cache that parked blends may fill. Most of the rest is for requests that run."""
+"""Maximum share of the KV cache for parked blends. The rest is for running requests."""
 SAVES_SHARE_MAX = 0.25
-"""Share of the KV cache that parked saves may fill."""
+"""Maximum share of the KV cache for parked saves."""
 SAVES_MAX = 64
-"""Saves that may be parked: several of the worker's batches, so that it computes one while others are put."""
+"""Maximum number of parked saves: several batches, so that one is computed while others are put."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Parking:
     cache_share_max: float = CACHE_SHARE_MAX
     _parked: dict[str, _Parked] = field(default_factory=dict)
     _has_refused: bool = False
-    """Whether a request was refused in this step."""
+    """Whether a request was refused in the current step."""
 
     def __post_init__(self) -> None:
         assert self.places >= 1
@@ -68,11 +68,11 @@ class Parking:
         return tuple(self._parked)
 
     def step_began(self) -> None:
-        """A step's requests have been scheduled; vLLM will ask for the next step's in their order."""
+        """Note that the requests of a step are scheduled and the next step begins."""
         self._has_refused = False
 
     def admits(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a prompt of `num_tokens` may be parked now. A request that is parked keeps its place."""
+        """Return whether a prompt of ``num_tokens`` may be parked now. A parked request keeps its place."""
         others = [parked.num_tokens for name, parked in self._parked.items() if name != request_id]
         fits = not others or sum(others) + num_tokens <= self.cache_share_max * self.cache_tokens
         if len(others) >= self.places or not fits:
@@ -80,38 +80,38 @@ class Parking:
         return not self._has_refused
 
     def park(self, request_id: str, num_tokens: int, block_name: bytes | None) -> None:
-        """The request's blocks are allocated, and its blend is in flight.
+        """Park a request whose blocks are allocated and whose blend is in flight.
 
-        ``block_name``: vLLM's name of the last block that the blend fills for others; None if it fills none.
+        ``block_name``: vLLM's name of the last block that other requests may find; None if there is none.
         """
         self._parked[request_id] = _Parked(num_tokens, block_name)
 
     def leader_of(self, block_name: bytes | None) -> str | None:
-        """The request whose blend in flight will fill the block of that name; None if there is none."""
+        """Return the request whose blend in flight will fill the named block; None if there is none."""
         if block_name is None:
             return None
         flying = {name: one.block_name for name, one in self._parked.items() if one.is_in_flight}
         return next((name for name, fills in flying.items() if fills == block_name), None)
 
     def settle(self, request_id: str) -> None:
-        """The worker has ended the blend. The request keeps its blocks, and waits for a seat."""
+        """Note that the worker has ended the blend. The request keeps its blocks until it runs."""
         parked = self._parked.get(request_id)
         if parked is not None:
             parked.is_in_flight = False
 
     def leave(self, request_id: str) -> None:
-        """The request runs, or has ended."""
+        """Free the place of a request that runs or has ended."""
         self._parked.pop(request_id, None)
 
 
 def parking_of_saves(cache_tokens: int) -> Parking:
-    """For the saves of an engine whose KV cache holds `cache_tokens`."""
+    """Make the parking of saves for a KV cache of ``cache_tokens``."""
     return Parking(SAVES_MAX, cache_tokens, SAVES_SHARE_MAX)
 
 
 def is_parked(request: Request) -> bool:
-    """Whether a request that took a place still waits with its blocks. One that vLLM preempted holds none,
-    and asks for a place again."""
+    """Return whether a request that took a place still waits and holds its blocks. A preempted request holds
+    none and needs a place again."""
     status, has_blocks = request.status, request.num_computed_tokens > 0
     if status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return True

@@ -1,10 +1,9 @@
-"""The salts of namespaces in vLLM's prefix cache, which change when something of a namespace is erased.
+"""The salts of namespaces in vLLM's prefix cache, which change when chunks of a namespace are erased.
 
 A request finds only blocks whose names were made with its salt. A namespace's salt is its name until an
-erasure in it, or in the namespace whose chunks it shares; from then on it is another one, and blocks of
-before are found by nobody. Nobody else's blocks are touched, and vLLM uses the space again as it does with
-any block that is not found. The store says what was erased; it is asked every `PERIOD_S`, off the scheduler's
-path.
+erasure in it or in the namespace whose chunks it shares. After that the salt differs, and no request finds
+earlier blocks. Other namespaces keep their blocks, and vLLM reuses the unused ones as usual. The store's
+erasures are read every `PERIOD_S` on a separate thread.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ PERIOD_S = 1.0
 
 
 class Salts:
-    """All but `refresh` may be called from any thread. `start` it, and `close` it."""
+    """Salts of all namespaces. Except `refresh`, methods may be called from any thread."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self.times = SaveTimes()
-        """When passages of requests count as seen."""
+        """Times at which passages of requests count as seen, for their saves."""
         self._cursor: str | None = None
         self._erased: dict[str, int] = {}
-        """How many times something of a namespace itself was erased, as far as this engine saw."""
+        """Number of erasures in each namespace since this engine started."""
         self._erased_whole: dict[str, int] = {}
-        """How many times a namespace was erased as a whole, and its parts with it."""
+        """Number of erasures of each whole namespace, which include its parts."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="kintsugi-salts", daemon=True)
 
@@ -50,50 +49,50 @@ class Salts:
 
     @property
     def cursor(self) -> str | None:
-        """A cursor into the store's erasures: all before it are in the salts. None: the store has not
-        answered yet, and what was erased since this engine started is not known."""
+        """Cursor into the store's erasures; the salts reflect all erasures before it. None: the store has not
+        answered yet."""
         return self._cursor
 
     def of(self, namespace: str, shared: str = "") -> str:
-        """The salt that the namespace's requests have now; ``shared``: whose chunks they may use, too."""
+        """Return the current salt of the namespace's requests, which may also use chunks of ``shared``."""
         times, theirs = self._count_erased(namespace), self._count_erased(shared)
         if theirs:
             return f"{namespace}\0{times}\0{shared}\0{theirs}"
         return f"{namespace}\0{times}" if times else namespace
 
     def _count_erased(self, namespace: str) -> int:
-        """How many times something was erased that blocks of the namespace may hold. No request of a part
-        loads chunks of the namespaces around it, so a single chunk of those does not count."""
+        """Return the number of erasures that concern blocks of the namespace. Requests of a part load no
+        chunks of the enclosing namespaces, so erasures of single chunks there do not count."""
         if not self._erased:
             return 0
         around = (name for name in enclosing(namespace) if name != namespace)
         return self._erased.get(namespace, 0) + sum(self._erased_whole.get(name, 0) for name in around)
 
     def apply(self, request: Request, namespace: str, shared: str = "", replaces_own: bool = False) -> None:
-        """Give a new request its namespace's salt, if that has changed. One with a salt of its own keeps
-        it unless ``replaces_own``: the namespace then stands for that salt."""
+        """Give a new request its namespace's salt if an erasure changed it. A request with its own salt keeps
+        it unless ``replaces_own``: the namespace then represents that salt."""
         salt = self.of(namespace, shared)
         own, _ = split_salt(request.cache_salt)
         if salt != namespace and (replaces_own or own in (None, namespace)):
             hashing.set_salt(request, salt)
 
     def check(self, request: Request, namespace: str, shared: str = "") -> None:
-        """Raise `InvalidField` for a request with a salt of its own, unless it is a measurement's."""
+        """Raise `InvalidField` for a request with its own salt, unless it is a measurement's."""
         if split_salt(request.cache_salt)[0] not in (None, namespace, self.of(namespace, shared)):
-            raise InvalidField("cache_salt", f"must be the namespace {namespace!r}, or left out")
+            raise InvalidField("cache_salt", f"must be the namespace {namespace!r} or omitted")
 
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
                 self.refresh()
             except KintsugiError as error:
-                logger.debug("Erasures are asked for again: %s", error)
+                logger.debug("Erasures could not be read and are read again later: %s", error)
             except Exception:
-                logger.exception("Erasures cannot be followed")
+                logger.exception("Erasures could not be read because of a defect")
             self._stop.wait(PERIOD_S)
 
     def refresh(self) -> None:
-        """Read what was erased since the last time; the first time, only from where on to read. Raises
+        """Read the erasures since the last call; the first call only sets the cursor. Raises
         `KintsugiError`."""
         while True:
             page = self._store.erasures(self._cursor or "")

@@ -1,7 +1,7 @@
-"""Proves at start that blended blocks are found by nobody who did not ask for that blend.
+"""Checks at start that only requests with the same plan find a blend's blocks.
 
-It asks vLLM's own prefix cache, a small one of its own that holds no KV: requests of the same tokens leave
-their blocks in it, one plain and one forked, and look for each other's.
+It uses a small separate instance of vLLM's prefix cache without KV: a plain and a forked request of the same
+tokens leave their blocks in it and look for each other's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.scheduler import hashing
 
 BLOCKS = 4
-"""Full blocks of the made-up prompt; the fork is behind the first of them."""
+"""Full blocks of the made-up prompt. The fork is after the first block."""
 SALT = "self-test"
 
 
 def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises `SelfTestFailed` naming who found what."""
+    """Check the names of blocks. Raises `SelfTestFailed` with the request that found another's blocks."""
     block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     caching_hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     kv_cache_utils.init_none_hash(caching_hash)
@@ -34,8 +34,8 @@ def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
     num_tokens = BLOCKS * block + 1
 
     def found(writer: bytes | None, reader: bytes | None, grown: bool = False) -> int:
-        """Tokens that a request forked with tag ``reader`` finds of one forked with ``writer``; None: not
-        forked. ``grown``: the blocks behind the fork fill while the request runs."""
+        """Return how many tokens a request forked with tag ``reader`` finds of one forked with ``writer``;
+        None: not forked. ``grown``: the blocks after the fork fill while the request runs."""
         small = dataclasses.replace(kv_cache_config, num_blocks=_blocks_for(kv_cache_config, num_tokens))
         cache = KVCacheManager(
             kv_cache_config=small,
@@ -57,17 +57,15 @@ def check_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
 
     whole, plan, other = BLOCKS * block, b"one plan", b"another plan"
     if found(None, None) != whole or found(plan, plan) != whole:
-        raise SelfTestFailed("check 'names': a request does not find what the same request left behind")
+        raise SelfTestFailed("check 'names': a request does not find the blocks of an equal request")
     for writer, reader, who in (
         (plan, None, "a plain request finds blended blocks"),
-        (None, plan, "a blend finds plain blocks behind its fork"),
+        (None, plan, "a blend finds plain blocks after its fork"),
         (plan, other, "a blend finds another plan's blocks"),
     ):
         for grown in (False, True):
             if found(writer, reader, grown) > block:
-                raise SelfTestFailed(
-                    f"check 'names': {who}; this vLLM names blocks as the plugin does not expect"
-                )
+                raise SelfTestFailed(f"check 'names': {who}; this vLLM names blocks in an unexpected way")
 
 
 def _request(
@@ -87,6 +85,6 @@ def _request(
 
 
 def _blocks_for(kv_cache_config: KVCacheConfig, num_tokens: int) -> int:
-    """Blocks that hold one prompt, vLLM's null block among them."""
+    """Return the number of blocks for one prompt, including vLLM's null block."""
     groups = kv_cache_config.kv_cache_groups
     return 2 + int(sum(-(-num_tokens // group.kv_cache_spec.block_size) for group in groups))

@@ -1,7 +1,7 @@
-"""The scheduler's side of the connector: per request, decide, look up, claim, and account.
+"""The scheduler's side of the connector: for each request, check, look up, claim and account.
 
-Nothing here raises, or blocks while others compute: the scheduler's thread serves everybody. A request that
-cannot be blended is declined, runs as an ordinary full prefill, and its response says why.
+No method raises, or blocks while other requests compute: the scheduler's thread serves all requests. A
+request that cannot be blended is declined: it runs as a full prefill, and its response states the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from kintsugi.engine.protocol import (
 )
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.blend_stats import BlendStats
-from kintsugi.engine.scheduler.blendable import check_calibrated, check_request, take_beside_named
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
@@ -47,9 +46,19 @@ from kintsugi.engine.scheduler.matching import (
     without_prefix,
 )
 from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
+from kintsugi.engine.scheduler.requests import (
+    RequestState,
+    add_span_keys,
+    check_calibrated,
+    check_request,
+    check_save,
+    save_job,
+    saved_copy,
+    take_beside_named,
+    ticket_of,
+    values_of,
+)
 from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.spans import add_span_keys, check_save, save_job, saved_copy
-from kintsugi.engine.scheduler.state import RequestState, ticket_of, values_of
 from kintsugi.engine.scheduler.timing import Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
@@ -67,7 +76,7 @@ logger = init_logger(__name__)
 
 @dataclass
 class SchedulerSide:
-    """Called from the scheduler's thread only."""
+    """Handles the requests of one engine. Called from the scheduler's thread only."""
 
     config: EngineConfig
     store: ChunkStore
@@ -78,18 +87,18 @@ class SchedulerSide:
     prefix_token_ids: tuple[int, ...]
     hash_block_size: int
     declined_because: str | None
-    """Why this engine never blends; None where it does."""
+    """The reason why this engine never blends; None if it blends."""
     engine: EngineShape
-    """What forecasts depend on; the worker reports the projection share once it has blended."""
+    """Figures of the model for forecasts. The worker reports the projection share after the first blend."""
     parking: Parking
     discovery: Discovery
     idle_saves: IdleSaves
     num_ranks: int = 1
-    """Tensor-parallel ranks, each of which loads its part of a chunk."""
+    """Number of tensor-parallel ranks. Each loads its part of a chunk."""
     has_windows: bool = False
-    """Whether some layers keep the KV of a window only. vLLM lets go of what lies before the window of the
-    last claimed token, also where the claim's first tokens still see it: so nothing may be claimed behind
-    cached tokens, and prefixes are computed again."""
+    """Whether some layers keep only the KV of a window. vLLM then frees the blocks before the window of the
+    last claimed token, which the first claimed tokens still attend to. So nothing is claimed after cached
+    tokens, and prefixes are computed again."""
     local_chunk: int | None = None
     """See `worker.support.find_local_chunk`."""
     restores_keys: bool = True
@@ -99,7 +108,7 @@ class SchedulerSide:
     _states: dict[str, RequestState] = field(default_factory=dict)
     _refused: dict[str, Accounting] = field(default_factory=dict)
     _context_savers: dict[bytes, str] = field(default_factory=dict)
-    """By the digest of a chunk space, the save that computes its context for all that wait."""
+    """The request whose save computes a context for all that wait for it, by the chunk space's digest."""
     _metadata: StepMetadata = field(default_factory=StepMetadata)
     _stats: BlendStats = field(default_factory=BlendStats)
     _timing: Timing = field(default_factory=Timing)
@@ -123,7 +132,10 @@ class SchedulerSide:
         except (InvalidField, NotBlendable) as error:
             self._refuse(request, error)
         except Exception as defect:
-            logger.exception("Request %s was not taken in; it is prefilled in full", request.request_id)
+            logger.exception(
+                "Request %s could not be admitted because of a defect; it is prefilled in full",
+                request.request_id,
+            )
             self._states.pop(request.request_id, None)
             self._refuse(request, defect)
 
@@ -132,10 +144,12 @@ class SchedulerSide:
         self._stats.tell(ticket_of(request), accounting)
 
     def _admit(self, request: Request, params: KintsugiParams) -> None:
-        """Start the lookup, or raise why this request cannot be blended."""
+        """Start the request's lookup. Raises `NotBlendable` or `InvalidField` if it cannot be blended."""
         self._check_blendable(request)
         if params.op is Op.AUDIT and not self.config.audits:
-            raise NotBlendable("no_audits", "this engine audits nothing for its callers")
+            raise NotBlendable(
+                "no_audits", "this engine accepts no audits; set `audits` in the connector's configuration"
+            )
         if values_of(request) is not None:
             self.salts.check(request, params.namespace, params.shared)
         if self._lookups.num_waiting >= LOOKUPS_MAX:
@@ -164,8 +178,8 @@ class SchedulerSide:
         state.ordinary_hasher = request._block_hasher
         self._states[request.request_id] = state
         if params.op.prefills_chunk:
-            # Found by nobody while it runs, so that a cached copy of the chunk does not keep us from
-            # computing it; `_settle` gives the blocks their exact names.
+            # A random name, so that a cached copy of the chunk does not replace its computation; `_settle`
+            # gives the blocks their exact names.
             self._fork_behind(len(space.lead_token_ids), request, state, os.urandom(16))
         else:
             if state.params.spans is not None:
@@ -175,7 +189,7 @@ class SchedulerSide:
             self._look_up(request, state)
 
     def _look_up(self, request: Request, state: RequestState) -> None:
-        """Start the lookup, if there is room for its answer."""
+        """Start the lookup if its answer has room."""
         if not self._lookups.has_room:
             return
         prompt, spans = TokenIds.of(request.prompt_token_ids), state.params.spans
@@ -190,12 +204,11 @@ class SchedulerSide:
             state.lookup = self._lookups.start(match_content, state.space, prompt, state.shared)
 
     def _space(self, namespace: str) -> ChunkSpace:
-        portable, context = self.config.portable, tuple(self.config.context_token_ids)
         name_key = self._lookups.name_key(namespace)
-        return ChunkSpace(self.fingerprint, namespace, self.prefix_token_ids, portable, context, name_key)
+        return self.config.space(self.fingerprint, namespace, self.prefix_token_ids, name_key)
 
     def _codecs(self) -> frozenset[Codec] | None:
-        """The codecs in which a chunk counts as found: the calibrated one and `raw`; None: all."""
+        """Return the codecs of chunks that may be used: the calibrated one and `raw`; None: all."""
         calibrated = self.gate.state.limits is not None
         return frozenset((Codec.RAW, codec_named(self.config.codec))) if calibrated else None
 
@@ -205,30 +218,31 @@ class SchedulerSide:
         check_request(request, self.local_chunk)
 
     def _fork(self, request: Request, state: RequestState, spans: tuple[Span, ...]) -> None:
-        """Name the KV that this blend will produce, from the first block that is not exact."""
-        # The least that is recomputed: a ratio that the planner raises is never worse, and keeps this name.
+        """Give the blocks of this blend their own names, from the first block that is not exact."""
+        # By the lowest ratio: the planner may raise it, which is never worse and keeps this name.
         selection = apply_options(state.planner.selection, state.params.options)
         asking = request.prompt_token_ids if depends_on_question(selection) else ()
         digest = plan_digest(state.space, spans, selection, asking, state.takes_others)
         exact = self._find_plain_end(state, spans)
         if state.is_discovered and state.params.spans:
-            exact = min(exact, spans[0].end)  # other chunks may be found behind it
+            exact = min(exact, spans[0].end)  # other chunks may be found after it
         self._fork_behind(exact, request, state, digest)
 
     def _find_plain_end(self, state: RequestState, spans: tuple[Span, ...]) -> int:
-        """Where the KV of a blend ends that plain prompts may find."""
+        """Return the end of the blend's KV that plain prompts may use."""
         if codec_named(self.config.codec) is Codec.RAW and self.restores_keys:
             return exact_end(spans, state.space, state.request.prompt_token_ids)
-        # What rounding leaves of an exact chunk is good enough for a blend, not for plain prompts.
+        # A chunk with rounding errors is good enough for a blend, but not for plain prompts.
         return spans[0].start if spans else len(self.prefix_token_ids)
 
     def _fork_behind(self, num_exact: int, request: Request, state: RequestState, tag: bytes) -> None:
-        """Give blocks their own names from the first one on that is not all exact tokens."""
+        """Fork the names of the request's blocks after ``num_exact`` exact tokens."""
         first_block = 0 if self.has_windows else num_exact // self.hash_block_size
         hashing.fork(request, first_block, tag, self.hash_block_size, self._salt_of(state))
 
     def _salt_of(self, state: RequestState) -> str | None:
-        """The salt of the request's blocks. Whoever names no namespace keeps its own until an erasure."""
+        """Return the salt of the request's blocks. A request without a namespace keeps its own until an
+        erasure."""
         namespace = state.params.namespace
         salt = self.salts.of(namespace, state.params.shared)
         is_own = not state.is_named and salt == namespace
@@ -236,9 +250,9 @@ class SchedulerSide:
         return own if is_own else salt
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens that the worker will provide behind `num_computed`: all but the last, or none.
+        """Return how many tokens after ``num_computed`` the worker will compute: all but the last, or 0.
 
-        None means: ask again; the store has not answered yet, or the blend waits (`scheduler.parking`).
+        None: ask again, as the store has not answered yet or the blend waits (`scheduler.parking`).
         """
         state = self._states.get(request.request_id)
         if state is None or state.is_final:
@@ -246,7 +260,10 @@ class SchedulerSide:
         try:
             return self._claim(request, state, num_computed)
         except Exception as defect:
-            logger.exception("Request %s was not planned; it is prefilled in full", request.request_id)
+            logger.exception(
+                "Request %s could not be planned because of a defect; it is prefilled in full",
+                request.request_id,
+            )
             state.accounting = state.accounting or decline(defect)
             return 0, False
 
@@ -258,7 +275,7 @@ class SchedulerSide:
         if match is None:
             if state.accounting is None:
                 if state.params.spans:
-                    # Whether the lookup is answered before or after that blend ends changes nothing.
+                    # The result is the same whether the lookup ends before or after that blend.
                     name = self._block_name(request, state, state.params.spans[-1].end)
                     state.leader = state.leader or self.parking.leader_of(name)
                 return None, False
@@ -273,7 +290,7 @@ class SchedulerSide:
             state.job = self._plan(request, state, match, num_computed)
         except NotBlendable as error:
             outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
-            # A preempted request stays what it was: its first tokens came of that.
+            # A preempted request keeps its outcome: its first tokens were computed that way.
             state.accounting = state.accounting or self._with_match(
                 state, Accounting(outcome, reason=str(error))
             )
@@ -282,13 +299,13 @@ class SchedulerSide:
                 self._metadata.probes.append(self._probe(request, state, match))
             self._predict_full(request, num_computed)
             if error.reason == OUTSIDE_CALIBRATION and num_computed:
-                # What was found cached may be the blend of a shorter prompt: look there again for exact KV.
+                # The cached tokens may be the blend of a shorter prompt: look again for exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
                 return None, False
             forked_at = hashing.exact_tokens(request)
             is_exact = state.job is None and forked_at is not None and num_computed <= forked_at
             if state.params.spans is None and is_exact:
-                # All of it is computed: a later turn, which may have other chunks, finds it as exact KV.
+                # The whole prompt is computed: a later turn, perhaps with other chunks, finds it as exact KV.
                 hashing.unfork(request, state.ordinary_hasher)
             return 0, False
         self._timing.record_plan(request.request_id, state.job.plan.predicted_ttft_s, is_blend=True)
@@ -299,17 +316,17 @@ class SchedulerSide:
         self._timing.record_plan(request.request_id, full_s, is_blend=False)
 
     def _probe(self, request: Request, state: RequestState, match: Match) -> ProbeJob:
-        """One chunk of every source."""
+        """Make a job that reads one chunk from every source."""
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         by_source = {hit.source: hit for hit in hits}
         manifests = {hit.key: match.stored[hit.key] for hit in by_source.values()}
         return ProbeJob(tuple(by_source.values()), manifests)
 
     def _claim_save(self, state: RequestState, num_computed: int) -> tuple[int | None, bool]:
-        """What precedes the chunk, and the chunk; the fork sees to it that no token of the chunk was found
-        cached.
+        """Claim the tokens of a save: those before the chunk, and the chunk. The fork of the names ensures
+        that no token of the chunk is found in the prefix cache.
 
-        Wait for a place, and while another save computes the same context: it is found cached once that ends.
+        Waits for a place, and while another save computes the same context, which is cached afterwards.
         """
         assert state.params.spans is not None
         (span,) = state.params.spans
@@ -324,7 +341,7 @@ class SchedulerSide:
         return span.end - num_computed, True
 
     def _take_match(self, request: Request, state: RequestState, num_computed: int) -> Match | None:
-        """The lookup's result once it is there; None while waiting, or when it was given up."""
+        """Return the lookup's result; None while it runs, or if it was given up."""
         try:
             if state.lookup is None:
                 self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
@@ -345,12 +362,12 @@ class SchedulerSide:
     def _take_content(
         self, request: Request, state: RequestState, match: Match, num_computed: int
     ) -> Match | None:
-        """As `_take_match`, for chunks that were found by content, when their lookup has just been taken."""
+        """Process a lookup by content: count segments, drop chunks in the cached prefix, and name the
+        blocks."""
         prompt = TokenIds.of(request.prompt_token_ids)
         if state.is_discovered:
-            params = self.config.discovery.with_lifetime(state.params)
             match = self.discovery.sight(
-                request.request_id, params, state.space, prompt, match, state.gate.domain
+                request.request_id, state.params, state.space, prompt, match, state.gate.domain
             )
             self._stats.count_sighted(match)
         if state.params.spans is None:
@@ -365,16 +382,18 @@ class SchedulerSide:
         state.lookup.replaced_by = match
         if not to_name:
             return match
-        # What the prefix cache holds of this blend has just got a name: look there again.
+        # The blocks have just been named: look them up in the prefix cache again.
         state.leader = None
         self._fork(request, state, to_name)
         return None
 
     def _check(self, request: Request, state: RequestState, match: Match, num_computed: int) -> None:
-        """Raise `NotBlendable` where the prompt is not to be blended, however busy the engine is."""
+        """Raise `NotBlendable` if the prompt must not be blended, regardless of the engine's load."""
         hits = hits_of(match, request.num_tokens - 1, self.num_ranks)
         end = hits[-1].end if hits else 0
-        if state.job is None and not state.takes_others:  # else it was checked with what is cached of it
+        if (
+            state.job is None and not state.takes_others
+        ):  # else it was checked together with its cached chunks
             exact = exact_end(match.spans, state.space, request.all_token_ids)
             check_calibrated(state, hits, request.num_prompt_tokens, exact)
         if (hits and num_computed >= end) or (match.num_in_prefix and not match.spans):
@@ -382,20 +401,23 @@ class SchedulerSide:
         is_blend = num_computed > (hashing.exact_tokens(request) or 0)
         is_rest_short = is_blend and end - num_computed < self.hash_block_size
         if state.leader is not None and state.job is None and is_rest_short:
-            raise NotBlendable("prefix_hit", "another request's blend is cached but for part of a block")
+            raise NotBlendable("prefix_hit", "another request's blend is cached up to a part of a block")
         if self.has_windows and num_computed:
-            raise NotBlendable("sliding_window", "cached tokens of this prompt are let go of before a blend")
+            raise NotBlendable(
+                "sliding_window", "vLLM would free cached tokens of this prompt before a blend"
+            )
         state.block_name = self._block_name(request, state, end)
         state.has_hits, state.checked_at = bool(hits), num_computed
 
     def _block_name(self, request: Request, state: RequestState, end: int) -> bytes | None:
-        """See `RequestState.block_name`; ``end`` is the last hit's. None for who asks to see its own."""
+        """Return `RequestState.block_name` for hits up to ``end``; None if the request wants its own blend's
+        figures."""
         names = request.block_hashes[: end // self.hash_block_size]
         is_shared = self.caches_prefixes and not (state.params.explain or state.params.timeline)
         return bytes(names[-1]) if names and is_shared else None
 
     def _has_to_wait(self, request: Request, state: RequestState) -> bool:
-        """Whether another blend that is in flight will do, or no place is free."""
+        """Whether the request waits for another blend in flight of the same KV, or for a free place."""
         if not state.has_hits:
             return False
         leader = self.parking.leader_of(state.block_name)
@@ -428,8 +450,8 @@ class SchedulerSide:
         hits = hits_beyond(hits_of(match, request.num_tokens - 1, self.num_ranks), num_computed)
         exact = exact_end(match.spans, state.space, request.all_token_ids)
         if state.job is not None:
-            # Asked again, for want of cache blocks or after a preemption. What it has answered came of that
-            # plan, and a controller could change its mind.
+            # Planned again, because cache blocks were short or after a preemption. Keep the plan: the tokens
+            # generated so far depend on it, and the controller might now decide otherwise.
             return plan_again(state.job.plan, hits, state.computed_instead)
         self._lookups.check_store(state.space, TokenIds.of(request.prompt_token_ids[:1]))
         is_trial = self._timing.trial_is_due()
@@ -479,13 +501,13 @@ class SchedulerSide:
             self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
 
     def update(self, report: WorkerReport) -> None:
-        """Take in what the worker finished, before the scheduler releases those requests."""
+        """Process a worker's report, before the scheduler releases the finished requests."""
         if report.unable is not None:
             self.declined_because = report.unable
         try:
             self._learn_from(report)
         except Exception:
-            logger.exception("Nothing was learnt from what passes took")
+            logger.exception("Times of passes could not be evaluated because of a defect")
         for request_id, accounting in report.finished.items():
             state = self._states.get(request_id)
             if state is not None:
@@ -516,7 +538,7 @@ class SchedulerSide:
         self._timing.estimates.observe_blend(terms, self.engine.num_layers, sample.busy_s)
 
     def begin_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Called once per engine step, when its tokens have been scheduled."""
+        """Return the work of an engine step. Called once per step, after its tokens are scheduled."""
         self._lookups.step_began()
         self.parking.step_began()
         self._saves.step_began()
@@ -529,8 +551,8 @@ class SchedulerSide:
         return metadata
 
     def end_step(self) -> BlendStats | None:
-        """Called once per engine step, when its output is known; counts since the last call, None where there
-        are none."""
+        """Return the counts since the last call, None if there are none. Called once per engine step, after
+        its output is known."""
         for request, ttft in self._timing.step_ended():
             state = self._states.get(request.request_id)
             if state is not None and state.accounting is not None:
@@ -546,13 +568,13 @@ class SchedulerSide:
         self._saves.leave(state.request.request_id)
         state.accounting = self._with_match(state, accounting)
         if state.params.op.prefills_chunk:
-            # What the save pass left in the cache is the exact prefill of its tokens.
+            # The save pass leaves the exact prefill of its tokens in the cache.
             hashing.unfork(state.request, state.ordinary_hasher)
         else:
             self._lookups.record_outcome(state.lookup, accounting)
 
     def _with_match(self, state: RequestState, accounting: Accounting) -> Accounting:
-        """Add what only this side knows: which spans were hit, and what lay outside them."""
+        """Add the scheduler's part of the accounting: hit and missed spans, and tokens outside them."""
         match = None if state.lookup is None else state.lookup.answer
         if match is None:
             return accounting
@@ -565,7 +587,7 @@ class SchedulerSide:
         )
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """The accounting for the response, and a cancellation where the worker is still busy."""
+        """Return the accounting for the response, and cancel the worker's job if it still runs."""
         accounting = self._refused.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         self.parking.leave(request.request_id)

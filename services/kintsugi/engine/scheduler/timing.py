@@ -1,11 +1,11 @@
-"""Measures steps, passes and TTFT in the scheduler. The loading controller learns from it.
+"""Measures steps, passes and TTFT in the scheduler, for the loading controller's estimates.
 
-**TTFT** counts here from the moment when the scheduler first considers a request (it has left the queue;
-its lookup may still run) to the end of the engine step with its first token. A client's TTFT adds queueing,
+**TTFT** here is the time from the scheduler's first consideration of a request (it has left the queue; its
+lookup may still run) to the end of the engine step with its first token. A client's TTFT adds queueing,
 tokenising and the network.
 
-A step measures prefilling if no pass of ours ran beside it. Called from the scheduler's thread only. Cost:
-one clock reading at either end of a step, and a loop over its requests where it prefills.
+A step measures prefilling if no blend or save ran beside it. Called from the scheduler's thread only. Cost:
+one clock reading at either end of a step, and a loop over its requests if it prefills.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFUSALS_PER_PROBE = 4
-"""One in this many prompts that were not blended because loading is slow has a chunk read beside it, so that
-a store that became fast is noticed. The prompt does not wait for it."""
+"""Number of prompts refused because loading is slow, per chunk that is read as a probe to notice that the
+store has become fast. The prompt does not wait for the probe."""
 TRIAL_FIRST = 2
 TRIAL_LAST = 64
-"""After this many prompts that were not blended because computing a blend is slow, one is blended at its own
-expense: nothing else would show that this has changed, or was a mistake. A young engine has few measurements,
-so its first trials come soon, and each takes twice as many prompts as the one before."""
+"""Number of prompts refused because computing a blend is slow, per trial blend, which may be slower: only a
+trial shows that the prediction was wrong or has changed. A new engine has few measurements, so the first
+trial comes after `TRIAL_FIRST` prompts, and the number doubles up to `TRIAL_LAST`."""
 STEPS_IN_FLIGHT_MAX = 16
 
 
@@ -42,7 +42,7 @@ class _Step:
     tokens: int
     pairs: float
     counts: bool
-    """Whether no pass of ours was running."""
+    """Whether no blend or save was running."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class _Awaited:
     request: Request
     admitted_s: float
     planned_s: float | None = None
-    """When its blend was planned; None where something else was computed since."""
+    """Time at which its blend was planned; None if other requests were computed since."""
     pass_s: float | None = None
-    """How long its pass computed and waited."""
+    """Time for which its pass computed and waited."""
     predicted_s: float | None = None
 
 
@@ -66,26 +66,26 @@ class Ttft:
     predicted_s: float | None
 
     def added_to(self, accounting: Accounting) -> Accounting:
-        """The accounting with both, in milliseconds."""
+        """Return the accounting with both times in milliseconds."""
         predicted_ms = None if self.predicted_s is None else round(self.predicted_s * 1e3, 3)
         ttft_ms = round(self.measured_s * 1e3, 3)
         return replace(accounting, ttft_ms=ttft_ms, predicted_ttft_ms=predicted_ms)
 
 
 class Timing:
-    """The clock, the estimates and the requests without a first token."""
+    """Times of running requests and steps, and the estimates from them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.estimates = Estimates()
         self._running: set[str] = set()
-        """Requests of the newest step that have not ended since."""
+        """Requests of the latest step that have not ended."""
         self._steps: deque[_Step] = deque(maxlen=STEPS_IN_FLIGHT_MAX)
         self._last_end_s = clock()
         self._awaited: dict[str, _Awaited] = {}
         self._first_tokens: dict[str, Ttft] = {}
         self._pass_ends_s: dict[str, float] = {}
-        """When each pass in flight is predicted to have computed."""
+        """Predicted end of computation of each pass in flight."""
         self._refusals = {"loading_is_slower": 0, "blending_is_slower": 0}
         self._trial_after = TRIAL_FIRST
 
@@ -95,39 +95,41 @@ class Timing:
 
     @property
     def ahead_s(self) -> float:
-        """Seconds until the passes in flight are predicted to have computed."""
+        """Predicted seconds until the passes in flight have been computed."""
         return max(0.0, max(self._pass_ends_s.values(), default=0.0) - self.clock())
 
     def is_alone(self, request_id: str) -> bool:
-        """Whether no other request is computing."""
+        """Return whether no other request is being computed."""
         return not self._running - {request_id} and not self._pass_ends_s.keys() - {request_id}
 
     def record_admission(self, request: Request) -> None:
-        """The scheduler considers the request; only the first call counts."""
+        """Note that the scheduler considers the request. Only the first call counts."""
         if request.request_id not in self._awaited and request.num_output_tokens == 0:
             self._awaited[request.request_id] = _Awaited(request, self.clock())
 
     def record_plan(self, request_id: str, ttft_s: float | None, is_blend: bool) -> None:
-        """Note how the request is prefilled, and its predicted first token, in seconds from now."""
+        """Note whether the request is blended, and its predicted TTFT in seconds from now."""
         now_s = self.clock()
         awaited = self._awaited.get(request_id)
         if awaited is not None:
             awaited.planned_s = now_s if is_blend and self.is_alone(request_id) else None
             awaited.predicted_s = None if ttft_s is None else now_s - awaited.admitted_s + ttft_s
-        self._pass_ends_s.pop(request_id, None)  # a blend that waited for cache blocks may be none any more
+        self._pass_ends_s.pop(
+            request_id, None
+        )  # a blend that waited for cache blocks may have been declined since
         if is_blend:
             self._pass_ends_s[request_id] = now_s + (ttft_s or 0.0)
             self._disturbs_others({request_id})
 
     def pass_ended(self, request_id: str, sample: PassSample | None) -> None:
-        """A blend or save has ended, with a ``sample`` if it went as planned."""
+        """Note the end of a blend or save, with a ``sample`` if it had no restarts."""
         self._pass_ends_s.pop(request_id, None)
         awaited = self._awaited.get(request_id)
         if awaited is not None and sample is not None:
             awaited.pass_s = sample.busy_s + sample.load_wait_s
 
     def forget(self, request_id: str) -> Ttft | None:
-        """The request has ended. Returns its TTFT, None where it had no token."""
+        """Drop a request that has ended. Returns its TTFT; None if it had no token."""
         awaited = self._awaited.get(request_id)
         if awaited is not None and awaited.request.num_output_tokens:
             self._first_token(request_id, awaited)
@@ -145,14 +147,14 @@ class Timing:
         self._steps.append(_Step(self.clock(), tokens, pairs, not ours_in_flight))
 
     def _disturbs_others(self, computing: set[str]) -> None:
-        """What else takes until their first tokens is no longer their own tail."""
+        """Note that requests without a first token now share the engine, so their tails are not measured."""
         for request_id, awaited in self._awaited.items():
             if len(computing) > (request_id in computing):
                 awaited.planned_s = None
 
     def step_ended(self) -> list[tuple[Request, Ttft]]:
-        """The requests that have had their first token since the last step. Steps end in the order in which
-        they began."""
+        """Note the end of a step, in the order in which steps began. Returns the requests that have had their
+        first token since the last step."""
         now_s = self.clock()
         if self._steps:
             step = self._steps.popleft()
@@ -172,7 +174,7 @@ class Timing:
         return self._first_tokens[request_id]
 
     def trial_is_due(self) -> bool:
-        """Whether the next prompt is blended although computing it so is predicted to be slower."""
+        """Return whether to blend the next prompt even if computing the blend is predicted to be slower."""
         return self._refusals["blending_is_slower"] >= self._trial_after
 
     def record_trial(self) -> None:
@@ -180,7 +182,7 @@ class Timing:
         self._trial_after = min(2 * self._trial_after, TRIAL_LAST)
 
     def probe_is_due(self, reason: str) -> bool:
-        """Count a refusal, and return whether a chunk should be read to measure loading again."""
+        """Count a refusal. Returns whether to read a chunk to measure loading again."""
         if reason not in self._refusals:
             return False
         self._refusals[reason] += 1
@@ -188,7 +190,7 @@ class Timing:
 
 
 def _pairs(output: SchedulerOutput) -> float:
-    """The number of (query, key) pairs in a step's attention."""
+    """Return the number of (query, key) pairs in a step's attention."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -1,4 +1,4 @@
-"""Learns from a loaded model what `find_layers` cannot see: calls, rotations, and what follows from both."""
+"""Learns the calls and rotations of a loaded model's layers by running them, and describes the layers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from kintsugi.models.layers import (
 )
 
 SAMPLES = ((0, 11), (5, 12))
-"""Positions of the tokens over which calls are watched: two ranges of different lengths."""
+"""Position ranges of the observed tokens: two of different lengths."""
 
 
 def learn_model(model: LoadedModel) -> LoadedModel:
-    """The model with its calls, rotations and description. Raises `NotBlendable`."""
+    """Return the model with its calls, rotations and description. Raises `NotBlendable`."""
     with torch.inference_mode(), model.custom_ops_on():
         try:
             calls = _learn_calls(model)
@@ -54,14 +54,14 @@ def learn_model(model: LoadedModel) -> LoadedModel:
         except NotBlendable:
             raise
         except Exception as defect:
-            feature = f"calls that broke when they were watched ({type(defect).__name__}: {defect})"
+            feature = f"calls that failed under observation ({type(defect).__name__}: {defect})"
             raise Decline(DeclineReason.LAYER_CALLS, None, feature).error() from defect
     model = dataclasses.replace(model, layers=layers)
     return dataclasses.replace(model, described=_describe(model))
 
 
 def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
-    """Block tables per cache group. Groups share memory, so their blocks are disjoint; 0 is null."""
+    """Return block tables per cache group, disjoint because groups share memory, without the null block 0."""
     groups = {layer.group.tables: layer.group for layer in model.layers}
     tables: list[list[int]] = []
     first = 1
@@ -73,7 +73,7 @@ def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
 
 
 def run_forward(model: LoadedModel, stack: VllmStack, token_ids: Tensor, positions: Tensor) -> Any:
-    """The engine's own forward pass over `positions` of the stack's sequence."""
+    """Run the engine's own forward pass over ``positions`` of the stack's sequence."""
     prepared: Prepared = stack.batch(positions).prepared
     with set_forward_context(
         prepared.metadata,
@@ -85,7 +85,8 @@ def run_forward(model: LoadedModel, stack: VllmStack, token_ids: Tensor, positio
         return model.forward(token_ids, positions)
 
 
-def _token_ids(model: LoadedModel, count: int) -> Tensor:
+def sample_token_ids(model: LoadedModel, count: int) -> Tensor:
+    """Return made-up token ids, int64 `[count]`."""
     vocab: int = model.vllm_config.model_config.get_vocab_size()
     return (torch.arange(count, dtype=torch.int64) * 7919 + 13) % vocab
 
@@ -102,7 +103,7 @@ def _learn_calls(model: LoadedModel) -> LayerCalls:
         with set_forward_context({}, model.vllm_config, num_tokens=count, skip_compiled=True):
             model.forward(token_ids, positions)
 
-    samples = [(_token_ids(model, last - first), torch.arange(first, last)) for first, last in SAMPLES]
+    samples = [(sample_token_ids(model, last - first), torch.arange(first, last)) for first, last in SAMPLES]
     return watch_calls([layer.module for layer in model.layers], run, forward, samples)
 
 
@@ -110,7 +111,7 @@ def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
     kernel = rotation_kernel(model.device)
 
     def embed(positions: Tensor) -> Hidden:
-        return model.embed(torch.zeros_like(positions) + _token_ids(model, 1), positions)
+        return model.embed(torch.zeros_like(positions) + sample_token_ids(model, 1), positions)
 
     def project(layer: int, hidden: Hidden, positions: Tensor) -> Projected:
         return _project(model, model.layers[layer], hidden, positions)
@@ -127,23 +128,23 @@ def _learn_rotations(model: LoadedModel) -> tuple[Layer, ...]:
 
 
 def _find_on_every_rank(finder: RotationFinder, layer: int) -> KeyRotation:
-    """Ranks have heads of their own, and what follows runs on all of them or on none. Raises `NotBlendable`
-    on every rank where one finds no rotation."""
+    """Find a layer's rotation on all ranks, which have different heads. Raises `NotBlendable` on every rank
+    if one of them finds none."""
     rotation, declined = None, None
     try:
         rotation = finder.find(layer)
     except NotBlendable as error:
         declined = error
     if is_so_on_any_rank(declined is not None):
-        others = Decline(DeclineReason.ROPE, layer, "keys of which another rank finds no rotation")
+        others = Decline(DeclineReason.ROPE, layer, "keys without a known rotation on another rank")
         raise declined or others.error()
     assert rotation is not None
     return rotation
 
 
 def _num_positions(model: LoadedModel) -> int:
-    """Positions that a prompt may have. Every rotation's table has to reach them: beyond it, vLLM's kernels
-    read what lies behind the table. Raises `NotBlendable`."""
+    """Return the maximum number of positions. Raises `NotBlendable` if a rotation table is shorter: vLLM's
+    kernels would read beyond its end."""
     tables = [buffer for name, buffer in model.root.named_buffers() if name.endswith("cos_sin_cache")]
     longest: int = model.vllm_config.model_config.max_model_len
     shortest = min((len(table) for table in tables), default=longest)
@@ -154,6 +155,7 @@ def _num_positions(model: LoadedModel) -> int:
 
 
 def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor) -> Projected:
+    """Run a layer up to its attention, and record the rotation modules that it calls."""
     captured, sources = CapturedKV(), list[RotationCall]()
     hooks = sources_of(layer.module, positions, sources)
     try:
@@ -169,7 +171,7 @@ def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor
 
 
 def _describe(model: LoadedModel) -> ModelLayers:
-    """The layers over all ranks: as the config has them, with what was seen in the place of what it says."""
+    """Describe the layers over all ranks by the config, with observed values in place of the config's."""
     config = model.vllm_config.model_config.hf_config.to_dict()
     told = describe_layers(config).layers
     nothing = LayerSpec(LayerKind.ATTENTION)
@@ -205,7 +207,7 @@ def _describe_layer(model: LoadedModel, layer: Layer, told: LayerSpec) -> LayerS
 
 
 def _total_heads(model: LoadedModel, own: int, told: int) -> int:
-    """KV heads over all ranks, of which this one holds `own`."""
+    """Return the number of KV heads over all ranks, of which this rank holds ``own``."""
     _, ranks = rank_and_size()
     if ranks == 1:
         return own
@@ -213,5 +215,7 @@ def _total_heads(model: LoadedModel, own: int, told: int) -> int:
     for total in (told, whole):
         if own == max(1, total // ranks):
             return total
-    feature = f"{own} KV heads on each of {ranks} ranks, and none of {told} and {whole} heads gives that"
+    feature = (
+        f"{own} KV heads on each of {ranks} ranks, but neither {told} nor {whole} heads in all"
+    )
     raise Decline(DeclineReason.ARCHITECTURE, None, feature).error()

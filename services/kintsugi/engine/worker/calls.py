@@ -1,10 +1,10 @@
-"""How a loaded model calls its decoder layers, watched once at start.
+"""Observes at start how a loaded model calls its decoder layers.
 
-Nothing here knows an architecture. One forward pass over a few tokens shows which arguments each layer gets,
-which of them are the residual stream, and what of its output the next layer sees. From then on a layer is
-called with the same arguments, over other tokens. What else the model computes per token (cosines and sines,
-embeddings per layer, positions in a shape of its own) comes from the model, too: its forward pass is run up
-to the last layer with every layer replaced by one that only notes its arguments.
+No code depends on an architecture. One forward pass over a few tokens shows the arguments of each layer,
+which of them are the residual stream, and which outputs the next layer gets. From then on a layer is called
+with the same arguments over other tokens. Other values that the model computes per token (cosines and sines,
+embeddings per layer, positions in another shape) also come from the model: its forward pass is run up to the
+last layer, with every layer replaced by a function that records its arguments.
 
 A model that computes between its layers, or runs a layer twice, is declined: a blend runs layers alone.
 """
@@ -26,17 +26,17 @@ from kintsugi.fusor.stack import Hidden
 from kintsugi.models.layers import Decline, DeclineReason
 
 Forward = Callable[[Tensor, Tensor], None]
-"""Runs the model over token ids and positions, both int64 `[tokens]` on the host."""
+"""Function that runs the model over token ids and positions, both int64 `[tokens]` on the host."""
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """An argument that has one entry per token."""
+    """A layer's argument with one entry per token."""
 
     dim: int
     """The dimension that counts tokens."""
     slot: int | None = None
-    """Its place in `Hidden.beside`; None for the states and the residual."""
+    """Index in `Hidden.beside`; None for the states and the residual."""
 
     def to_rows(self, argument: Tensor) -> Tensor:
         return argument.movedim(self.dim, 0)
@@ -47,23 +47,23 @@ class PerToken:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How the model calls one layer. Arguments and outputs are counted as `torch.utils._pytree` flattens
+    """The model's call of one layer. Arguments and outputs have the indices that `torch.utils._pytree` gives
     them."""
 
     layout: Any
-    """How the arguments nest: positional ones in a tuple, then named ones in a dict."""
+    """Nesting of the arguments: a tuple of positional ones, then a dict of named ones."""
     arguments: tuple[Any, ...]
-    """For each argument a `PerToken`, or the value that it always has."""
+    """A `PerToken` for each argument, or its constant value."""
     states: int
-    """Which argument is the residual stream."""
+    """Index of the argument that is the residual stream."""
     residual: int | None
-    """Which argument is the residual that is carried separately; None where there is none."""
+    """Index of the argument that is a separate residual; None if there is none."""
     output_layout: Any
     output_states: int
     output_residual: int | None
 
     def run(self, module: nn.Module, hidden: Hidden) -> None:
-        """Call the layer; `hidden` becomes its output."""
+        """Call the layer, and set ``hidden`` to its output."""
         stream: PerToken = self.arguments[self.states]
         leaves = [self._fill(index, hidden) for index in range(len(self.arguments))]
         args, kwargs = pytree.tree_unflatten(leaves, self.layout)
@@ -84,7 +84,7 @@ class LayerCall:
         return argument.from_rows(hidden.beside[argument.slot])
 
     def pass_on(self, leaves: Sequence[Any]) -> Any:
-        """What the model gets from a layer that returns its input."""
+        """Return the output of a layer that returns its input."""
         outputs: list[Any] = [None] * self.output_layout.num_leaves
         outputs[self.output_states] = leaves[self.states]
         if self.output_residual is not None:
@@ -95,15 +95,15 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """How the model calls all of its layers."""
+    """The model's calls of all of its layers."""
 
     modules: tuple[nn.Module, ...]
     calls: tuple[LayerCall, ...]
     sources: tuple[tuple[int, int], ...]
-    """Where each tensor of `Hidden.beside` comes from: layer and argument."""
+    """Layer and argument of each tensor of `Hidden.beside`."""
 
     def embed(self, forward: Forward, token_ids: Tensor, positions: Tensor) -> Hidden:
-        """The input of layer 0, and what the model computes beside it."""
+        """Return the input of layer 0 and the model's other values per token."""
         noted = note_arguments(self.modules, self.calls, lambda: forward(token_ids, positions))
         first = self.calls[0]
         states = first.arguments[first.states].to_rows(noted[0][first.states])
@@ -118,8 +118,8 @@ def watch_calls(
 ) -> LayerCalls:
     """Learn how a model calls its layers.
 
-    `run` computes a whole forward pass; `forward` may be left before any layer computes. `samples` are token
-    ids and positions, of two different lengths. Raises `NotBlendable`.
+    ``run`` computes a whole forward pass; ``forward`` may be ended before any layer computes. ``samples`` are
+    token ids and positions of two different lengths. Raises `NotBlendable`.
     """
     (token_ids, positions), (other_ids, other_positions) = samples
     seen = _watch(modules, lambda: run(token_ids, positions))
@@ -148,8 +148,8 @@ def watch_calls(
 def note_arguments(
     modules: Sequence[nn.Module], calls: Sequence[LayerCall], forward: Callable[[], None]
 ) -> list[list[Any]]:
-    """Run `forward` up to the last layer with every layer replaced by one that returns its input. Returns the
-    arguments of each, flattened."""
+    """Run ``forward`` up to the last layer, with every layer replaced by one that returns its input. Returns
+    the flattened arguments of each layer."""
     noted: list[list[Any]] = []
 
     def stand_in(call: LayerCall) -> Callable[..., Any]:
@@ -175,7 +175,7 @@ def note_arguments(
 
 @contextlib.contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Put `forward` in the place of the module's own, however the module is called."""
+    """Replace the module's forward method in the block."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -188,12 +188,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 class _Noted(Exception):
-    """Leaves a forward pass once the last layer's arguments are known."""
+    """Ends a forward pass as soon as the last layer's arguments are recorded."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One layer call as it happened."""
+    """An observed call of one layer."""
 
     layout: Any
     arguments: list[Any]
@@ -202,10 +202,11 @@ class _Seen:
     output_layout: Any
     outputs: list[Any]
     after: list[Any]
-    """Copies of the outputs, made behind the call."""
+    """Copies of the outputs, made after the call."""
 
 
 def _watch(modules: Sequence[nn.Module], run: Callable[[], None]) -> list[_Seen]:
+    """Observe the layer calls of a forward pass."""
     seen: list[_Seen] = []
     order: list[int] = []
 
@@ -232,11 +233,12 @@ def _watch(modules: Sequence[nn.Module], run: Callable[[], None]) -> list[_Seen]
 
 
 def _find_streams(seen: Sequence[_Seen], dim: int) -> list[LayerCall]:
-    """The calls with states and residual found: what a layer returns and the next one gets."""
+    """Return the calls with the indices of states and residual: outputs that the next layer gets as
+    arguments."""
     found = [_stream_between(layer, before, after) for layer, (before, after) in enumerate(pairwise(seen))]
     if not found:
         found = [_Streams(_states_of(seen[0]), None, 0, None)]
-    # The first layer's arguments lie where the second one's do, the last one's outputs where those before do.
+    # The first layer's arguments have the second's indices, the last layer's outputs the previous one's.
     given = [found[0], *found]
     returned = [*found, found[-1]]
     calls = []
@@ -263,7 +265,7 @@ def _find_streams(seen: Sequence[_Seen], dim: int) -> list[LayerCall]:
 
 @dataclass(frozen=True)
 class _Streams:
-    """Which arguments of a layer are which outputs of the one before."""
+    """Indices of a layer's arguments that are outputs of the previous layer."""
 
     states: int
     residual: int | None
@@ -272,6 +274,7 @@ class _Streams:
 
 
 def _stream_between(layer: int, before: _Seen, after: _Seen) -> _Streams:
+    """Find the arguments of the layer ``after`` that are outputs of the layer ``before``."""
     pairs = [
         (argument, output)
         for argument, value in enumerate(after.arguments)
@@ -279,27 +282,27 @@ def _stream_between(layer: int, before: _Seen, after: _Seen) -> _Streams:
         if isinstance(value, Tensor) and value is returned
     ]
     if not 1 <= len(pairs) <= 2:
-        raise _decline(layer + 1, "an input that is not what the layer before returned")
+        raise _decline(layer + 1, "an input that is not an output of the previous layer")
     for argument, output in pairs:
         if not torch.equal(after.before[argument], before.after[output]):
             raise _decline(layer + 1, "an input that the model changes between the layers")
-    # Output 0 is the states wherever there are two, and the first layer gets no residual.
+    # If there are two, output 0 is the states; the first layer gets no residual.
     (states, output_states), *rest = sorted(pairs, key=lambda pair: pair[1])
     residual, output_residual = rest[0] if rest else (None, None)
     return _Streams(states, residual, output_states, output_residual)
 
 
 def _states_of(only: _Seen) -> int:
-    """The states among the arguments of a model's only layer: what has the shape of its first output."""
+    """Return the index of the states among a single layer's arguments, by the shape of its first output."""
     shape = only.outputs[0].shape
     for index, value in enumerate(only.arguments):
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape:
             return index
-    raise _decline(0, "no argument of the shape of its output")
+    raise _decline(0, "no argument with the shape of its output")
 
 
 def _token_dim_of(first: _Seen, num_tokens: int) -> int:
-    """The dimension of the first output that counts tokens."""
+    """Return the dimension of the first output that counts tokens."""
     shape = first.outputs[0].shape
     if num_tokens not in shape[:-1]:
         raise _decline(0, f"an output of the shape {tuple(shape)} for {num_tokens} tokens")
@@ -307,13 +310,13 @@ def _token_dim_of(first: _Seen, num_tokens: int) -> int:
 
 
 def _role_of(layer: int, value: Any, other: Any, seen: Any) -> Any:
-    """What an argument is, from its values over two samples without computed layers and one with them."""
+    """Return an argument's role, from its values in two runs without computed layers and one with them."""
     if not isinstance(value, Tensor):
         if value is other or (type(value) is type(other) and bool(value == other)):
             return value
         raise _decline(layer, f"an argument that depends on the batch: {type(value).__name__}")
     if not isinstance(seen, Tensor) or seen.shape != value.shape or not torch.equal(seen, value):
-        raise _decline(layer, "an argument that depends on what earlier layers return")
+        raise _decline(layer, "an argument that depends on the outputs of earlier layers")
     if value.shape == other.shape and torch.equal(value, other):
         return value
     differing = [dim for dim in range(value.ndim) if value.shape[dim] != other.shape[dim]]

@@ -1,8 +1,7 @@
-"""Device memory for passes, of which vLLM's own profile knows nothing: reserved once, and bounded.
+"""Reserves and bounds device memory for passes, which vLLM's memory profile does not include.
 
-vLLM leaves a share of a GPU's memory alone (`gpu_memory_utilization`). A part of that is taken when the
-first blend comes, so that torch's allocator keeps it for what passes load; blends are admitted while there is
-room for them.
+vLLM leaves a share of a GPU's memory unused (`gpu_memory_utilization`). The first blend reserves a part of
+it, which torch's allocator keeps for loaded KV; blends are admitted while they fit.
 """
 
 from __future__ import annotations
@@ -21,25 +20,26 @@ from kintsugi.fusor.selectors import Selector, depends_on_question, make_selecto
 from kintsugi.fusor.staging import keep_for_loading
 
 SHARE_OF_FREE = 0.25
-"""Share of the free memory that passes get. vLLM has given back what it computes with, and takes that again
-from the rest."""
+"""Share of the free memory for passes. vLLM has freed its working memory and allocates it again from the
+rest."""
 
 LAYERS_IN_USE = 3
-"""Layers of loaded KV that a pass holds beside those that wait: the one it computes with, the one that is
-decoded, and the bytes that is decoded from."""
+"""Layers of loaded KV that a pass holds beside the prefetched ones: the layer in use, the layer being
+decoded, and its encoded bytes."""
 
 ROTATION_LAYERS = 3
-"""What rotating a layer's keys takes, in layers of 16-bit KV, of which K is half: the keys as stored, and in
-fp32 all of them, and two products and a difference of half of them each."""
+"""Memory for rotating a layer's keys, in layers of 16-bit KV, half of which is K: the stored keys, the keys
+in fp32, and in fp32 two products and a difference of half the keys each."""
 
 HIDDEN_COPIES = 5
-"""States and residuals of a layer's input and of its output, and one of them while units are joined."""
+"""Copies of hidden states: states and residuals of a layer's input and output, and one while units are
+joined."""
 
 
 def reserve_memory(device: torch.device) -> float:
-    """Reserve memory for passes. Returns the bytes that they may use on every rank: inf on a CPU, 0 where it
-    cannot be had. Ranks have to ask together, and not before vLLM has captured its CUDA graphs: that empties
-    torch's caches."""
+    """Reserve memory for passes. Returns the bytes that they may use on every rank: inf on a CPU, 0 if the
+    memory cannot be allocated. All ranks must call it together, after vLLM has captured its CUDA graphs,
+    which empties torch's caches."""
     if device.type == "cpu":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -52,8 +52,8 @@ def reserve_memory(device: torch.device) -> float:
 
 
 def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
-    """Most device memory that a blend holds while none of its chunks is lost, apart from what a unit computes
-    with: vLLM's profile covers a prefill of as many tokens."""
+    """Return the maximum device memory of a blend that loses no chunk. Excludes the working memory of a unit:
+    vLLM's profile covers a prefill of the same number of tokens."""
     selection, start, num_tokens = job.plan.selection, job.tokens.start, len(job.tokens.token_ids)
     selector = make_selector(selection, len(model.layers))
     end = start + num_tokens + depends_on_question(selection)
@@ -76,15 +76,15 @@ def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
 
 
 def _num_layers_asked(selector: Selector, kept: list[bool]) -> int:
-    """Layers of loaded KV that stay after the question's pass. `kept`: whether the cache keeps what is
-    written to each layer."""
+    """Return how many layers of loaded KV stay in memory after the question's pass. ``kept``: whether the
+    cache keeps each layer's KV."""
     asked = range(max(selector.query_layers, default=-1) + 1)
     return sum(needs_loaded(selector, layer, kept[layer]) for layer in asked)
 
 
 def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
-    """Size of the cache of one layer in which a pass works where vLLM has no block for some position before
-    `end` (`engine.worker.stack`), and of what is copied into or out of it; 0 where it has all of them."""
+    """Return the size of a layer's scratch cache with its copy, which a pass uses if vLLM has no block for
+    some position before ``end`` (`engine.worker.stack`); 0 if vLLM has all blocks."""
     group = layer.group
     if not lacks_blocks(job.tokens.block_ids[group.tables], -(-end // group.block_size)):
         return 0
@@ -92,8 +92,8 @@ def _scratch_bytes(layer: Layer, job: BlendJob, end: int) -> int:
 
 
 def _asking_bytes(model: LoadedModel, job: BlendJob, layers: Sequence[Layer], end: int) -> int:
-    """Size of the question's own cache (`fusor.question`), of one layer of each group; 0 where it uses that
-    of the blend."""
+    """Return the size of the question's own cache (`fusor.question`) for one layer of each group; 0 if it
+    uses the blend's cache."""
     if not model.sees_order_alone:
         return 0
     plan = job.plan
@@ -103,7 +103,7 @@ def _asking_bytes(model: LoadedModel, job: BlendJob, layers: Sequence[Layer], en
 
 
 def _cache_bytes(layer: Layer, end: int) -> int:
-    """Size of a scratch cache of one layer with places before `end`, and of a copy."""
+    """Return the size of one layer's scratch cache for the places before ``end``, with a copy."""
     group, cache = layer.group, layer.attention.kv_cache
     blocks = 1 + -(-end // group.block_size) * (group.block_size // group.kernel_block_size)
     return 2 * blocks * int(cache.nbytes // len(cache))

@@ -1,7 +1,7 @@
-"""The loaded model as vLLM holds it: decoder layers, attention, cache groups.
+"""Finds the parts of the loaded model in vLLM: decoder layers, attention, cache groups.
 
-Nothing has to register the model: its `Attention` objects are in the compilation config's static
-forward context, and the module that owns them is found among the live objects, once, at start.
+The model need not be registered: its `Attention` objects are in the compilation config's static forward
+context, and the module that contains them is searched among the live objects once at start.
 """
 
 from __future__ import annotations
@@ -35,50 +35,51 @@ from kintsugi.fusor.staging import upload
 from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason, LayerKind, ModelLayers
 
 PLAIN_ATTENTIONS = frozenset({"Attention", "ChunkedLocalAttention"})
-"""vLLM's softmax attention over K and V, of all positions, of a window or of a local chunk."""
+"""vLLM's softmax attention over K and V: over all positions, a window or a local chunk."""
 
 LATENT_ATTENTION = "MLAAttention"
 """vLLM's attention over latents."""
 
 ONE_BATCH_BACKENDS = frozenset({"FLASHINFER", "TRITON_FLASHINFER", "FLEX_ATTENTION", "B12X", "HPC_ATTN"})
-"""Backends whose metadata is for at most `max_num_seqs` requests, in buffers of the builder that the next
-batch overwrites (read in vLLM 0.32). A pass prepares its batches first and uses them in every layer, beside
-those of other passes, and a batch of scattered tokens is hundreds of pseudo-requests."""
+"""Backends whose metadata holds at most `max_num_seqs` requests and lies in buffers that the next batch
+overwrites (as of vLLM 0.32). A pass prepares its batches first and uses them in every layer beside those of
+other passes, and a batch of scattered tokens is hundreds of pseudo-requests."""
 
 MROPE_AXES = 3
-"""Axes of a position where vLLM counts several; text has the same on each."""
+"""Axes of a position in models with M-RoPE. Text has the same position on each axis."""
 
 
 SAMPLED_IDS = 8
-"""Token ids that are embedded to compare a model with the language model in it."""
+"""Number of token ids embedded to compare a model with its language model."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share block tables and have KV of one shape."""
+    """Layers with common block tables and KV of one shape."""
 
     index: int
     tables: int
-    """vLLM's KV cache group, whose block tables they share. Layers of one such group may differ in their
-    shape, and attention metadata is made for one shape."""
+    """Index of vLLM's KV cache group, whose block tables the layers share. Layers of one vLLM group may
+    differ in shape, and attention metadata is made for one shape."""
     spec: AttentionSpec
     layer_names: tuple[str, ...]
     block_size: int
     """Tokens per block of vLLM's block tables."""
     kernel_block_size: int
-    """Tokens per block that the attention kernel sees; divides `block_size`."""
+    """Tokens per block of the attention kernel; divides `block_size`."""
     builder: Any
-    """Our own attention metadata builder: the model runner's hold buffers of its captured graphs."""
+    """A separate attention metadata builder: the model runner's builders hold buffers of its captured
+    graphs."""
     kernel_serves: bool
     """Whether scattered tokens attend through `engine.worker.attention.scattered`."""
     needs_latent_rows: bool = False
-    """Whether tokens behind cached ones attend through `engine.worker.attention.latent`."""
+    """Whether tokens after cached ones attend through `engine.worker.attention.latent`."""
 
     def build_metadata(self, common: CommonAttentionMetadata) -> Any:
-        """The backend's metadata of one batch. It outlives the batches that are built after it."""
+        """Return the backend's metadata of one batch, which stays valid when later batches are built."""
         prefill_backend = getattr(self.builder, "_prefill_backend", None)
         if prefill_backend is not None:
-            # Of latent attention. It keeps what was built last, and passes run side by side.
+            # Of latent attention: it keeps the metadata built last, and passes run side by side.
             self.builder._prefill_backend = prefill_backend.clone()
         return self.builder.build(0, common)
 
@@ -89,7 +90,7 @@ class Layer:
 
     index: int
     name: str
-    """The attention's name: the key of vLLM's per-layer dictionaries."""
+    """Name of its attention, the key in vLLM's dictionaries per layer."""
     module: nn.Module
     attention: Any
     group: CacheGroup
@@ -97,31 +98,31 @@ class Layer:
 
     @property
     def kv(self) -> HeadsKV:
-        """What it stores of a token."""
+        """The KV that it stores per token."""
         return kv_of(self.attention)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything that a pass needs of the model."""
+    """The loaded model as passes use it."""
 
     vllm_config: VllmConfig
     root: nn.Module
-    """The whole model, its head included."""
+    """The whole model, including its head."""
     layers: tuple[Layer, ...]
     device: torch.device
     dtype: torch.dtype
     projection_share: float
     calls: LayerCalls
-    """How the model calls its layers."""
+    """The model's calls of its layers."""
     described: ModelLayers
-    """The layers over all ranks."""
+    """Description of the layers over all ranks."""
     disabled_ops: tuple[CustomOp, ...] = ()
-    """Operations with a fused kernel that vLLM has replaced by plain ones."""
+    """Operations with a fused kernel that vLLM has disabled."""
 
     @contextlib.contextmanager
     def custom_ops_on(self) -> Iterator[None]:
-        """Run vLLM's fused kernels. Where vLLM compiles a model it leaves them off, because the compiler
+        """Enable vLLM's fused kernels in the block. vLLM disables them in compiled models, where the compiler
         fuses the plain operations; our layer calls are not compiled."""
         plain = [op._forward_method for op in self.disabled_ops]
         for op in self.disabled_ops:
@@ -134,8 +135,8 @@ class LoadedModel:
 
     @property
     def sees_order_alone(self) -> bool:
-        """See `fusor.stack.DecoderStack`. Where layers attend within chunks of the prompt (Llama 4), blends
-        lie in one of these."""
+        """As in `fusor.stack.DecoderStack`. In layers with local chunks of attention (Llama 4), a blend lies
+        within one chunk."""
         return not any(
             layer.attention.sliding_window is not None
             or getattr(layer.attention.impl, "alibi_slopes", None) is not None
@@ -144,17 +145,17 @@ class LoadedModel:
 
     @property
     def kv_width(self) -> int:
-        """Elements of K and V that this rank holds of a token in the widest layer."""
+        """Elements of K and V per token in the widest layer on this rank."""
         stored = [kv_of(layer.attention) for layer in self.layers]
         return max(one.heads * (one.key_width + one.value_width) for one in stored)
 
     @property
     def layout(self) -> KVLayout:
-        """The KV over all ranks."""
+        """Layout of the KV over all ranks."""
         return self.described.layout(str(self.dtype).removeprefix("torch."))
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """The model's own forward pass, called as vLLM's runner calls it. int64 `[tokens]` twice, on the
+        """Run the model's forward pass as vLLM's runner does. Both arguments are int64 `[tokens]` on the
         host."""
         positions = upload(positions, self.device)
         if self.vllm_config.model_config.uses_mrope:
@@ -167,7 +168,7 @@ class LoadedModel:
         )
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Hidden:
-        """The input of layer 0, and what the model computes beside it. int64 `[tokens]` twice."""
+        """Return the input of layer 0 and the model's other values per token, from int64 `[tokens]`."""
         context = set_forward_context({}, self.vllm_config, num_tokens=len(token_ids), skip_compiled=True)
         with context:
             return self.calls.embed(self.forward, token_ids, positions)
@@ -176,8 +177,8 @@ class LoadedModel:
 def find_layers(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Tensor]
 ) -> LoadedModel:
-    """The model behind the caches, of which `anatomy.learn_model` has yet to learn calls and rotations.
-    Raises `NotBlendable` where it is not one of decoder layers that we can drive."""
+    """Find the model of the caches; `anatomy.learn_model` then adds calls and rotations. Raises
+    `NotBlendable` if it does not consist of decoder layers that we can run."""
     context = vllm_config.compilation_config.static_forward_context
     attentions = {name: context[name] for name in kv_caches if name in context}
     for name in kv_caches:
@@ -197,7 +198,7 @@ def find_layers(
     layers.sort(key=lambda layer: layer.index)
     everything: Any = owner.get_submodule(lists.pop())
     if [layer.index for layer in layers] != list(range(len(everything))):
-        raise _architecture("decoder layers without one attention with a cache of its own")
+        raise _architecture("decoder layers without exactly one attention with its own cache")
     return LoadedModel(
         vllm_config=vllm_config,
         root=owner,
@@ -212,7 +213,7 @@ def find_layers(
 
 
 def _require_attention(name: str, layer: Any) -> None:
-    """Raise `NotBlendable` for a cache that is not of plain attention, in the words of its kind."""
+    """Raise `NotBlendable` for a cache of unsupported attention, with its kind as the reason."""
     kind, kinds = type(layer).__name__, {base.__name__ for base in type(layer).__mro__}
     is_plain = kind in PLAIN_ATTENTIONS
     if is_plain and layer.kv_sharing_target_layer_name is None:
@@ -230,7 +231,7 @@ def _require_attention(name: str, layer: Any) -> None:
     elif "MambaBase" in kinds:
         reason, feature = DeclineReason.RECURRENT, RECURRENT_STATE
     else:
-        reason, feature = DeclineReason.ATTENTION, "an attention that is not known"
+        reason, feature = DeclineReason.ATTENTION, "an unknown kind of attention"
     raise Decline(reason, None if digits is None else int(digits), f"{feature} ({kind})").error()
 
 
@@ -239,7 +240,7 @@ def _architecture(feature: str) -> NotBlendable:
 
 
 def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[CustomOp, ...]:
-    """The modules' operations that vLLM has disabled; none on a CPU, where the fused kernels do not run."""
+    """Return the modules' disabled operations; none on a CPU, where the fused kernels do not run."""
     disabled = vllm_config.compilation_config.disabled_custom_ops
     ops = [op for module in modules for op in module.modules() if isinstance(op, CustomOp)]
     if next(modules[0].parameters()).device.type != "cuda":
@@ -250,28 +251,28 @@ def _disabled_ops(vllm_config: VllmConfig, modules: list[nn.Module]) -> tuple[Cu
 
 
 def _owners_of(attentions: list[nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """The smallest and the largest live model that contain all `attentions`: a language model, and what vLLM
-    runs, which has encoders of other inputs beside it in a multimodal model. Cost: one pass over the live
+    """Return the smallest and the largest live model that contain all ``attentions``: the language model, and
+    the model that vLLM runs, which in a multimodal model also has encoders. Cost: one pass over the live
     objects."""
     wanted = {id(attention) for attention in attentions}
     owners: list[tuple[int, nn.Module]] = []
     for candidate in gc.get_objects():
-        # type(), not isinstance(): that would run the code of lazy proxies that claim another class.
+        # type() instead of isinstance(), which would run the code of lazy proxies.
         if not (issubclass(type(candidate), nn.Module) and hasattr(candidate, "compute_logits")):
             continue
         modules = {id(module) for module in candidate.modules()}
         if wanted <= modules:
             owners.append((len(modules), candidate))
     if not owners:
-        raise _architecture("attention layers that no loaded model owns")
+        raise _architecture("attention layers that belong to no loaded model")
     owners.sort(key=lambda owner: owner[0])
     return owners[0][1], owners[-1][1]
 
 
 @torch.inference_mode()
 def _require_text_embeddings(owner: nn.Module, outer: nn.Module) -> None:
-    """Raise `NotBlendable` where the model that vLLM runs embeds text otherwise than the language model in
-    it, which is all that a blend runs."""
+    """Raise `NotBlendable` if the model that vLLM runs embeds text differently from its language model, which
+    is the part that a blend runs."""
     if owner is outer:
         return
     token_ids = torch.arange(SAMPLED_IDS, device=next(owner.parameters()).device)
@@ -294,7 +295,7 @@ def _layer_path(path: str) -> tuple[int, str]:
 def _cache_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, attentions: dict[str, Any], device: torch.device
 ) -> dict[str, CacheGroup]:
-    """Cache group of each layer, by layer name."""
+    """Return the cache group of each layer by name."""
     groups: list[CacheGroup] = []
     for tables, group in enumerate(kv_cache_config.kv_cache_groups):
         names = [name for name in group.layer_names if name in attentions]
@@ -321,7 +322,7 @@ def _cache_groups(
 
 
 def _require_lasting_metadata(backend: str) -> None:
-    """Raise `NotBlendable` for a backend whose metadata does not outlive the next batch."""
+    """Raise `NotBlendable` for a backend whose metadata is invalid after the next batch."""
     if backend in ONE_BATCH_BACKENDS:
         limits = "whose metadata serves one batch of at most max_num_seqs requests"
         feature = f"the attention backend {backend}, {limits}"
@@ -329,7 +330,7 @@ def _require_lasting_metadata(backend: str) -> None:
 
 
 def _layers_by_spec(spec: KVCacheSpec, names: list[str]) -> dict[KVCacheSpec, list[str]]:
-    """The layers of one of vLLM's cache groups, those of one spec together."""
+    """Return the layers of one of vLLM's cache groups by spec."""
     found: dict[KVCacheSpec, list[str]] = {}
     for name in names:
         own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
@@ -344,8 +345,8 @@ def _kernel_block_size(backend: Any, spec: AttentionSpec) -> int:
 
 
 def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:
-    """The same configuration without CUDA graphs. With them, builders size buffers for `max_num_seqs`
-    requests; scattered tokens are more pseudo-requests than that, and are never captured."""
+    """Return the configuration without CUDA graphs. With graphs, builders size their buffers for
+    `max_num_seqs` requests; scattered tokens make more pseudo-requests, and are never captured."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -353,9 +354,9 @@ def _without_graphs(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
-    """Multiplications of the fused Q, K and V projection ÷ those of the whole layer, attention apart.
+    """Return the multiplications of the fused Q, K and V projection ÷ those of the layer without attention.
 
-    From the shapes in the config: a CPU backend repacks weights, and experts are not all used.
+    Computed from the config's shapes: a CPU backend repacks weights, and not all experts are used.
     """
     config, attention = vllm_config.model_config.hf_text_config, layer.attention
     ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -375,7 +376,8 @@ def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
 
 
 def _latent_projections(attention: Any, hidden: int, heads: int) -> tuple[int, int]:
-    """Multiplications per token before latent attention, and of those that take latents to heads and out."""
+    """Return the multiplications per token before latent attention, and those of the head and output
+    projections."""
     queries, rank = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim), attention.q_lora_rank
     query = hidden * queries if rank is None else (hidden + queries) * rank
     raised = attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)

@@ -1,6 +1,6 @@
-"""The CPU kernels that this process may use: built once per machine, loaded once per process.
+"""Loads the CPU kernels: built once per machine, loaded once per process.
 
-Nothing requires them, whatever this machine lacks: torch and vLLM's own kernels then do the same work.
+The kernels are optional: without them, torch's and vLLM's kernels do the same work.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = init_logger(__name__)
 
 
 def instructions() -> Instructions | None:
-    """What `library` multiplies with; None for a processor that our kernels do not know."""
+    """Return the instructions that `library` uses; None if the kernels do not support this processor."""
     return next(iter(native.find_instructions()), None)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels' library, built if this machine has none; None where it cannot be built or loaded."""
+    """Return the kernels' library, built if necessary; None if it cannot be built or loaded."""
     best = instructions()
     if best is None:
         return None
@@ -42,28 +42,30 @@ def library() -> ctypes.CDLL | None:
         _check_owner(folder)
         return native.load(folder)
     except Exception as error:  # noqa: BLE001 - nothing requires the kernels
-        logger.info("Blends use torch and vLLM's kernels in place of ours, which takes longer: %s", error)
+        logger.info(
+            "Kintsugi's CPU kernels cannot be used, so blends take longer: %s", error
+        )
         return None
 
 
 def rotation_kernel(device: torch.device) -> RotationKernel | None:
-    """The kernel that rotates loaded keys; None for an engine on another device, which builds nothing."""
+    """Return the kernel that rotates loaded keys; None on other devices than CPUs."""
     found = library() if device.type == "cpu" else None
     return None if found is None else RotationKernel(found)
 
 
 def mass_kernel(device: torch.device) -> MassKernel | None:
-    """The kernel that sums the question's attention; None for an engine on another device."""
+    """Return the kernel that sums the question's attention; None on other devices than CPUs."""
     found = library() if device.type == "cpu" else None
     return None if found is None else MassKernel(found)
 
 
 def _check_owner(folder: Path) -> None:
-    """Raise `PermissionError` for a folder or library that another user could have put there."""
+    """Raise `PermissionError` for a folder or library that another user could have written."""
     for path in (folder, *folder.iterdir()):
         found = path.lstat()
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o002:
             raise PermissionError(
-                f"{path} belongs to another user, or all may write to it; set KINTSUGI_CACHE to a folder of "
+                f"{path} belongs to another user or is writable by all; set KINTSUGI_CACHE to a folder of "
                 "your own"
             )

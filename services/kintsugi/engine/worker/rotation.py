@@ -1,10 +1,10 @@
-"""How each layer's keys rotate with their position, measured on the loaded model.
+"""Measures on the loaded model how each layer's keys rotate with their position.
 
-Class names do not say it: layers own rotations that they do not apply, models rotate in functions instead of
-modules, and normalise behind the rotation. So the same hidden states are projected at two sets of positions.
-Keys that do not change have no rotation. Otherwise the table is measured from the rotation module that the
-layer calls, or taken from the cosines and sines that the model hands to the layer; and it is right only if
-turning the first keys back and on to the other positions gives the second ones.
+Class names are not sufficient: layers have rotations that they do not apply, models rotate in functions
+instead of modules, or normalise after the rotation. So the same hidden states are projected at two sets of
+positions. Keys that do not change have no rotation. Otherwise the table is measured from the rotation module
+that the layer calls, or taken from the cosines and sines that the model passes to the layer. The table is
+correct only if rotating the first keys back and then to the other positions yields the second keys.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TOKENS = 16
 """Tokens that are projected at each set of positions."""
 
 SPREAD = 64
-"""Positions of a prompt whose cosines and sines are compared with those of the table."""
+"""Number of positions at which a prompt's cosines and sines are compared with the table."""
 
 TOLERANCE = {torch.bfloat16: 0.01, torch.float16: 2e-3, torch.float32: 1e-4}
-"""Relative L2 difference of keys that rounding explains: measured 3.6e-3 in bfloat16 and 8e-8 in float32.
-Keys at other positions differ by about 1, keys that a norm weighs behind their rotation by the weights'
-spread."""
+"""Maximum relative L2 difference of keys due to rounding: measured 3.6e-3 in bfloat16 and 8e-8 in float32.
+Keys at other positions differ by about 1; keys weighted by a norm after their rotation differ by the spread
+of the weights."""
 
 
 @dataclass(frozen=True)
 class RotationCall:
-    """A rotation module that a layer calls, and where its key is among the arguments as `torch.utils._pytree`
+    """A layer's call of a rotation module, with the indices of its arguments as `torch.utils._pytree`
     flattens them."""
 
     module: nn.Module
@@ -46,12 +46,12 @@ class RotationCall:
     query: int
     layout: Any
     leaves: tuple[Any, ...]
-    """The arguments of one call, as they were before it."""
+    """The arguments of one call, copied before it."""
     returned: Tensor
-    """The rotated key of that call."""
+    """The rotated key that the call returned."""
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `keys` `[tokens, 1, head_dim]` to `positions` `[tokens]`, by the module."""
+        """Rotate ``keys`` `[tokens, 1, head_dim]` to ``positions`` `[tokens]` by the module."""
         count, _, head_dim = keys.shape
         shape, query_shape = self.leaves[self.key].shape[1:], self.leaves[self.query].shape[1:]
         heads = shape.numel() // head_dim
@@ -65,7 +65,7 @@ class RotationCall:
         return rotated.view(count, heads, head_dim)[:, :1]
 
     def explains(self, key: Tensor, rotary: Rotary, positions: Tensor) -> bool:
-        """Whether attention got `key` as the module returned it, and the module did nothing but rotate."""
+        """Return whether attention's ``key`` is what the module returned, and the module only rotated it."""
         if not torch.equal(self.returned.reshape(key.shape), key):
             return False
         rotated = rotary.rotate(self.leaves[self.key].reshape(key.shape), positions)
@@ -74,7 +74,7 @@ class RotationCall:
 
 @dataclass
 class Projected:
-    """What a layer's attention gets, `[tokens, heads, width]`; and the rotation modules that were called."""
+    """A layer's projected K and V, `[tokens, heads, width]`, and the rotation modules that it called."""
 
     key: Tensor
     value: Tensor
@@ -83,16 +83,16 @@ class Projected:
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """How the keys of one layer rotate."""
+    """The rotation of one layer's keys."""
 
     rotary: Rotary | None
-    """None: they do not."""
+    """The rotation; None: keys are not rotated."""
     source: RotationCall | None = None
-    """Whose argument is the key before the rotation; None: it is taken off the key that attention gets."""
+    """The call whose argument is the key before its rotation; None: attention's key is unrotated instead."""
 
     @property
     def is_restored(self) -> bool:
-        """Whether the key that is stored is the model's own before its rotation."""
+        """Whether the stored key is captured before its rotation."""
         return self.rotary is None or self.source is not None
 
 
@@ -100,7 +100,7 @@ UNROTATED = KeyRotation(None)
 
 
 class RotationFinder:
-    """Finds the rotations of a model's layers; each table is measured once."""
+    """Finds the rotations of a model's layers, and measures each table once."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class RotationFinder:
         calls: Sequence[LayerCall],
         num_positions: int,
     ) -> None:
-        """`embed` gives the same tokens at other positions, int64 `[tokens]`; `project` leaves a layer at its
-        attention. `num_positions` bounds the positions that prompts have."""
+        """``embed`` embeds the same tokens at given positions, int64 `[tokens]`; ``project`` runs a layer up
+        to its attention; ``num_positions`` is the maximum length of a prompt."""
         self._embed = embed
         self._project = project
         self._calls = calls
@@ -121,7 +121,7 @@ class RotationFinder:
         self._hidden_near, self._hidden_far = embed(self._near), embed(self._far)
 
     def find(self, layer: int) -> KeyRotation:
-        """Raises `NotBlendable`."""
+        """Find the rotation of a layer's keys. Raises `NotBlendable` if there is none that explains them."""
         if _difference(self._hidden_near.states, self._hidden_far.states) > 0:
             feature = "learned embeddings of absolute positions"
             raise Decline(DeclineReason.LEARNED_POSITIONS, None, feature).error()
@@ -144,7 +144,7 @@ class RotationFinder:
             differences.append(f"{difference:.2g}")
         found = f"off by {', '.join(differences)}" if differences else "of which there is no table"
         feature = (
-            "keys that depend on more than their position, as where a norm weighs them behind the rotation"
+            "keys that depend on more than their position, such as keys weighted by a norm after the rotation"
         )
         raise Decline(DeclineReason.ROPE, layer, f"{feature} (a rotation {found})").error()
 
@@ -160,7 +160,7 @@ class RotationFinder:
         head_dim = projected.key.shape[-1]
         for source in projected.sources:
             if source.leaves[source.key].shape[1:].numel() % head_dim:
-                continue  # it turns a part of the head that the layer has cut out
+                continue  # it rotates a part of the head that the layer has cut out
             name = (id(source.module), head_dim)
             if name not in self._tables:
                 measured = measure_rotary(source.turn, head_dim, self._num_positions, projected.key)
@@ -175,7 +175,7 @@ class RotationFinder:
                     yield rotary, None
 
     def _pairs_beside(self, layer: int) -> list[tuple[int, int]]:
-        """Slots of `Hidden.beside` whose tensors may be cosines and sines."""
+        """Return the indices in `Hidden.beside` of tensors that may be cosines and sines."""
         beside = self._hidden_far.beside
         arguments = [
             one.slot if isinstance(one, PerToken) and one.slot is not None else None
@@ -189,7 +189,7 @@ class RotationFinder:
         return pairs
 
     def _measure_beside(self, layer: int, cos_slot: int, sin_slot: int) -> list[Rotary]:
-        """Every reading of the model's cosines and sines, over all positions."""
+        """Return all interpretations of the model's cosines and sines, over all positions."""
 
         def at(positions: Tensor) -> Tensor:
             beside = self._embed(positions).beside
@@ -207,8 +207,8 @@ class RotationFinder:
 
 
 def sources_of(module: nn.Module, positions: Tensor, sources: list[RotationCall]) -> list[Any]:
-    """Hook all modules below a layer: whichever rotates a query and a key to `positions` is added to
-    `sources`. Returns the hooks' handles."""
+    """Hook all modules below a layer, so that those that rotate a query and a key to ``positions`` are added
+    to ``sources``. Returns the hooks' handles."""
 
     before: dict[nn.Module, tuple[Any, ...]] = {}
 
@@ -237,7 +237,7 @@ def sources_of(module: nn.Module, positions: Tensor, sources: list[RotationCall]
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
-    """`first`, twice that and so on below `last`, then `last`."""
+    """Yield ``first`` and its doublings below ``last``, then ``last``."""
     while first < last:
         yield first
         first *= 2
@@ -245,14 +245,14 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _has_positions(leaf: Any, positions: Tensor) -> bool:
-    """Whether an argument is the positions, whatever its axes are."""
+    """Return whether an argument contains the positions, on any number of axes."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.shape[-1:] != positions.shape:
         return False
     return bool((leaf == positions.to(leaf)).all())
 
 
 def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
-    """Whether two tensors `[tokens, ...]`, of which the first token is at position 0, look like it."""
+    """Return whether two tensors `[tokens, ...]` may be cosines and sines; the first token has position 0."""
     if cos.shape != sin.shape or not (cos.is_floating_point() and sin.is_floating_point()) or cos.ndim < 2:
         return False
     cos, sin = cos.flatten(1).float(), sin.flatten(1).float()
@@ -263,8 +263,8 @@ def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
 
 
 def _readings(cos: Tensor, sin: Tensor) -> Iterator[Rotary]:
-    """The rotations that a table `[positions, width]` may stand for: its columns may be repeated side by side
-    or in pairs, and pairs may be halves or neighbours."""
+    """Yield the rotations that a table `[positions, width]` may describe: its columns may be repeated side by
+    side or in pairs, and pairs may be halves or neighbours."""
     width = cos.shape[1]
     columns = [slice(0, width)]
     if width % 2 == 0 and torch.equal(cos[:, ::2], cos[:, 1::2]):
@@ -277,5 +277,5 @@ def _readings(cos: Tensor, sin: Tensor) -> Iterator[Rotary]:
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """Relative L2 difference."""
+    """Return the relative L2 difference."""
     return float((got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-9))

@@ -1,31 +1,40 @@
-"""The saves that a worker computes: which chunks together, and those for which no request waits."""
+"""Batches of chunks that the worker saves: for waiting requests, or in idle steps for discovered segments."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
+from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
+from kintsugi.core.errors import KintsugiError
 from kintsugi.engine.protocol import SaveJob
-from kintsugi.fusor.save import SaveItem, SavePass
+from kintsugi.fusor.save import SavePass
 from kintsugi.fusor.sliced import PassStatus
 
-Put = Callable[[SaveJob, list[memoryview], Accounting], Accounting]
+logger = init_logger(__name__)
 
 
 @dataclass
 class SaveBatch:
-    """Saves that requests wait for, in hand."""
+    """Chunks that one pass computes together."""
 
     jobs: list[SaveJob]
     work: SavePass
-    cancelled: set[str]
+    cancelled: set[str] = field(default_factory=set)
+    """Ids of requests that ended while their chunks were computed."""
     advanced_s: float = 0.0
-    """Time in slices. What the engine computes between them is not what a save costs."""
+    """Time spent in slices. What the engine computes between slices is not part of a save's cost."""
+
+    def advance(self, budget: float) -> float:
+        """Run a slice of ``budget`` token-layers. Returns the number that was computed."""
+        began_s = time.perf_counter()
+        spent = self.work.advance(budget)
+        self.advanced_s += time.perf_counter() - began_s
+        return spent
 
     @property
     def computed_s(self) -> float:
@@ -34,10 +43,8 @@ class SaveBatch:
 
 
 def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
-    """How many of the waiting chunks make the next batch, at least one; saves and audits go apart.
-
-    As many as fit in one unit of every layer.
-    """
+    """Return how many of the waiting chunks make the next batch: at least one, and as many as fit in one unit
+    of each layer. A batch holds either saves or audits."""
     tokens = 0
     for index, job in enumerate(waiting):
         tokens += len(job.tokens.token_ids)
@@ -46,43 +53,40 @@ def num_saves_together(waiting: Sequence[SaveJob], unit_tokens_max: int) -> int:
     return len(waiting)
 
 
-def save_items(jobs: Sequence[SaveJob]) -> list[SaveItem]:
-    """The chunks behind the prefix, or behind prefix and context."""
-    return [
-        SaveItem(
-            torch.tensor(job.tokens.token_ids, dtype=torch.int64),
-            job.tokens.start,
-            job.chunk_start,
-            job.chunk_end,
-        )
-        for job in jobs
-    ]
+def outcome_of(put: Future[Accounting]) -> Accounting:
+    """Return the accounting of a finished put or audit; one that raised has failed. Logs a defect."""
+    error = put.exception()
+    if error is None:
+        return put.result()
+    if not isinstance(error, KintsugiError):
+        logger.error("A chunk was not stored or audited because of a defect", exc_info=error)
+    return Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
 
 
 class IdleSavePasses:
-    """Runs the saves that no request waits for, in steps with nothing else to do, one batch at a time. Called
-    from the worker's thread. On every rank, with the same jobs; only the first rank puts and
-    reports."""
+    """Saves discovered segments in steps that compute nothing else, one batch at a time.
+
+    Runs on the worker's thread, on every rank with the same jobs. Only the first rank puts and reports.
+    """
 
     def __init__(
         self,
         make_pass: Callable[[list[SaveJob], int], SavePass],
-        put: Put,
+        put: Callable[[SaveJob, list[memoryview], Accounting], Accounting],
         threads: ThreadPoolExecutor,
         is_first_rank: Callable[[], bool],
         is_unsound: Callable[[], bool],
     ) -> None:
-        """``make_pass`` gets the jobs, and the most tokens that a layer may compute without a pause. ``put``
-        stores a chunk, on one of the ``threads``. ``is_unsound`` is asked once a batch is
-        computed, and abandons one that is."""
+        """``make_pass`` takes the jobs, and the maximum number of tokens that a layer computes without a
+        pause. ``put`` stores a chunk, on one of the ``threads``. ``is_unsound`` is called after a batch is
+        computed; if it returns True, it has abandoned the batch."""
         self._make_pass = make_pass
         self._put = put
         self._threads = threads
         self._is_first_rank = is_first_rank
         self._is_unsound = is_unsound
         self._jobs: list[SaveJob] = []
-        self._work: SavePass | None = None
-        self._computed_s = 0.0
+        self._batch: SaveBatch | None = None
         self._puts: list[Future[Accounting]] = []
         self._outcomes: list[Accounting] = []
 
@@ -91,53 +95,41 @@ class IdleSavePasses:
         return bool(self._jobs)
 
     def begin(self, jobs: list[SaveJob]) -> None:
-        """Take a batch. The outcomes of the one before have been taken."""
+        """Take a batch, after the outcomes of the previous one have been taken."""
         assert not self._jobs
-        self._jobs, self._work, self._computed_s = jobs, None, 0.0
+        self._jobs = jobs
 
     def advance(self, budget: float) -> None:
-        """Compute for ``budget`` token-layers."""
-        began_s = time.perf_counter()
-        if self._work is None:
-            self._work = self._make_pass(self._jobs, int(budget))
-        self._work.advance(budget)
-        self._computed_s += time.perf_counter() - began_s
-        if self._work.status is PassStatus.DONE and not self._is_unsound():
-            work, jobs = self._work, self._jobs
-            self._work, self._jobs = None, []
+        """Compute ``budget`` token-layers, and put the chunks if the batch is done."""
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = SaveBatch(self._jobs, self._make_pass(self._jobs, int(budget)))
+        batch.advance(budget)
+        if batch.work.status is PassStatus.DONE and not self._is_unsound():
+            self._jobs, self._batch = [], None
             if self._is_first_rank():
-                device_s = work.watch.seconds()
-                computed_s = self._computed_s if device_s is None else device_s
-                compute_ms = round(computed_s * 1e3 / len(jobs), 3)
+                compute_ms = round(batch.computed_s * 1e3 / len(batch.jobs), 3)
                 saved = Accounting(Outcome.SAVED, compute_ms=compute_ms)
                 self._puts = [
                     self._threads.submit(self._put, job, frames, saved)
-                    for job, frames in zip(jobs, work.frames, strict=True)
+                    for job, frames in zip(batch.jobs, batch.work.frames, strict=True)
                 ]
 
     def abandon(self, reason: str | None) -> None:
-        """Drop what is being computed."""
+        """Drop the batch that is being computed, if any."""
         self.close()
-        dropped, self._jobs, self._work = self._jobs, [], None
+        dropped, self._jobs, self._batch = self._jobs, [], None
         if self._is_first_rank():
             self._outcomes += [Accounting(Outcome.FAILED, reason=reason) for _ in dropped]
 
     def take_outcomes(self) -> list[Accounting]:
-        """What has become of a batch's chunks, once all of them are stored, refused or dropped. Raises
-        nothing."""
+        """Return the outcomes of a batch's chunks, after all of them are stored, refused or dropped."""
         if self._puts and all(put.done() for put in self._puts):
-            done, self._puts = self._puts, []
-            self._outcomes += [_outcome(put) for put in done]
+            self._outcomes += [outcome_of(put) for put in self._puts]
+            self._puts = []
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def close(self) -> None:
-        if self._work is not None:
-            self._work.close()
-
-
-def _outcome(put: Future[Accounting]) -> Accounting:
-    error = put.exception()
-    if error is None:
-        return put.result()
-    return Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+        if self._batch is not None:
+            self._batch.work.close()

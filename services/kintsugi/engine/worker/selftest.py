@@ -1,18 +1,18 @@
-"""The start-up self-test: blending must give the engine's own answers wherever it is exact.
+"""Start-up self-test: where blending is exact, it must equal the engine's own prefill.
 
-Checks on made-up tokens, in cache blocks that nobody uses yet:
+It checks made-up tokens in unused cache blocks:
 
-1. **Full ratio**: a blend that recomputes everything equals the engine's own prefill.
-2. **Own prefix**: a chunk directly behind the prefix that it was prefilled behind, nothing recomputed,
-   equals it too: that is exact by construction, and exercises save, store format, loading and merging.
-3. **Scattered tokens**: the same chunk with half of its tokens recomputed, chosen at random. Any choice is
-   exact there. On a GPU these tokens attend through our own kernel.
-4. **Shifted keys**: layer 0 sees no context, so its loaded K and V at another offset equal fresh ones.
+1. **Full ratio**: a blend that recomputes everything equals the engine's own prefill. 2. **Own prefix**: a
+chunk directly after the prefix of its own prefill, without recomputation, equals it, too. This is exact by
+construction, and exercises save, store format, loading and merging. 3. **Scattered tokens**: the same chunk
+with a random half of its tokens recomputed, which is also exact. On a GPU these tokens attend through our own
+kernel. 4. **Shifted keys**: K and V of layer 0 do not depend on context, so at another offset loaded ones
+equal fresh ones.
 
-On a GPU, every variant of that kernel runs before, so that no request waits for one to be compiled, or is the
-first to find one that does not fit the GPU.
+On a GPU, all variants of that kernel run first, so that no request waits for compilation or meets a variant
+that does not run on the GPU.
 
-A wrong offset, swapped K and V or a wrong RoPE base fails at least one of them.
+A wrong offset, swapped K and V or a wrong RoPE base fails at least one check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, HeadRange
 from kintsugi.core.plan import BlendPlan, ChunkHit, Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.engine.worker.anatomy import free_blocks, run_forward
+from kintsugi.engine.worker.anatomy import free_blocks, run_forward, sample_token_ids
 from kintsugi.engine.worker.attention.scattered import run_variants
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.engine.worker.stack import VllmStack, rank_and_size
@@ -42,15 +42,17 @@ from kintsugi.store.client.ram import RamStore
 logger = init_logger(__name__)
 
 PREFIX, CHUNK, QUESTION, SHIFT = 5, 41, 7, 29
-"""Tokens of the made-up prompt, and how far check 4 moves the chunk. Odd, so that nothing is aligned."""
+"""Tokens of the made-up prompt's parts, and the shift of check 4. Odd numbers, so that nothing is aligned."""
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}
-"""Relative L2 error of hidden states and keys by dtype. Measured noise is several times smaller, and the
-three defects named above give errors near 1."""
+"""Maximum relative L2 error of hidden states and keys by dtype. Measured noise is several times smaller, and
+the defects named above cause errors near 1."""
 
 
 @dataclass(frozen=True)
 class _Fixture:
+    """The made-up prompt with its saved chunk."""
+
     model: LoadedModel
     token_ids: Tensor
     blocks: tuple[list[int], ...]
@@ -59,7 +61,7 @@ class _Fixture:
 
 
 def self_test(model: LoadedModel) -> None:
-    """Raises `SelfTestFailed` naming the check that failed and by how much, or what the device lacks."""
+    """Run the self-test. Raises `SelfTestFailed` with the failed check and its error."""
     try:
         with torch.inference_mode(), model.custom_ops_on():
             if model.device.type == "cuda":
@@ -77,7 +79,7 @@ def _run_kernels(model: LoadedModel) -> None:
         block_size = layer.group.block_size
         run_variants(layer.attention, model.dtype, -(-length_max // block_size) * block_size)
     if served:
-        torch.cuda.synchronize(model.device)  # so that what fails on the device fails here
+        torch.cuda.synchronize(model.device)  # so that an error on the device is raised here
         logger.info("The kernel for scattered tokens was ready in %.2f s", time.perf_counter() - started)
 
 
@@ -96,14 +98,13 @@ def _check(model: LoadedModel, name: str, got: Tensor, expected: Tensor) -> None
     if not error <= TOLERANCE[model.dtype]:
         raise SelfTestFailed(
             f"check {name!r}: relative error {error:.3g} exceeds {TOLERANCE[model.dtype]:.3g}; "
-            "this model, backend or vLLM version computes what the plugin does not expect"
+            "this model, backend or vLLM version computes something that the plugin does not expect"
         )
 
 
 def _prepare(model: LoadedModel) -> _Fixture:
-    vocab = model.vllm_config.model_config.get_vocab_size()
     length = PREFIX + CHUNK + QUESTION + 1
-    token_ids = (torch.arange(length, dtype=torch.int64) * 7919 + 13) % vocab
+    token_ids = sample_token_ids(model, length)
     blocks = free_blocks(model, length + SHIFT)
     stack = VllmStack(model, [blocks], [PREFIX + CHUNK])
     item = SaveItem(token_ids[: PREFIX + CHUNK], 0, PREFIX, PREFIX + CHUNK)
@@ -119,14 +120,14 @@ def _prepare(model: LoadedModel) -> _Fixture:
 
 
 def _own_prefill(fixture: _Fixture) -> Tensor:
-    """Hidden state of the last token, all by the engine's own forward pass."""
+    """Return the last token's hidden state, computed by the engine's own forward pass."""
     last = len(fixture.token_ids) - 1
     _forward(fixture, torch.arange(last))
     return _forward(fixture, torch.tensor([last]))
 
 
 def _run_blend(fixture: _Fixture, ratio: float) -> Tensor:
-    """Hidden state of the last token after a blend of all before it."""
+    """Return the last token's hidden state after a blend of all tokens before it."""
     last = len(fixture.token_ids) - 1
     hit = ChunkHit(PREFIX, PREFIX + CHUNK, fixture.manifest.key)
     work = BlendPass(
@@ -182,7 +183,7 @@ def _finish(work: SlicedWork) -> None:
 
 
 def _forward(fixture: _Fixture, positions: Tensor) -> Tensor:
-    """The engine's own forward pass over `positions`; final hidden state of the last of them."""
+    """Run the engine's own forward pass over ``positions``. Returns the last one's final hidden state."""
     model = fixture.model
     stack = VllmStack(model, [fixture.blocks], [len(fixture.token_ids)])
     output = run_forward(model, stack, fixture.token_ids[positions], positions)

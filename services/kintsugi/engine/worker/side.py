@@ -1,12 +1,12 @@
-"""The worker's side of the connector: runs blend and save passes, a bounded slice per engine step."""
+"""The worker's side of the connector: runs blend and save passes in a bounded slice per engine step."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,15 +32,9 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.worker.anatomy import learn_model
-from kintsugi.engine.worker.defects import contain_defects
 from kintsugi.engine.worker.memory import pass_bytes, reserve_memory
 from kintsugi.engine.worker.model import LoadedModel, find_layers
-from kintsugi.engine.worker.saves import (
-    IdleSavePasses,
-    SaveBatch,
-    num_saves_together,
-    save_items,
-)
+from kintsugi.engine.worker.saves import IdleSavePasses, SaveBatch, num_saves_together, outcome_of
 from kintsugi.engine.worker.selftest import self_test
 from kintsugi.engine.worker.stack import VllmStack, is_first_rank, is_so_on_any_rank, rank_and_size
 from kintsugi.engine.worker.streams import read_and_drop, stream_chunks
@@ -49,8 +43,8 @@ from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
 from kintsugi.fusor.control.metering import Meter
-from kintsugi.fusor.loader import Frames, LayerLoader, placements_of
-from kintsugi.fusor.save import SavePass
+from kintsugi.fusor.loader import Frames, LayerLoader, describe_shortage, placements_of
+from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.fusor.sliced import PassStatus
 from kintsugi.store.protocol.interface import ChunkStore
@@ -58,23 +52,26 @@ from kintsugi.store.protocol.interface import ChunkStore
 logger = init_logger(__name__)
 
 PASSES_MAX = 8
-"""Blends that load or compute at a time. The others wait without threads, leases or memory of their own."""
+"""Maximum number of blends that load or compute at a time. Waiting blends hold no threads, leases or
+memory."""
 
 
 @dataclass
 class _Blend:
+    """A blend in flight."""
+
     job: BlendJob
     work: BlendPass
     meters: list[Meter]
-    """Measure the first plan's streams."""
+    """Meters of the first plan's streams."""
     bytes_max: int
-    """Device memory that the pass may hold."""
+    """Maximum device memory that the pass holds."""
     advanced_s: float = 0.0
-    """Time in slices, waiting for layers included."""
+    """Time in slices, including waiting for layers."""
 
 
 class WorkerSide:
-    """Owns every pass in flight. Called once per engine step, from the worker's thread."""
+    """Runs all passes in flight. Called once per engine step, from the worker's thread."""
 
     def __init__(
         self,
@@ -93,7 +90,7 @@ class WorkerSide:
         self._unit_tokens_max = vllm_config.scheduler_config.max_num_batched_tokens
         self._model: LoadedModel | None = None
         self._room_bytes: float | None = None
-        """Device memory that the passes in flight leave free; None before the first."""
+        """Reserved device memory that the passes in flight leave free; None before the first pass."""
         self._weights: LoadedWeights | None = None
         self._unable: str | None = None
         self._unable_is_told = False
@@ -102,7 +99,7 @@ class WorkerSide:
         self._saves_waiting: list[SaveJob] = []
         self._save: SaveBatch | None = None
         self._puts: dict[str, Future[Accounting]] = {}
-        """Chunks on their way into the store, and audits that read theirs."""
+        """Running puts of chunks, and running audits, by request id."""
         self._put_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kintsugi-put")
         self._idle_saves = IdleSavePasses(
             self._save_pass, self._put, self._put_threads, is_first_rank, self._has_stopped
@@ -113,12 +110,12 @@ class WorkerSide:
         self._loads: list[LoadSample] = []
         self._finished: dict[str, Accounting] = {}
         self._without_kv: set[str] = set()
-        """Finished requests that vLLM has to compute. A chunk that was only not stored is none of them."""
+        """Finished requests that vLLM must compute. Excludes saves that failed only to store."""
         self._released: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find the model behind the caches and check that blending it is right. Never raises for a model
-        that cannot be blended: serving goes on, and every response says why."""
+        """Find the model of the caches and check that its blends are correct. Never raises for a model that
+        cannot be blended: the engine serves, and every response states the reason."""
         self._unable = find_unsupported(self._vllm_config)
         if self._unable is not None:
             logger.warning("Blending is off, every prompt is prefilled in full: %s", self._unable)
@@ -127,8 +124,8 @@ class WorkerSide:
             self._try_on_all_ranks(self._test)
 
     def _try_on_all_ranks(self, act: Callable[[], None]) -> bool:
-        """Turn blending off on every rank if `act` fails on one: a rank alone in a layer would wait for the
-        others forever. Returns whether it is on."""
+        """Call ``act``, and turn blending off on every rank if it fails on one: a rank alone in a layer would
+        wait for the others forever. Returns whether blending is on."""
         try:
             act()
         except (NotBlendable, SelfTestFailed) as error:
@@ -155,23 +152,23 @@ class WorkerSide:
         self._weights = LoadedWeights(self._model.root, self._model.device)
 
     def _stored_codec(self, model: LoadedModel) -> Codec:
-        """The configured codec, or raw for a model with layers that it does not encode."""
+        """Return the configured codec, or raw if it cannot encode some layer of the model."""
         if model.layout.holds(self._codec):
             return self._codec
-        logger.warning("Chunks are stored in raw: %s encodes K and V alone", self._codec.name.lower())
+        logger.warning("Chunks are stored raw, because %s only encodes K and V", self._codec.name.lower())
         return Codec.RAW
 
     def facts(self) -> WorkerFacts | None:
-        """What the scheduler's side has to know of the model; None where it is not blended."""
+        """Return the facts that the scheduler's side needs; None if the model is not blended."""
         if self._model is None:
             return None
         is_restored = all(layer.rotation.is_restored for layer in self._model.layers)
         return WorkerFacts(is_restored, self._model.sees_order_alone)
 
     def step(self, metadata: StepMetadata) -> None:
-        """Take in new work, then run passes until this step's share of work is done.
+        """Accept new work, then run passes until this step's share of work is done.
 
-        Cost where there is none, as in every step of a request that is not blended: a few microseconds.
+        Without work, as in every step of a request that is not blended, this costs a few microseconds.
         """
         if metadata.is_empty and not self._has_work:
             return
@@ -191,16 +188,16 @@ class WorkerSide:
 
     @property
     def _has_passes(self) -> bool:
-        """Whether requests wait for passes that run or are to begin."""
+        """Whether requests wait for passes that run or have not begun."""
         return bool(self._blends or self._blends_waiting or self._save is not None or self._saves_waiting)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Ids whose blocks the scheduler may use again, and those among them without KV."""
+        """Return the ids of requests that are done, and the ids among them without KV."""
         done = self._released | set(self._finished)
         return done, set(self._without_kv)
 
     def take_report(self) -> WorkerReport | None:
-        """What happened since the last call; call it after `take_finished`."""
+        """Return the report since the last call, after `take_finished`; None if nothing happened."""
         told = self._unable_is_told or self._unable is None
         self._unable_is_told = True
         finished, self._finished, self._released, self._without_kv = self._finished, {}, set(), set()
@@ -238,7 +235,7 @@ class WorkerSide:
         work = BlendPass(
             region=PassRegion(token_ids, job.tokens.start, job.next_token_id),
             plan=job.plan,
-            # The last token, which is not ours, passes where the question is asked.
+            # The last token, which vLLM computes, is part of the question's pass.
             stack=self._stack([job.tokens.block_ids], [end + depends_on_question(job.plan.selection)]),
             open_loader=open_loader,
             unit_tokens_max=self._unit_tokens_max,
@@ -274,9 +271,9 @@ class WorkerSide:
         )
 
     def _check_weights(self, metadata: StepMetadata) -> None:
-        """Stop blending and saving for good once the weights are not the fingerprint's any more.
+        """Stop blending and saving for good if the weights no longer match the fingerprint.
 
-        In every step that has work, so that no pass runs on over other weights than it began with. Ranks
+        Runs in every step with work, so that no pass continues with other weights than it began with. Ranks
         have the same work and decide together: one alone in a layer would wait for the others forever.
         """
         if self._weights is None or self._unable is not None:
@@ -287,13 +284,14 @@ class WorkerSide:
         self._stop_if_any(self._weights.check())
 
     def _has_stopped(self) -> bool:
-        """Whether a pass that has come to its end was computed with other weights, which ends all passes. On
-        a CPU its steps began with that question; a GPU has answered it only now."""
+        """Return whether a finished pass was computed with changed weights, and if so end all passes. On a
+        CPU the weights were compared at the start of each step; on a GPU the comparison is complete only
+        now."""
         weights = self._weights
         return weights is not None and weights.is_late and self._stop_if_any(weights.compare())
 
     def _stop_if_any(self, change: str | None) -> bool:
-        """Stop for good if the weights have changed on this rank or on another; whether they have."""
+        """Stop for good if the weights have changed on some rank. Returns whether they have."""
         if not is_so_on_any_rank(change is not None):
             return False
         reason = (
@@ -305,7 +303,7 @@ class WorkerSide:
         return True
 
     def _give_up_everything(self, reason: str) -> None:
-        """Leave all work in flight to vLLM. Chunks that are computed already are still stored."""
+        """End all passes, so that vLLM computes their requests. Computed chunks are still stored."""
         for request_id in list(self._blends):
             self._end_blend(request_id).work.close()
             self._fail(request_id, reason)
@@ -318,7 +316,7 @@ class WorkerSide:
         self._idle_saves.abandon(reason)
 
     def _accept(self, metadata: StepMetadata) -> None:
-        """Queue new work, or hand it back at once where blending is off."""
+        """Queue new work, or fail it at once if blending is off."""
         if metadata.discovered:
             self._idle_saves.begin(metadata.discovered)
         if self._model is None or self._unable is not None:
@@ -332,14 +330,14 @@ class WorkerSide:
                 self._probe = self._probe_thread.submit(self._read_some, metadata.probes[-1])
 
     def _cancel(self, request_id: str) -> None:
-        """The scheduler waits for every request that it parked; one that is already done is not ours."""
+        """Release a cancelled request. The scheduler waits for all requests that it parked."""
         if request_id in self._blends:
             self._end_blend(request_id).work.close()
             self._released.add(request_id)
         elif _remove_job(self._blends_waiting, request_id) or _remove_job(self._saves_waiting, request_id):
             self._released.add(request_id)
         elif self._save is not None:
-            # Its tokens are computed with the batch; its blocks stay until then.
+            # Its tokens are computed with the batch, and its blocks are needed until then.
             self._save.cancelled.add(request_id)
 
     def _advance(self) -> None:
@@ -368,17 +366,17 @@ class WorkerSide:
         while budget > 0 and (self._save is not None or self._saves_waiting):
             budget -= self._advance_save(budget)
             if self._save is not None:
-                return  # it has spent its share, or waits for a GPU
+                return  # the batch has used its share, or waits for a GPU
 
     def _advance_idle_saves(self, metadata: StepMetadata) -> None:
-        """Go on with the batch that no request waits for, if the engine has nothing else to compute."""
+        """Advance the batch of discovered segments if the engine has nothing else to compute."""
         if metadata.idle_tokens and self._idle_saves.is_computing and self._model is not None:
-            task = "save discovered segments, of which none is stored"
-            with self._model.custom_ops_on(), contain_defects(task, self._idle_saves.abandon):
+            contained = contain_defects("save a batch of discovered segments", self._idle_saves.abandon)
+            with self._model.custom_ops_on(), contained:
                 self._idle_saves.advance(float(metadata.idle_tokens * len(self._model.layers)))
 
     def _admit(self, job: BlendJob) -> bool:
-        """Begin a blend, or hand the prompt to vLLM. False if it has to wait for memory."""
+        """Begin a blend, or fail it. Returns False if it must wait for memory."""
         assert self._model is not None
         if self._room_bytes is None:
             self._room_bytes = reserve_memory(self._model.device)
@@ -398,14 +396,14 @@ class WorkerSide:
         return True
 
     def _end_blend(self, request_id: str) -> _Blend:
-        """Take a pass out of those in flight."""
+        """Remove a blend from those in flight, and free its memory."""
         blend = self._blends.pop(request_id)
         assert self._room_bytes is not None
         self._room_bytes += blend.bytes_max
         return blend
 
     def _advance_blend(self, request_id: str, blend: _Blend, budget: float) -> float:
-        """Run a slice."""
+        """Run a slice of a blend. Returns the work done, in token-layers."""
         spent, began = budget, time.perf_counter()
         with contain_defects(f"blend {request_id}, which is prefilled in full", blend.work.abandon):
             spent = blend.work.advance(budget)
@@ -413,7 +411,7 @@ class WorkerSide:
         return spent
 
     def _sample(self, request_id: str, blend: _Blend) -> None:
-        """The loading controller's sample of a blend; None for one that lost chunks."""
+        """Record samples of a blend for the loading controller, unless it lost chunks."""
         tally = blend.work.tally
         if blend.work.status is PassStatus.FAILED or tally.restarts:
             return
@@ -424,7 +422,7 @@ class WorkerSide:
         self._loads.append(LoadSample.of(blend.meters))
 
     def _read_some(self, job: ProbeJob) -> LoadSample:
-        """Read a few layers of some chunks, and drop them."""
+        """Read the first layers of some chunks to measure loading."""
         assert self._model is not None
         layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
@@ -438,10 +436,10 @@ class WorkerSide:
         if error is None:
             self._loads.append(probe.result())
         elif not isinstance(error, KintsugiError):
-            logger.error("Reading a chunk to learn how fast it comes broke", exc_info=error)
+            logger.error("Reading a chunk to measure loading failed because of a defect", exc_info=error)
 
     def _fail(self, request_id: str, reason: str | None) -> None:
-        """Report the request without KV, so that vLLM computes it."""
+        """Fail a request, so that vLLM computes it."""
         self._finished[request_id] = Accounting(Outcome.FAILED, reason=reason)
         self._without_kv.add(request_id)
 
@@ -467,21 +465,22 @@ class WorkerSide:
             restarts=tally.restarts,
             recomputed_positions=tally.active_positions if job.explain else None,
             timeline=tally.timeline if job.timeline else None,
-            # By the clock that others can read.
+            # By the wall clock, for traces.
             began_unix_s=time.time() - time.perf_counter() + tally.started_s if job.timeline else None,
         )
 
     def _advance_save(self, budget: float) -> float:
-        """Run a slice of the batch in hand; a defect costs its chunks."""
-        jobs = self._save.jobs if self._save is not None else self._next_saves()
+        """Run a slice of the current batch, or of the next one; a defect costs its chunks."""
+        if self._save is None:
+            count = num_saves_together(self._saves_waiting, self._unit_tokens_max)
+            jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
+        else:
+            jobs = self._save.jobs
         spent = budget
-        task = f"save {len(jobs)} chunks, of which none is stored"
-        with contain_defects(task, partial(self._abandon_save, jobs)):
+        with contain_defects(f"save a batch of {len(jobs)} chunks", partial(self._abandon_save, jobs)):
             if self._save is None:
-                self._save = SaveBatch(jobs, self._save_pass(jobs, self._unit_tokens_max), set())
-            began_s = time.perf_counter()
-            spent = self._save.work.advance(budget)
-            self._save.advanced_s += time.perf_counter() - began_s
+                self._save = SaveBatch(jobs, self._save_pass(jobs, self._unit_tokens_max))
+            spent = self._save.advance(budget)
         batch = self._save
         if batch is not None and batch.work.status is PassStatus.DONE and not self._has_stopped():
             self._save = None
@@ -498,18 +497,16 @@ class WorkerSide:
             else:
                 self._fail(job.tokens.request_id, reason)
 
-    def _next_saves(self) -> list[SaveJob]:
-        count = num_saves_together(self._saves_waiting, self._unit_tokens_max)
-        jobs, self._saves_waiting = self._saves_waiting[:count], self._saves_waiting[count:]
-        return jobs
-
     def _save_pass(self, jobs: list[SaveJob], unit_tokens_max: int) -> SavePass:
         ends = [job.tokens.start + len(job.tokens.token_ids) for job in jobs]
         stack = self._stack([job.tokens.block_ids for job in jobs], ends)
-        # What is stored is compared with exact KV, whatever codec it is in.
+        # An audit compares the stored chunk with exact KV, regardless of its codec.
         codec = Codec.RAW if jobs[0].is_audit else self._codec
-        unit = min(unit_tokens_max, self._unit_tokens_max)
-        return SavePass(save_items(jobs), stack, unit, codec)
+        items = [
+            SaveItem(torch.tensor(job.tokens.token_ids), job.tokens.start, job.chunk_start, job.chunk_end)
+            for job in jobs
+        ]
+        return SavePass(items, stack, min(unit_tokens_max, self._unit_tokens_max), codec)
 
     def _finish_save(self, batch: SaveBatch, job: SaveJob, frames: list[memoryview]) -> None:
         request_id = job.tokens.request_id
@@ -547,7 +544,7 @@ class WorkerSide:
         return accounting
 
     def _audit(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:
-        """Compare what the store holds with `frames`, which are of all ranks' heads."""
+        """Compare the stored chunk with ``frames``, which contain the heads of all ranks."""
         namespace = job.space.namespace
         (manifest,) = self._store.lookup(namespace, [job.key])
         if manifest is None:
@@ -560,23 +557,38 @@ class WorkerSide:
         return dataclasses.replace(accounting, audit=audit, bytes_loaded=manifest.chunk_bytes)
 
     def _collect_puts(self) -> None:
-        """A save ends once its chunk is stored or refused by the store, an audit once its chunk is read."""
+        """Finish saves whose chunks are stored or refused, and audits whose chunks are read."""
         for request_id, future in list(self._puts.items()):
             if not future.done():
                 continue
             del self._puts[request_id]
-            error = future.exception()
-            if error is not None and not isinstance(error, KintsugiError):
-                logger.error("Storing or auditing a chunk broke", exc_info=error)
-            self._finished[request_id] = (
-                future.result()
-                if error is None
-                else Accounting(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
-            )
+            self._finished[request_id] = outcome_of(future)
+
+
+@contextmanager
+def contain_defects(task: str, give_up: Callable[[str], None]) -> Iterator[None]:
+    """Log an exception of the block and pass its reason to ``give_up``, so that a defect ends one pass and
+    not the engine. If the device has no memory left, the log gets one line without a traceback.
+
+    Raises the exception if there are several tensor-parallel ranks: ranks that do not stay in step would wait
+    for each other.
+    """
+    try:
+        yield
+    except Exception as defect:
+        if rank_and_size()[1] > 1:
+            raise
+        if isinstance(defect, torch.OutOfMemoryError):
+            reason = describe_shortage(defect)
+            logger.warning("Failed to %s: %s", task, reason)
+        else:
+            reason = f"defect: {type(defect).__name__}: {defect}"
+            logger.exception("Failed to %s", task)
+        give_up(reason)
 
 
 def _remove_job(jobs: list[Any], request_id: str) -> bool:
-    """Take the job of a request out of a list of waiting ones; whether there was one."""
+    """Remove the job of a request from a list of waiting jobs. Returns whether there was one."""
     index = next((i for i, job in enumerate(jobs) if job.tokens.request_id == request_id), None)
     if index is None:
         return False

@@ -1,9 +1,9 @@
-"""vLLM's decoder layers over chosen tokens, with attention over its paged cache.
+"""Runs vLLM's decoder layers over chosen tokens, with attention over the paged cache.
 
-A layer is called as the model calls it, under a forward context of our own: its attention writes the
-tokens' K and V into their slots and reads the sequence's blocks. Scattered tokens become
-pseudo-requests, one per run of consecutive places, each as long as the run and with a context that
-ends at the run's last token: so the mask is strictly ``kv_place <= query_place``.
+A layer is called as the model calls it, under a separate forward context: its attention writes the tokens' K
+and V into their slots and reads the sequence's blocks. Scattered tokens become pseudo-requests, one per run
+of consecutive places, with a context that ends at the run's last token: so the mask is strictly ``kv_place <=
+query_place``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slo
 from kintsugi.fusor.staging import upload
 
 NULL_BLOCK = 0
-"""vLLM's placeholder for blocks that a sliding window has left behind."""
+"""vLLM's placeholder for blocks before a sliding window."""
 
 
 class LeftAtAttention(Exception):
-    """Leaves a layer call once its K and V are known."""
+    """Ends a layer call as soon as its K and V are captured."""
 
 
 @dataclass
 class CapturedKV:
-    """What attention got in one layer call, `[tokens, heads, width]`, and the key before its rotation where a
+    """Attention's inputs in one layer call, `[tokens, heads, width]`, and the key before its rotation if a
     module rotated it."""
 
     query: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -57,12 +57,12 @@ class CapturedKV:
 
 @contextlib.contextmanager
 def capture_kv(layer: Layer, captured: CapturedKV, leave: bool) -> Iterator[None]:
-    """Capture K and V of one layer call; with `leave`, abandon the call before its attention."""
+    """Capture K and V of one layer call. With ``leave``, end the call before its attention."""
     attention, source, kv = layer.attention, layer.rotation.source, layer.kv
     attend = attention.forward
 
     def note(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # By the names of plain attention; latent attention gets the latent first.
+        # Parameters are named as in plain attention; latent attention gets the latent first.
         captured.query, captured.key, captured.value = kv.tell_apart(query, key, value)
         if leave:
             raise LeftAtAttention
@@ -83,17 +83,17 @@ def capture_kv(layer: Layer, captured: CapturedKV, leave: bool) -> Iterator[None
 
 
 def lacks_blocks(block_ids: Sequence[int], count: int) -> bool:
-    """Whether vLLM holds no block for some of a sequence's first `count`."""
+    """Return whether vLLM holds no block for some of a sequence's first ``count`` blocks."""
     return len(block_ids) < count or NULL_BLOCK in block_ids[:count]
 
 
 class _GroupTables:
-    """Where the sequences' tokens lie in one cache group.
+    """Block tables of the sequences in one cache group.
 
-    A sliding-window group has null blocks where the window has moved on. Tokens before the window's last
-    position still need those layers' KV while they are computed, so such a group works in a scratch
-    cache of one layer and copies the live blocks in and out. So does any group where a sequence's last
-    position has no block yet, or no position has one: what is written there is dropped.
+    A sliding-window group has null blocks before the window. Tokens before the window's last position still
+    need that KV while they are computed, so such a group works in a scratch cache of one layer and copies
+    the live blocks in and out. The same holds for a group in which a sequence's last position, or every
+    position, has no block: KV written there is dropped.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class _GroupTables:
         device: torch.device,
         keeps: bool = True,
     ) -> None:
-        """Without `keeps`, it works in a scratch cache whatever blocks there are."""
+        """Without ``keeps``, the group always works in a scratch cache."""
         self.group = group
         per_block = group.block_size // group.kernel_block_size
         tables = []
@@ -132,7 +132,7 @@ class _GroupTables:
         self._scratch: Tensor | None = None
 
     def slots(self, places: Tensor, owners: Tensor) -> Tensor:
-        """int64 cache slots of `places` in their sequences; all on the device."""
+        """Return the int64 cache slots of ``places`` in their sequences, all on the device."""
         size = self.group.kernel_block_size
         return self.on_device[owners, places // size].long() * size + places % size
 
@@ -147,7 +147,7 @@ class _GroupTables:
 
     @contextlib.contextmanager
     def bound(self, attention: Any) -> Iterator[None]:
-        """The layer's cache for the length of one call: other requests run between our calls."""
+        """Set the layer's cache during one call. vLLM runs other requests between the calls."""
         if not self.needs_scratch:
             yield
             return
@@ -161,20 +161,20 @@ class _GroupTables:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Attention metadata of a batch by layer name, for every cache group."""
+    """Attention metadata of a batch, by layer name."""
 
     positions: Tensor
     metadata: dict[str, Any]
-    """The backend's own; None for each layer whose attention our own kernel computes."""
+    """The backend's metadata; None for layers whose attention our own code computes."""
     slots: dict[str, Tensor]
     scattered: dict[str, ScatteredRows]
-    """Rows by the name of each layer whose attention our own kernel computes."""
+    """Rows of layers whose attention our own kernel computes."""
     latent: dict[str, list[LatentRows]]
-    """Sequences by the name of each layer that `engine.worker.attention.latent` attends for."""
+    """Sequences of layers whose attention `engine.worker.attention.latent` computes."""
 
 
 class VllmStack:
-    """`fusor.stack.DecoderStack` on a vLLM model, for the sequences of one pass."""
+    """A `fusor.stack.DecoderStack` over a vLLM model, for the sequences of one pass."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class VllmStack:
         before_end: Callable[[], None] | None = None,
         keeps: bool = True,
     ) -> None:
-        """`block_ids[sequence][group]` as vLLM gives them; `ends[sequence]` is the last position + 1 used.
-        `before_end` queues on a GPU what has to be done with the pass. Without `keeps`, nothing is written to
-        vLLM's blocks: what a layer's scratch cache holds at its end is dropped."""
+        """``block_ids[sequence][group]`` are vLLM's; ``ends[sequence]`` is the last used position + 1.
+        ``before_end`` queues work on a GPU that belongs to the pass. Without ``keeps``, nothing is written to
+        vLLM's blocks: a layer's scratch cache is dropped at the layer's end."""
         self._model = model
         self._block_ids = block_ids
         self._before_end = before_end
@@ -244,7 +244,7 @@ class VllmStack:
                 prepared.scattered.update(dict.fromkeys(names, rows))
                 prepared.metadata.update(dict.fromkeys(names))
                 continue
-            # Its runs size the backend's metadata: for tokens that were selected there, the host waits here.
+            # The backend's metadata depends on the runs: for tokens selected on a GPU, the host waits here.
             on_host = places.cpu() if on_host is None else on_host
             if tables.group.needs_latent_rows and _reads_cache(on_host, owners):
                 prepared.latent.update(dict.fromkeys(names, _latent_rows(on_host, owners, tables)))
@@ -255,12 +255,12 @@ class VllmStack:
         return LayerBatch(len(positions), prepared)
 
     def _there(self, positions: Tensor) -> Tensor:
-        """`positions` on the device."""
+        """Return ``positions`` on the device."""
         return positions if positions.device.type == self.device.type else upload(positions, self.device)
 
     def _kernel_serves(self, tables: _GroupTables, on_host: Tensor | None) -> bool:
-        """Whether our own kernel computes these tokens' attention. Of selected tokens the host knows no runs:
-        they are scattered."""
+        """Return whether our own kernel computes these tokens' attention. Tokens that a GPU selected count as
+        scattered: the host does not know their runs."""
         if not tables.group.kernel_serves or len(tables.table) > 1:
             return False
         return on_host is None or int((on_host.diff() != 1).sum()) + 1 >= runs_min(self.device)
@@ -342,7 +342,7 @@ class VllmStack:
         if self.world_size == 1:
             return values
         gathered: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
-        # Where ranks outnumber heads, neighbouring ranks hold the same one.
+        # If ranks outnumber heads, neighbouring ranks hold the same head.
         return gathered[:, :: gathered.shape[1] // self._model.described.layers[layer].kv_heads]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -372,29 +372,29 @@ class VllmStack:
                 stack.enter_context(replace_attention_impl(layer.attention, prepared.scattered[layer.name]))
             if layer.name in prepared.latent:
                 stack.enter_context(replace_latent_attention(layer.attention, prepared.latent[layer.name]))
-            # Expert layers are otherwise taken in the order of a whole forward pass.
+            # Otherwise expert layers are taken in the order of a whole forward pass.
             get_forward_context().all_moe_layers = None
             self._model.calls.calls[layer.index].run(layer.module, hidden)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This worker's tensor-parallel rank, and how many there are."""
+    """Return this worker's tensor-parallel rank and the number of ranks."""
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def is_first_rank() -> bool:
-    """Whether this worker is the one that stores and reports."""
+    """Return whether this worker is the one that stores and reports."""
     return rank_and_size()[0] == 0
 
 
 def is_so_on_any_rank(flag: bool) -> bool:
-    """Whether `flag` holds on some tensor-parallel rank. All ranks have to ask together."""
+    """Return whether ``flag`` is set on some tensor-parallel rank. All ranks must call it together."""
     return min_over_ranks(int(not flag)) == 0
 
 
 def min_over_ranks(number: int) -> int:
-    """The least `number` of all tensor-parallel ranks, which have to ask together. They ask on the host, so
-    that no device has to finish its work first."""
+    """Return the smallest ``number`` of all tensor-parallel ranks, which must call it together. Uses the
+    host, so that no device has to finish its work first."""
     if rank_and_size()[1] == 1:
         return number
     numbers = torch.tensor([number])
@@ -403,19 +403,19 @@ def min_over_ranks(number: int) -> int:
 
 
 def _run_starts(places: Tensor, owners: Tensor) -> Tensor:
-    """The first row of each run of consecutive places of one owner, all on the host."""
+    """Return the first row of each run of consecutive places of one owner, all on the host."""
     breaks = (places[1:] != places[:-1] + 1) | (owners[1:] != owners[:-1])
     return torch.cat((torch.zeros(1, dtype=torch.int64), breaks.nonzero()[:, 0] + 1))
 
 
 def _reads_cache(places: Tensor, owners: Tensor) -> bool:
-    """Whether some run of several tokens stands behind others; a single token is a decode."""
+    """Return whether some run of several tokens follows cached tokens; a single token is a decode."""
     starts = _run_starts(places, owners)
     return len(starts) < len(places) and bool((places[starts] != 0).any())
 
 
 def _latent_rows(places: Tensor, owners: Tensor, tables: _GroupTables) -> list[LatentRows]:
-    """The tokens of each owner, which lie next to each other."""
+    """Return the rows of each owner, which are adjacent."""
     bounds = [0, *((owners.diff() != 0).nonzero()[:, 0] + 1).tolist(), len(owners)]
     sequences = []
     for first, last in pairwise(bounds):
@@ -429,8 +429,8 @@ def _latent_rows(places: Tensor, owners: Tensor, tables: _GroupTables) -> list[L
 def _common_metadata(
     places: Tensor, owners: Tensor, tables: _GroupTables, places_there: Tensor, slots: Tensor
 ) -> CommonAttentionMetadata:
-    """One pseudo-request per run of consecutive places of one owner. `places` and `owners` lie on the host,
-    `places_there` and `slots` on the device."""
+    """Return vLLM's metadata with one pseudo-request per run of consecutive places of one owner. ``places``
+    and ``owners`` are on the host, ``places_there`` and ``slots`` on the device."""
     device, starts = slots.device, _run_starts(places, owners)
     ends = torch.cat((starts[1:], torch.tensor([len(places)])))
     query_start = torch.cat((starts, ends[-1:])).to(torch.int32)

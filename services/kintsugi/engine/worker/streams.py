@@ -1,4 +1,4 @@
-"""Streams the frames of chunks that may lie in two namespaces: a request's own and the one that it shares."""
+"""Streams frames of chunks from two namespaces: a request's own and the one that it shares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stream_chunks(
     heads: HeadRange,
     deadline_s: float,
 ) -> Generator[LayerFrame | ChunkLost, None, None]:
-    """As `ChunkStore.stream`, for the chunks of these manifests."""
+    """Stream the chunks of these manifests as `ChunkStore.stream` does."""
     by_namespace: dict[str, list[int]] = {}
     for index, manifest in enumerate(manifests):
         by_namespace.setdefault(manifest.namespace, []).append(index)
@@ -37,7 +37,7 @@ def stream_chunks(
 def read_and_drop(
     store: ChunkStore, job: ProbeJob, layers: range, heads: HeadRange, deadline_s: float
 ) -> LoadSample:
-    """Read these layers of a job's chunks only to learn how fast they come. Nothing is decoded."""
+    """Read layers of a job's chunks to measure loading, without decoding them."""
     manifests = [job.manifests[hit.key] for hit in job.hits]
     meter = Meter([hit.source for hit in job.hits], layers.stop)
     for _ in meter.measure(stream_chunks(store, manifests, layers, heads, deadline_s)):
@@ -46,7 +46,7 @@ def read_and_drop(
 
 
 def _in_order(streams: Sequence[ShardStream], layers: range) -> Generator[LayerFrame | ChunkLost, None, None]:
-    """The frames of several streams, layer by layer and chunk by chunk. ``streams``: that of each chunk."""
+    """Yield the frames of several streams by layer and chunk. ``streams``: the stream of each chunk."""
     lost: set[int] = set()
     try:
         for stream in dict.fromkeys(streams):

@@ -1,23 +1,22 @@
-"""Tells whether a loaded model's weights are still those that it started with.
+"""Detects whether a loaded model's weights have changed since the start.
 
-The fingerprint under which chunks are stored, and the calibration report, speak about the weights that were
-loaded at start. vLLM changes weights in many ways (`reload_weights`, weight transfer, sleep level 2, worker
-extensions) and tells connectors of none: `reset_cache` also comes with calls that change nothing, and need
-not come with those that do. So the weights themselves are looked at:
+The fingerprint of stored chunks and the calibration report apply to the weights that were loaded at start.
+vLLM changes weights in many ways (`reload_weights`, weight transfer, sleep level 2, worker extensions) and
+notifies connectors of none: `reset_cache` is also called without a change, and not at every change. So the
+weights are observed in three ways:
 
-- `load_weights` of the model, through which vLLM reloads and receives weights in the checkpoint's format, is
-  observed. It is the only sign where a backend repacks weights and drops the parameters, as on CPUs.
-- Where each parameter lies, and torch's count of writes to it. A write through `.data` is not counted, and
-  vLLM's loaders write that way; so the count alone would miss updates.
-- A sample of the values of each parameter, bit for bit. It sees what is written behind torch's back, and
-  weights that were discarded.
+- Calls of the model's `load_weights`, through which vLLM reloads and receives weights in the checkpoint's
+  format. It is the only sign if a backend repacks weights and drops the parameters, as on CPUs.
+- The address of each parameter, and torch's count of writes to it. Writes through `.data`, as in vLLM's
+loaders, are not counted, so the count alone would miss updates.
+- A sample of the values of each parameter, bit for bit. It detects uncounted writes and discarded weights.
 
-The first two are certain. A write that only the sample can see, and that changes a share `s` of a parameter's
-values, is missed with a probability of about `(1 - s) ** SAMPLES_MIN` per parameter that it changes.
+The first two are certain. A write that only the sample can detect, and that changes a share `s` of a
+parameter's values, is missed with a probability of about `(1 - s) ** SAMPLES_MIN` per changed parameter.
 
-A GPU gets to a sample when it has done what was queued before, and the host does not wait for it: a sample is
-compared in a later step, and the next one is taken then. What a pass computed is sound once the sample at its
-end is compared, because weights that have changed stay so.
+A GPU takes a sample after the work queued before it, and the host does not wait: the sample is compared in a
+later step, when the next one is taken. A pass's result is valid after the sample at its end is compared,
+because changed weights stay changed.
 """
 
 from __future__ import annotations
@@ -39,33 +38,33 @@ from kintsugi.fusor.staging import download
 logger = init_logger(__name__)
 
 SAMPLES_MIN = 256
-"""Values that are compared of each parameter, at least; all of a smaller one."""
+"""Minimum number of compared values per parameter; all values of a smaller one."""
 VALUES_PER_SAMPLE = 1 << 16
-"""Larger parameters (stacked experts, embeddings) are compared at one value in so many."""
+"""Values per compared value in larger parameters (stacked experts, embeddings)."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by bytes per value: compared as such, a NaN equals itself."""
+"""Integer types by bytes per value. Compared as integers, a NaN equals itself."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Where one parameter lies."""
+    """Address and shape of one parameter."""
 
     name: str
     address: int
     shape: tuple[int, ...]
     num_writes: int | None
-    """As torch counts them; None where it does not."""
+    """Number of writes that torch has counted; None if it does not count them."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What can be seen of all parameters without reading every value."""
+    """Addresses, write counts and sampled values of all parameters."""
 
     places: tuple[ParameterLocation, ...]
     samples: tuple[Tensor, ...]
-    """Integer tensors `[samples]` on the host, one per size of value. From a GPU, they may be read once they
-    have `arrived`."""
+    """Integer tensors `[samples]` on the host, one per size of value. From a GPU they may be read after the
+    event `arrived`."""
     arrived: torch.cuda.Event | None = None
 
     @property
@@ -74,7 +73,7 @@ class Snapshot:
 
 
 def difference(before: Snapshot, now: Snapshot) -> str | None:
-    """What distinguishes two snapshots of the same model; None where nothing does."""
+    """Describe the difference of two snapshots of the same model; None if they are equal."""
     for was, place in zip(before.places, now.places, strict=True):
         if was != place:
             return f"{was.name} was written or replaced"
@@ -85,14 +84,14 @@ def difference(before: Snapshot, now: Snapshot) -> str | None:
 class LoadedWeights:
     """Watches one model from construction until `close`.
 
-    A look costs the host some 10 µs per parameter. On a GPU none but the first waits for the device.
+    A look costs the host about 10 µs per parameter. On a GPU only the first look waits for the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device = CPU) -> None:
-        """`device`: where the parameters lie."""
+        """``device``: the parameters' device."""
         self._model = model
         self._device = device
-        # By their modules, not themselves: what an update replaces is not kept alive.
+        # By module and name, so that a replaced parameter is not kept alive.
         self._holders = [
             (f"{path}.{name}".lstrip("."), module, name)
             for path, module in model.named_modules()
@@ -102,17 +101,17 @@ class LoadedWeights:
         self._change: str | None = None
         self._observe_loading()
         self._looks: deque[Snapshot] = deque()
-        """Not compared yet: on a GPU one of a check and one of each pass that ends, on a CPU none."""
+        """Looks that are not compared yet: on a GPU one of a check and one per ended pass, on a CPU none."""
         self._before = self._look()
         if self._before.arrived is not None:
             self._before.arrived.synchronize()
 
     def check(self) -> str | None:
-        """What changed since construction, None where nothing is known to have. Once changed, changed for
-        good.
+        """Return a description of the change since construction; None if no change is known. A change is
+        permanent.
 
-        On a CPU as of now; on a GPU as of the looks that have arrived, and another is taken if none is left.
-        Not for a model that sleeps: its memory is unmapped.
+        On a CPU it covers the present state; on a GPU it covers the looks that have arrived, and takes
+        another one if none is left. Must not be called for a sleeping model, whose memory is unmapped.
         """
         if self.compare() is None and not self._looks:
             self.look()
@@ -120,15 +119,15 @@ class LoadedWeights:
 
     @property
     def is_late(self) -> bool:
-        """Whether a look is compared later than it is taken."""
+        """Whether looks are compared later than they are taken."""
         return self._device.type == "cuda"
 
     def look(self) -> None:
-        """Look at the parameters as they are now, or on a GPU behind everything that is queued."""
+        """Take a snapshot of the parameters: now, or on a GPU after all queued work."""
         self._note_errors(lambda: self._looks.append(self._look()))
 
     def compare(self) -> str | None:
-        """What the looks that have arrived show to have changed, as `check`, without another look."""
+        """Return the change as `check` does, without taking another look."""
         self._note_errors(self._compare_arrived)
         return self._change
 
@@ -144,7 +143,7 @@ class LoadedWeights:
         try:
             act()
         except Exception as error:
-            logger.exception("Weights that cannot be compared count as changed")
+            logger.exception("Weights could not be compared and count as changed")
             self._change = f"parameters cannot be compared: {type(error).__name__}: {error}"
 
     def _compare_arrived(self) -> None:
@@ -159,7 +158,7 @@ class LoadedWeights:
             self._change = self._change or "load_weights was called"
             return load(*args, **kwargs)
 
-        # The instance's own attribute; a method of the class is left alone.
+        # Set on the instance; the method of the class stays as it is.
         self._model.__dict__["load_weights"] = load_and_note
 
     def _look(self) -> Snapshot:
@@ -170,14 +169,14 @@ class LoadedWeights:
                 if tensor.numel():
                     sampled = sample(tensor)
                     samples[sampled.element_size()].append(sampled)
-        # On the host: what lies on the device may be discarded while the model sleeps.
+        # On the host: device memory may be discarded while the model sleeps.
         grouped = tuple(download(torch.cat(group)) for _, group in sorted(samples.items()))
         arrived = torch.cuda.current_stream(self._device).record_event() if self.is_late else None
         return Snapshot(tuple(places), grouped, arrived)
 
 
 def _plain(tensor: Any) -> list[Tensor]:
-    """The tensors that hold a parameter's bytes: torchao's quantised ones wrap several."""
+    """Return the tensors that hold a parameter's bytes: torchao's quantised tensors wrap several."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     inner, _ = tensor.__tensor_flatten__()
@@ -190,15 +189,15 @@ def _place_of(name: str, tensor: Tensor) -> ParameterLocation:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Values of a dense tensor at a fixed distance, as integers `[samples]`; a view."""
+    """Return values of a dense tensor at a fixed distance, as a view of integers `[samples]`."""
     count, step = _spacing(tuple(tensor.shape), tensor.stride())
     return tensor.detach().view(BITS[tensor.element_size()]).as_strided((count,), (step,))
 
 
 def _spacing(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """How many values are compared, and how far apart they lie in memory.
+    """Return the number of compared values and their distance in memory.
 
-    The distance and the length of a row have no common divisor, or all samples would lie in a few columns.
+    The distance and the length of a row are coprime; otherwise all samples would lie in a few columns.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     step = max(1, extent // max(SAMPLES_MIN, extent // VALUES_PER_SAMPLE))

@@ -158,7 +158,7 @@ def test_an_answer_that_cannot_be_made_is_not_the_callers_mistake(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it given back what was generated."""
-    from kintsugi.engine.openai.requests import OurResponsesRequest
+    from kintsugi.engine.openai.serving import OurResponsesRequest
 
     def checked(value: Any) -> Any:
         request = validate(value)

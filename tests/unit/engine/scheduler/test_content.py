@@ -123,7 +123,7 @@ def test_beside_a_namespace_a_salt_of_ones_own_is_refused(
     is_refused = salt == "mine"
     assert plan(side, request) == ((0, False) if is_refused else (len(PROMPT) - 1, True))
     accounting = said(side, request)
-    assert ("cache_salt: must be the namespace 'acme', or left out" in accounting["reason"]) is is_refused
+    assert ("cache_salt: must be the namespace 'acme' or omitted" in accounting["reason"]) is is_refused
     assert request.cache_salt == ("mine" if is_refused else "acme"), "its blocks stay its own"
 
 

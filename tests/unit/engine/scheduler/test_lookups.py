@@ -101,7 +101,7 @@ def test_who_takes_too_long_is_not_waited_for(store: StubStore) -> None:
     hurried = Lookups(store, 0.0, lambda: None)
     store.may_answer.clear()
     lookup = asked(hurried)
-    with pytest.raises(NotBlendable, match="store_timeout: lookup took too long"):
+    with pytest.raises(NotBlendable, match="store_timeout: the lookup took too long"):
         polled(hurried, lookup)
     store.may_answer.set()
     hurried.close()
@@ -119,7 +119,7 @@ def test_a_store_that_fails_is_left_alone(
         return
     until(lambda: store.lookups == 2, lookups)
     for _ in range(FAILURES_MAX):
-        with pytest.raises(NotBlendable, match="it failed lately"):
+        with pytest.raises(NotBlendable, match="the store failed recently"):
             lookups.check_store(SPACE, [1])
     assert store.lookups == 2, "a prompt asked, and a thread whether the store was only late"
 
@@ -131,9 +131,9 @@ def test_one_prompt_waits_for_a_store_that_hangs(store: StubStore, lookups: Look
     first.answered_by_s = 0.0
     with pytest.raises(NotBlendable, match="store_timeout"):
         lookups.result(first, lambda: False)
-    with pytest.raises(NotBlendable, match="store_unavailable: it failed lately"):
+    with pytest.raises(NotBlendable, match="store_unavailable: the store failed recently"):
         lookups.result(second, lambda: False)
-    with pytest.raises(NotBlendable, match="store_unavailable: it failed lately"):
+    with pytest.raises(NotBlendable, match="store_unavailable: the store failed recently"):
         lookups.check_store(SPACE, [1])
 
 
@@ -168,7 +168,7 @@ def test_a_load_that_the_store_did_not_answer_suspends_it(
     lookup.future.result(10)
     store.may_answer.clear()
     lookups.record_outcome(lookup, Accounting(Outcome.FAILED, reason=reason))
-    with pytest.raises(NotBlendable, match="it failed lately"):
+    with pytest.raises(NotBlendable, match="the store failed recently"):
         lookups.check_store(SPACE, [1])
     store.may_answer.set()
     until(lambda: lookups._breaker.is_closed, lookups)
@@ -231,7 +231,7 @@ def test_one_probe_at_a_time_is_under_way(store: StubStore, lookups: Lookups) ->
     lookups.record_outcome(lookup, Accounting(Outcome.FAILED, reason="load_timeout: layer 3"))
     for _ in range(3):
         now_s += 2 * OPEN_S
-        with pytest.raises(NotBlendable, match="it failed lately"):
+        with pytest.raises(NotBlendable, match="the store failed recently"):
             lookups.check_store(SPACE, [1])
     store.may_answer.set()
     lookups._prober.submit(int).result(10)

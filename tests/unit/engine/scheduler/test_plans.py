@@ -126,7 +126,7 @@ def test_a_prompt_that_was_looked_up_before_the_store_hung_loads_nothing(
     store.is_down = True
     side.update(WorkerReport({"a": Accounting(Outcome.FAILED, reason="load_timeout: layer 3")}))
     assert considered(side, second) == (0, False)
-    assert said(side, second)["reason"].startswith("store_unavailable: it failed lately")
+    assert said(side, second)["reason"].startswith("store_unavailable: the store failed recently")
     later = request_of("later")
     side.on_new_request(later)
-    assert said(side, later)["reason"].startswith("store_unavailable: it failed lately")
+    assert said(side, later)["reason"].startswith("store_unavailable: the store failed recently")

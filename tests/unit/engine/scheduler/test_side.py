@@ -34,9 +34,9 @@ from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.idle_saves import IdleSaves
 from kintsugi.engine.scheduler.parking import Parking, parking_of_saves
+from kintsugi.engine.scheduler.requests import add_span_keys
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.engine.scheduler.spans import add_span_keys
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
 from kintsugi.fusor.control.planner import Planner, PlanRequest
@@ -231,7 +231,7 @@ def test_an_audit_is_a_save_that_stores_nothing(side: SchedulerSide, lead: list[
     tokens = dataclasses.replace(audit.tokens, request_id=save.tokens.request_id)
     assert dataclasses.replace(audit, tokens=tokens, is_audit=False) == save
     foreign = said(side, save_of(side, "foreign", CONTEXT[:-1], op=Op.AUDIT))
-    assert foreign["reason"].startswith("InvalidSpan: spans[0]: op=audit needs the chunk directly behind")
+    assert foreign["reason"].startswith("InvalidSpan: spans[0]: op=audit needs the chunk directly after")
 
 
 def test_an_engine_that_anybody_may_ask_audits_nothing(side: SchedulerSide) -> None:
@@ -548,26 +548,3 @@ def test_blocks_of_before_an_erasure_are_found_by_nobody(side: SchedulerSide, st
     side.salts.refresh()
     assert not {*names("acme")} & {*after[0], *before[0]}
     assert names("acme", cache_salt="mine") != names("acme"), "a salt of its own is left alone"
-
-
-def test_discovery_is_told_the_default_lifetime_of_a_request_that_asks_for_none(
-    side: SchedulerSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side.config = EngineConfig(discovery=DiscoveryConfig(default_ttl_s=60.0))
-    side.discovery._classes.result(30)  # type: ignore[union-attr]
-    told: list[float | None] = []
-
-    def sight(request_id: str, params: KintsugiParams, *more: Any) -> Any:
-        told.append(params.ttl_s)
-        return more[2]
-
-    monkeypatch.setattr(side.discovery, "sight", sight)
-    for name, ttl_s in (("silent", None), ("asking", 7.0)):
-        params = KintsugiParams("acme", discover=True, ttl_s=ttl_s)
-        sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params.to_mapping()})
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        request = Request(name, PROMPT, sampling, None, block_hasher=hasher)
-        side.on_new_request(request)
-        while considered(side, request)[0] is None:
-            side._lookups.step_began()
-    assert told == [60.0, 7.0]

@@ -50,7 +50,7 @@ def test_no_prompt_waits_to_find_out_whether_a_store_is_back(side: SchedulerSide
         now_s += OPEN_S
         request = request_of("probing")
         side.on_new_request(request)
-        assert said(side, request)["reason"].startswith("store_unavailable: it failed lately")
+        assert said(side, request)["reason"].startswith("store_unavailable: the store failed recently")
         heard_back(side, store)
         assert side._lookups._breaker.is_closed is not was_down
     assert said(side, asked(side, "later"))["reason"].startswith("no_chunk_cached")
@@ -63,7 +63,7 @@ def test_a_pass_that_the_store_left_waiting_suspends_the_store(side: SchedulerSi
     side.update(WorkerReport({"left waiting": Accounting(Outcome.FAILED, reason="load_timeout: layer 3")}))
     later = request_of("later")
     side.on_new_request(later)
-    assert said(side, later)["reason"].startswith("store_unavailable: it failed lately")
+    assert said(side, later)["reason"].startswith("store_unavailable: the store failed recently")
 
 
 def test_idle_saves_are_told_that_the_store_is_suspended(side: SchedulerSide, store: StubStore) -> None:

@@ -46,7 +46,7 @@ def test_a_rotation_that_one_rank_does_not_find_is_declined_on_all(monkeypatch: 
     monkeypatch.setattr(anatomy, "is_so_on_any_rank", lambda flag: flag)
     assert _find_on_every_rank(finder, 3) is UNROTATED
     monkeypatch.setattr(anatomy, "is_so_on_any_rank", lambda _flag: True)
-    with pytest.raises(NotBlendable, match="layer 3 has keys of which another rank finds no rotation"):
+    with pytest.raises(NotBlendable, match="layer 3 has keys without a known rotation on another rank"):
         _find_on_every_rank(finder, 3)
 
 

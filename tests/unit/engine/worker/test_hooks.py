@@ -20,7 +20,6 @@ from vllm.v1.core import kv_cache_utils
 from kintsugi.core.errors import Unavailable, VersionMismatch
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.engine import connector, plugin
-from kintsugi.engine.declining_connector import DecliningConnector
 from kintsugi.engine.versions import RUN
 from kintsugi.engine.worker.hooks import (
     ALL_HOOKS,
@@ -54,7 +53,7 @@ def unknown_names(sources: Iterable[Path], hooks: Sequence[Hook]) -> set[str]:
     """What the sources import of vLLM that is none of the hooks."""
     needed = {name for source in sources for name in imported(ast.parse(source.read_text()))}
     assert needed
-    modules = {(module, hook) for hook in hooks for module in (hook.module, hook.former_module)}
+    modules = {(module, hook) for hook in hooks for module in hook.modules}
     known = {module for module, _ in modules}
     return needed - known - {f"{module}.{hook.attribute.split('.')[0]}" for module, hook in modules}
 
@@ -73,13 +72,13 @@ def test_every_name_that_an_engine_or_its_openai_routes_import_is_a_hook() -> No
 
 
 def test_a_name_that_moved_is_found_in_either_module() -> None:
-    assert Hook("no.such.module", "OrderedDict", "nothing", former_module="collections").is_there
-    assert not Hook("no.such.module", "OrderedDict", "nothing", former_module="json").is_there
+    assert Hook(("no.such.module", "collections"), "OrderedDict", "nothing").exists
+    assert not Hook(("no.such.module", "json"), "OrderedDict", "nothing").exists
 
 
 def test_a_signature_that_cannot_be_read_is_missed() -> None:
-    assert Hook("builtins", "dict", "nothing").is_there
-    assert not Hook("builtins", "dict", "nothing", ("name",)).is_there
+    assert Hook(("builtins",), "dict", "nothing").exists
+    assert not Hook(("builtins",), "dict", "nothing", ("name",)).exists
 
 
 def test_a_name_that_is_gone_is_named_with_the_versions_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +86,7 @@ def test_a_name_that_is_gone_is_named_with_the_versions_that_work(monkeypatch: p
     reason = describe_missing()
     assert reason is not None
     assert reason.startswith("vllm_version: ")
-    assert "KVConnectorTransferResults (reporting finished blends)" in reason
+    assert "KVConnectorTransferResults (blending)" in reason
     assert all(version in reason for version in RUN)
 
 
@@ -118,14 +117,14 @@ def test_a_module_that_breaks_is_missed(monkeypatch: pytest.MonkeyPatch) -> None
             raise RuntimeError("no such device")
 
     monkeypatch.setitem(sys.modules, "breaks", Breaks("breaks"))
-    assert not Hook("breaks", "name", "nothing").is_there
+    assert not Hook(("breaks",), "name", "nothing").exists
 
 
 def test_importing_the_connector_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.delattr(base, "KVConnectorTransferResults")
-        assert reload(connector).KintsugiConnector is DecliningConnector
-    assert reload(connector).KintsugiConnector is not DecliningConnector
+        assert reload(connector).KintsugiConnector is connector.DecliningConnector
+    assert reload(connector).KintsugiConnector is not connector.DecliningConnector
 
 
 def test_registering_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +134,7 @@ def test_registering_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 
 
 def test_only_those_who_asked_are_told_why() -> None:
-    declining: Any = object.__new__(DecliningConnector)
+    declining: Any = object.__new__(connector.DecliningConnector)
     declining._reason = "vllm_version: too old"
     asked = SimpleNamespace(kv_transfer_params={PARAMS_KEY: {"namespace": "acme"}})
     _, answer = declining.request_finished(asked, [])

@@ -187,7 +187,7 @@ def test_plain_attention_is_driven(layer: Any) -> None:
         (GatedDeltaNet(), "recurrent", "layer 3 has a recurrent state"),
         (IndexerCache(), "indexed_attention", "layer 3 has attention to tokens that an index chooses"),
         (Attention("model.layers.1.attn"), "shared_kv", "layer 3 has the KV of model.layers.1.attn"),
-        (EncoderOnlyAttention(), "attention", "layer 3 has an attention that is not known"),
+        (EncoderOnlyAttention(), "attention", "layer 3 has an unknown kind of attention"),
         (None, "attention", "NoneType"),
     ],
 )

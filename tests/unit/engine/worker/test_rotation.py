@@ -132,7 +132,7 @@ def test_keys_that_a_norm_weighs_behind_the_rotation(spread: float) -> None:
     def normalise(key: Tensor, _: Tensor) -> Tensor:
         return (key / key.square().mean(-1, keepdim=True).sqrt() * weights).bfloat16()
 
-    with pytest.raises(NotBlendable, match="as where a norm weighs them behind the rotation") as raised:
+    with pytest.raises(NotBlendable, match="such as keys weighted by a norm after the rotation") as raised:
         found(Layer(Rotation(rotary_of()), key=normalise))
     assert raised.value.reason == "rope"
 

@@ -84,7 +84,10 @@ class Bench:
         """The host has nothing left to launch, whatever the device has done."""
         for _ in range(STEPS_MAX):
             self.step()
-            saves = [self.side._save and self.side._save.work, self.side._idle_saves._work]
+            saves = [
+                self.side._save and self.side._save.work,
+                self.side._idle_saves._batch and self.side._idle_saves._batch.work,
+            ]
             passes = [blend.work for blend in self.side._blends.values()] + [one for one in saves if one]
             if all(work.is_launched for work in passes):
                 return

@@ -1,1 +1,1 @@
-"""What layers store of a token, and who computes the attention of scattered tokens."""
+"""The KV that layers store per token, and the attention of scattered tokens."""

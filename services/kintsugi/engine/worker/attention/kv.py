@@ -1,7 +1,7 @@
-"""What a layer's attention stores of each token: heads of K and V, or a latent with a rotary key beside it.
+"""The KV that a layer's attention stores per token: heads of K and V, or a latent and a rotary key.
 
-vLLM has a class for each. They are called with different arguments, and write their caches by different
-calls. Everything else in this package asks one of the two classes here.
+vLLM has a class for each, with different arguments and different calls that write the cache. The rest of this
+package uses the two classes here.
 """
 
 from __future__ import annotations
@@ -16,32 +16,19 @@ from kintsugi.models.layers import LayerKind
 
 
 class HeadsKV:
-    """What vLLM's `Attention` stores: K and V of each KV head."""
+    """The KV of vLLM's `Attention`: K and V of each KV head."""
 
     kind = LayerKind.ATTENTION
 
     def __init__(self, attention: Any) -> None:
         self._attention = attention
-
-    @property
-    def heads(self) -> int:
+        self.heads = int(attention.num_kv_heads)
         """KV heads of this rank."""
-        return int(self._attention.num_kv_heads)
-
-    @property
-    def key_width(self) -> int:
-        return int(self._attention.head_size)
-
-    @property
-    def value_width(self) -> int:
-        return int(self._attention.head_size_v)
-
-    @property
-    def query_width(self) -> int:
-        return self.key_width
+        self.key_width = self.query_width = int(attention.head_size)
+        self.value_width = int(attention.head_size_v)
 
     def tell_apart(self, query: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, K and V, `[tokens, heads, width]`, of what the attention is called with."""
+        """Return query, K and V, `[tokens, heads, width]`, from the arguments of the attention."""
         key, value = self._key_and_value(second, third)
         count = len(query)
         return (
@@ -54,28 +41,23 @@ class HeadsKV:
         return second, third
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write rotated K and V `[tokens, heads, width]` into the slots of the layer's cache."""
+        """Write rotated K and V, `[tokens, heads, width]`, into slots of the layer's cache."""
         attention = self._attention
         attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
 
 
 class LatentKV(HeadsKV):
-    """What vLLM's `MLAAttention` stores: the latent in V's place and the rotary key in K's, one of each for
-    all heads and all ranks."""
+    """The KV of vLLM's `MLAAttention`: the latent in place of V and the rotary key in place of K, shared by
+    all heads and ranks."""
 
     kind = LayerKind.LATENT
 
-    @property
-    def key_width(self) -> int:
-        return int(self._attention.qk_rope_head_dim)
-
-    @property
-    def value_width(self) -> int:
-        return int(self._attention.kv_lora_rank)
-
-    @property
-    def query_width(self) -> int:
-        return int(self._attention.qk_nope_head_dim + self._attention.qk_rope_head_dim)
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self.heads = int(attention.num_kv_heads)
+        self.key_width = int(attention.qk_rope_head_dim)
+        self.value_width = int(attention.kv_lora_rank)
+        self.query_width = int(attention.qk_nope_head_dim) + self.key_width
 
     def _key_and_value(self, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
         return third, second
@@ -87,7 +69,7 @@ class LatentKV(HeadsKV):
         )
 
     def absorb(self, query: Tensor) -> Tensor:
-        """As `fusor.latent.absorb_query`, with the weights in the form in which vLLM keeps them."""
+        """Absorb a query as `fusor.latent.absorb_query` does, with the weights as vLLM stores them."""
         attention = self._attention
         if not getattr(attention, "is_amx_bmm_enabled", False):
             return absorb_query(query, attention.W_UK_T)
@@ -100,6 +82,11 @@ class LatentKV(HeadsKV):
         return torch.cat((rotary, absorbed.transpose(0, 1)), -1)
 
 
+def is_latent(attention: Any) -> bool:
+    """Return whether an attention stores latents instead of K and V."""
+    return hasattr(attention, "kv_lora_rank")
+
+
 def kv_of(attention: Any) -> HeadsKV:
-    """What an attention stores."""
-    return LatentKV(attention) if hasattr(attention, "kv_lora_rank") else HeadsKV(attention)
+    """Return the description of the KV that an attention stores."""
+    return LatentKV(attention) if is_latent(attention) else HeadsKV(attention)

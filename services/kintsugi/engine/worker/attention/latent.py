@@ -1,9 +1,9 @@
-"""Attention over cached latents for the vLLM backend whose prefill reads none.
+"""Attention over cached latents for the vLLM backend whose prefill does not read the cache.
 
-On a CPU without AMX, and in float32 on every CPU, vLLM prefills latent attention from a prompt's first token
-alone: it has no prefix caching and no chunked prefill there. Scattered tokens, and chunks behind a context,
-stand behind tokens that are in the cache already. `fusor.latent` lets them attend, in the place of the
-layer's attention for the length of one call. Every other backend serves them itself.
+On a CPU without AMX, and in float32 on every CPU, vLLM's latent attention prefills only whole prompts: it has
+no prefix caching and no chunked prefill there. Scattered tokens, and chunks after a context, follow cached
+tokens. `fusor.latent` computes their attention, in place of the layer's attention during one call. All other
+backends read the cache themselves.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor
 from kintsugi.fusor.latent import attend_to_latents
 
 BACKENDS = frozenset({"CPU_MLA"})
-"""vLLM's backends whose prefill reads no cache."""
+"""vLLM's backends whose prefill does not read the cache."""
 
 
 @dataclass(frozen=True)
 class LatentRows:
-    """Tokens of one sequence, next to each other in a batch."""
+    """Adjacent tokens of one sequence in a batch."""
 
     rows: slice
     places: Tensor
-    """int64 `[n]`."""
+    """Places of the tokens, int64 `[n]`."""
     slots: Tensor
-    """int64 `[last place + 1]`: where the sequence lies in the cache."""
+    """Cache slots of the sequence, int64 `[last place + 1]`."""
 
 
 def needs_rows(attention: Any) -> bool:
-    """Whether tokens behind cached ones need `replace_latent_attention`."""
+    """Return whether tokens after cached ones need `replace_latent_attention`."""
     return attention.attn_backend.get_name() in BACKENDS
 
 
 @contextlib.contextmanager
 def replace_latent_attention(attention: Any, sequences: Sequence[LatentRows]) -> Iterator[None]:
-    """Attend to the layer's cache in the place of `attention.forward_impl`."""
+    """Replace `attention.forward_impl` in the block by attention over the layer's cache."""
 
     def attend(query: Tensor, latent: Tensor, key: Tensor, cache: Tensor, *_: Any, **named: Any) -> Tensor:
-        """As `MLAAttention.forward_impl`; the tokens' own latents are in the cache already."""
+        """As `MLAAttention.forward_impl`; the tokens' own latents are already in the cache."""
         output: Tensor = named["output"]
         flat = cache.view(-1, cache.shape[-1])
         for one in sequences:

@@ -1,7 +1,7 @@
-"""Whether the CPU kernel for scattered tokens can stand in for a layer's attention, found out at start.
+"""Checks at start whether the CPU kernel for scattered tokens can replace a layer's attention.
 
-The kernel reads vLLM's cache as vLLM orders it, which is not an interface. So it serves a shape only after it
-has read back correctly what vLLM wrote. Where it cannot be used, scattered tokens stay with vLLM's kernel.
+The kernel depends on the order of vLLM's cache, which is not an interface. So it serves a shape only after it
+has correctly read back a cache that vLLM wrote. Otherwise vLLM's kernel computes scattered tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kintsugi.fusor.reference import reference_attention
 logger = init_logger(__name__)
 
 TOLERANCE = 0.03
-"""Largest difference of attention outputs of unit scale that bfloat16 explains."""
+"""Maximum difference of attention outputs of unit scale due to bfloat16."""
 
 ISA = {Instructions.AMX: "amx", Instructions.AVX512_BF16: "vec", Instructions.AVX512: "vec"}
-"""What vLLM calls the order of the cache that a library reads."""
+"""vLLM's name of the cache order that a library reads."""
 
 _reads: dict[tuple[int, ...], bool] = {}
-"""Whether the kernel reads a cache of this shape as vLLM writes it, by what was tried in this process."""
+"""Whether the kernel correctly reads a cache of a shape, as tested in this process."""
 
 
 def packed_kernel(attention: Any) -> PackedKernel | None:
-    """The kernel if it computes what this layer's own attention on the CPU does; None if it does not."""
+    """Return the kernel if it computes the same as this layer's attention on the CPU; else None."""
     if not _is_plain(attention):
         return None
     library = native.library()
@@ -48,8 +48,8 @@ def packed_kernel(attention: Any) -> PackedKernel | None:
 
 
 def _is_plain(attention: Any) -> bool:
-    """Whether the layer keeps a bfloat16 cache in the order that our library reads, and attends to all of it
-    by a plain softmax."""
+    """Return whether the layer has a bfloat16 cache in the order that our library reads, and attends to all
+    of it by a plain softmax."""
     impl = attention.impl
     instructions = native.instructions()
     if attention.attn_backend.get_name() != "CPU_ATTN" or instructions is None:
@@ -67,7 +67,7 @@ def _is_plain(attention: Any) -> bool:
 
 
 def _error_against_reference(kernel: PackedKernel, attention: Any) -> float:
-    """Largest difference of the kernel's output, from a cache that vLLM wrote, from the reference's."""
+    """Return the largest difference of the kernel's and the reference's output on a cache that vLLM wrote."""
     _, num_kv_heads, block_size, width = attention.kv_cache.shape
     generator = torch.Generator().manual_seed(0)
 

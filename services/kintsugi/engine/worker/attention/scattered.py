@@ -1,8 +1,8 @@
-"""Scattered tokens attend through a kernel that lets them share their reads of the context.
+"""Runs the attention of scattered tokens in a kernel in which they share their reads of the context.
 
-The backend's own kernels would take one pseudo-request per run of tokens and read the context once for
-each. A kernel of ours, one for GPUs and one for CPUs with AVX-512, stands in for the layer's attention
-implementation for the length of one call.
+The backend's own kernels need one pseudo-request per run of tokens, and read the context once for each. Our
+own kernels, one for GPUs and one for CPUs with AVX-512, replace the layer's attention implementation during
+one call.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import SelfTestFailed
-from kintsugi.engine.worker.attention.kv import kv_of
+from kintsugi.engine.worker.attention.kv import is_latent
 from kintsugi.engine.worker.attention.packed import packed_kernel
 from kintsugi.fusor.attention import attend_scattered, kernel_reads
-from kintsugi.fusor.kernels.packed import PackedKernel
-from kintsugi.models.layers import LayerKind
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
 
 RUNS_MIN = 16
-"""On a GPU, fewer runs than this read the context so few times that the backend's own kernel is as good."""
+"""Minimum runs for the GPU kernel. For fewer runs the backend's own kernel is as fast."""
 
 RUNS_MIN_PACKED = 4
-"""The same on a CPU, where the backend's own kernel takes a third more CPU time even for runs of 100 tokens
-(with AMX). Fewer runs are what is computed anyway (prefix, a gap, question): they are left to the backend,
-so that a prompt of which nothing is recomputed is answered as the backend answers it, to the bit."""
+"""Minimum runs for the CPU kernel. The backend's own kernel takes a third more CPU time even for runs of 100
+tokens (with AMX). Fewer runs occur without recomputation (prefix, a gap, question): the backend computes
+these, so that a prompt without recomputed tokens gets the backend's answer to the bit."""
 
 
 @dataclass(frozen=True)
 class ScatteredRows:
-    """Rows of one sequence that the kernel serves."""
+    """Rows of one sequence for the kernel."""
 
     places: Tensor
-    """int32 `[n]`, ascending, on the device."""
+    """Places of the rows, ascending, int32 `[n]` on the device."""
     block_table: Tensor
-    """int32 `[blocks]` of the sequence, on the device."""
+    """The sequence's blocks, int32 `[blocks]` on the device."""
 
 
 def runs_min(device: torch.device) -> int:
-    """Number of runs from which on a kernel of ours serves a batch."""
+    """Return the minimum number of runs for which our own kernel computes a batch."""
     return RUNS_MIN_PACKED if device.type == "cpu" else RUNS_MIN
 
 
 def kernel_serves(attention: Any, device: torch.device) -> bool:
-    """Whether a kernel of ours can read this layer's cache on this device."""
+    """Return whether our own kernel can read this layer's cache on this device."""
     if not _attends_to_all(attention):
         return False
     if device.type == "cpu":
@@ -58,14 +56,14 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
     if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
         return False
     if attention.kv_cache_dtype != "auto":
-        # Backends with an fp8 cache quantise the query as well, with scales of their own.
+        # Backends with an fp8 cache also quantise the query, with separate scales.
         return False
     return kernel_reads(attention.kv_cache_torch_dtype, torch.cuda.get_device_capability(device))
 
 
 def _attends_to_all(attention: Any) -> bool:
-    """Whether the layer attends by position alone to heads of one width, in a window or not."""
-    if kv_of(attention).kind is not LayerKind.ATTENTION:
+    """Return whether the layer's mask depends on positions alone, and its K and V have the same width."""
+    if is_latent(attention):
         return False
     has_slopes = getattr(attention.impl, "alibi_slopes", None) is not None
     has_local_chunks = getattr(attention, "attention_chunk_size", None) is not None
@@ -74,13 +72,9 @@ def _attends_to_all(attention: Any) -> bool:
 
 @contextlib.contextmanager
 def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None]:
-    """Put the kernel in the place of `attention.impl`."""
+    """Replace `attention.impl` by the kernel in the block."""
     impl = attention.impl
-    packed = packed_kernel(attention)
-    if packed is None:
-        attention.impl = _KernelImpl(impl, attention, rows)
-    else:
-        attention.impl = _PackedImpl(impl, attention, rows, packed)
+    attention.impl = _KernelImpl(impl, attention, rows)
     try:
         yield
     finally:
@@ -88,11 +82,11 @@ def replace_attention_impl(attention: Any, rows: ScatteredRows) -> Iterator[None
 
 
 def run_variants(attention: Any, dtype: torch.dtype, context_max: int) -> None:
-    """Run every variant of the GPU's kernel that this layer can need over at most `context_max` positions, so
-    that none is compiled, or found not to fit the device, while requests wait. Queries of `dtype` are zeros,
-    and K and V whatever lies in block 0.
+    """Run every variant of the GPU kernel that this layer can need over at most ``context_max`` positions, so
+    that none is compiled, or fails on the device, while requests wait. Queries of ``dtype`` are zeros; K and
+    V are the contents of block 0.
 
-    Raises `SelfTestFailed` naming the first variant that does not run.
+    Raises `SelfTestFailed` with the first variant that does not run.
     """
     from kintsugi.fusor.kernels.scattered import variant_sizes
 
@@ -122,12 +116,14 @@ def run_variants(attention: Any, dtype: torch.dtype, context_max: int) -> None:
 
 
 class _KernelImpl:
-    """Computes attention with the kernel and leaves everything else to the real implementation."""
+    """Attention implementation that attends by the kernel, and passes all other attributes to the
+    original."""
 
     def __init__(self, impl: Any, attention: Any, rows: ScatteredRows) -> None:
         self._impl = impl
         self._attention = attention
         self._rows = rows
+        self._packed = packed_kernel(attention)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._impl, name)
@@ -144,45 +140,23 @@ class _KernelImpl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As `vllm.v1.attention.backend.AttentionImpl.forward`; K and V are in the cache already."""
-        by_token = kv_cache.transpose(1, 2)
-        head_size = self._attention.head_size
-        key_cache, value_cache = by_token[..., :head_size], by_token[..., head_size:]
+        """As `vllm.v1.attention.backend.AttentionImpl.forward`; K and V are already in the cache."""
+        rows, scale = self._rows, self._impl.scale
+        if self._packed is not None:
+            attended = output.view(query.shape)
+            self._packed.attend(query, kv_cache, rows.block_table, rows.places, attended, scale)
+            return output
+        key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, -1)
         attended = attend_scattered(
             query,
             key_cache,
             value_cache,
-            self._rows.block_table,
-            self._rows.places,
-            scale=self._impl.scale,
+            rows.block_table,
+            rows.places,
+            scale=scale,
             sliding_window=self._attention.sliding_window,
             softcap=getattr(self._impl, "logits_soft_cap", None) or None,
             sinks=getattr(self._impl, "sinks", None),
         )
         output.copy_(attended.view_as(output))
-        return output
-
-
-class _PackedImpl(_KernelImpl):
-    """The same on a CPU, whose backend orders its cache for the processor."""
-
-    def __init__(self, impl: Any, attention: Any, rows: ScatteredRows, kernel: PackedKernel) -> None:
-        super().__init__(impl, attention, rows)
-        self._kernel = kernel
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        rows = self._rows
-        attended = output.view(query.shape)
-        self._kernel.attend(query, kv_cache, rows.block_table, rows.places, attended, self._impl.scale)
         return output

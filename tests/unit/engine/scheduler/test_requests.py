@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.engine.scheduler.blendable import check_request
+from kintsugi.engine.scheduler.requests import check_request
 from tests.conftest import Supports
 
 

@@ -1,0 +1,222 @@
+"""One request on the scheduler's side: its state, and the checks of its prompt, its spans and its match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kintsugi.core.accounting import TICKET, Accounting, Outcome
+from kintsugi.core.errors import ForeignChunkKey, InvalidSpan, NotBlendable
+from kintsugi.core.gate import GateState
+from kintsugi.core.plan import ChunkHit, apply_options, exact_end
+from kintsugi.core.prompt import PromptShape
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_of
+from kintsugi.core.tokens import TokenIds
+from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
+from kintsugi.engine.scheduler import hashing
+from kintsugi.engine.scheduler.lookups import Lookup
+from kintsugi.engine.scheduler.matching import Match, hits_of
+from kintsugi.fusor.control.planner import Planner
+from kintsugi.models.layers import DeclineReason
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class RequestState:
+    """The state of one request with Kintsugi's parameters."""
+
+    request: Request
+    params: KintsugiParams
+    space: ChunkSpace
+    shared: ChunkSpace | None
+    """The space of the namespace whose chunks it may also use."""
+    planner: Planner
+    """Plans with the selection that the gate allowed at admission, regardless of later reports."""
+    gate: GateState
+    """The gate's state at admission."""
+    is_discovered: bool
+    """Whether the request is discovered (`scheduler.discovery`), decided at admission."""
+    takes_others: bool
+    """Whether a blend may use discovered chunks in addition to the named ones."""
+    lookup: Lookup | None = None
+    """The request's lookup; None until it may begin."""
+    checked_at: int | None = None
+    """The number of cached tokens at the last successful `_check`."""
+    has_hits: bool = False
+    block_name: bytes | None = None
+    """vLLM's name of the last full block of the prompt's hits: a request that finds it cached needs no blend.
+    None if there is none."""
+    leader: str | None = None
+    """The request whose blend this request has waited for."""
+    job: BlendJob | None = None
+    """The job of the last claim, passed to the worker when blocks are allocated."""
+    in_flight: bool = False
+    ordinary_hasher: hashing.BlockHasher | None = None
+    num_prefix_cached: int = 0
+    computed_instead: frozenset[int] = frozenset()
+    """Starts of the hit chunks that the planner recomputes instead of loading them."""
+    accounting: Accounting | None = None
+    """The accounting; None until the outcome is known."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the request itself has Kintsugi's parameters. Otherwise its response omits the
+        accounting."""
+        return values_of(self.request) is not None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further tokens are claimed. vLLM asks again about a preempted request: if its blended KV
+        was freed, it is blended again, because its answer would change otherwise."""
+        repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
+        return (self.accounting and self.accounting.outcome) not in repeatable
+
+
+def ticket_of(request: Request) -> str | None:
+    """Return the ticket under which the request's accounting is reported before its end; None without one."""
+    extra = None if request.sampling_params is None else request.sampling_params.extra_args
+    ticket = (extra or {}).get(TICKET)
+    return ticket if isinstance(ticket, str) else None
+
+
+def values_of(request: Request) -> Any:
+    """Return a request's Kintsugi parameters as JSON values; None if it has none."""
+    params_of_all = request.kv_transfer_params
+    return params_of_all.get(PARAMS_KEY) if isinstance(params_of_all, dict) else None
+
+
+def check_request(request: Request, local_chunk: int | None) -> None:
+    """Raise `NotBlendable` for a request with inputs other than token ids, or one that is too long for layers
+    that attend within ``local_chunk`` positions. Beyond these, a border may split a chunk, whose tokens would
+    then attend to less than in the chunk's own prefill."""
+    if request.lora_request is not None:
+        raise NotBlendable("lora", "chunk KV belongs to the base model")
+    if request.mm_features:
+        raise NotBlendable(
+            DeclineReason.MULTIMODAL.value,
+            "the prompt has inputs other than text, and chunk KV is for token ids; send text alone to blend",
+        )
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        raise NotBlendable("prompt_embeds", "chunk KV is for token ids only")
+    if local_chunk is not None and request.num_prompt_tokens > local_chunk:
+        raise NotBlendable(
+            "attention_chunk",
+            f"{request.num_prompt_tokens} tokens are more than the {local_chunk} within which this model's "
+            "layers attend; send shorter prompts to blend",
+        )
+    if request.skip_reading_prefix_cache:
+        raise NotBlendable("prompt_logprobs", "logprobs of prompt tokens need their full prefill")
+
+
+def check_calibrated(state: RequestState, hits: tuple[ChunkHit, ...], num_tokens: int, exact: int) -> None:
+    """Raise `NotBlendable` if a blend of ``hits`` is approximate and the calibration does not cover a prompt
+    of ``num_tokens`` with these chunks. ``exact``: end of the exact KV."""
+    is_approximate = any(hit.end > exact for hit in hits)
+    ratio = apply_options(state.planner.selection, state.params.options).ratio
+    if is_approximate and ratio != 1.0:
+        state.gate.check_shape(PromptShape(num_tokens, tuple(hit.num_tokens for hit in hits)))
+
+
+def take_beside_named(
+    match: Match, state: RequestState, num_computed: int, num_ranks: int, has_windows: bool, plain_end: int
+) -> tuple[Match, tuple[Span, ...]]:
+    """Choose the discovered chunks that a blend uses in addition to the named ones. Returns the match with
+    them, and the spans for new names of the blocks; none if the present names suffice, as they do unless a
+    chunk before the fork is approximate. ``plain_end``: end of the KV that plain prompts may use.
+
+    If the calibration does not cover all chunks together, including those in vLLM's prefix cache, only the
+    named chunks are used, and the names differ from those of blends with other chunks.
+    """
+    request, named = state.request, state.params.spans or ()
+    if not _holds_for(match, state, num_ranks):
+        state.takes_others = False
+        return match.beside(frozenset(named), request.num_tokens), named
+    # Models with windows blend nothing behind cached tokens.
+    reached = request.num_tokens if has_windows and num_computed else num_computed
+    match = match.beside(frozenset(named), reached)
+    forked_at = min(hashing.exact_tokens(request) or 0, named[0].start)
+    before = tuple(span for span in match.spans if plain_end <= span.start < forked_at)
+    return match, (*before, *named) if before else ()
+
+
+def _holds_for(match: Match, state: RequestState, num_ranks: int) -> bool:
+    request = state.request
+    hits = hits_of(match, request.num_tokens - 1, num_ranks)
+    exact = exact_end(match.spans, state.space, request.all_token_ids)
+    try:
+        check_calibrated(state, hits, request.num_prompt_tokens, exact)
+    except NotBlendable:
+        return False
+    return True
+
+
+def add_span_keys(spans: tuple[Span, ...], space: ChunkSpace, prompt: TokenIds) -> tuple[Span, ...]:
+    """Return the spans with the keys of the copies that are used at their positions.
+
+    A span may have the prepared chunk's key at any position, because clients know that key. Raises
+    `ForeignChunkKey` for a span with another key.
+    """
+    check_spans(spans, len(prompt))
+    keyed = []
+    for index, span in enumerate(spans):
+        tokens = prompt[span.start : span.end]
+        key = ChunkKey.of(space.space_at(span.start, prompt), tokens)
+        if span.key is not None and span.key != key and span.key != ChunkKey.of(space, tokens):
+            raise ForeignChunkKey(
+                f"spans[{index}].key",
+                f"{span.key} is not the key of these tokens in namespace {space.namespace!r} for this "
+                f"model, prefix and context ({key}); put the chunk again, or correct the span",
+            )
+        keyed.append(Span(span.start, span.end, key))
+    return tuple(keyed)
+
+
+def saved_copy(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> ChunkSpace:
+    """Return the space of the copy that a save makes, by the tokens before the chunk."""
+    assert params.spans is not None
+    before = tuple(prompt[: params.spans[0].start])
+    return next((copy for copy in space.copies() if copy.lead_token_ids == before), space)
+
+
+def save_job(
+    params: KintsugiParams,
+    space: ChunkSpace,
+    prompt: TokenIds,
+    tokens: JobTokens,
+) -> SaveJob:
+    """Make the worker's job for a save or an audit that `check_save` accepted."""
+    assert params.spans is not None
+    (span,) = params.spans
+    assert span.key is not None
+    return SaveJob(
+        tokens,
+        space,
+        span.key,
+        anchors_of(prompt[span.start : span.end], space.name_key),
+        span.start,
+        span.end,
+        params.tier,
+        is_audit=params.op is Op.AUDIT,
+        ttl_s=params.ttl_s or 0.0,
+        asked_at_s=params.asked_at_s,
+    )
+
+
+def check_save(params: KintsugiParams, space: ChunkSpace, prompt: TokenIds) -> None:
+    """Raise `InvalidSpan` unless the chunk follows the space's prefix and is followed by a token."""
+    assert params.spans is not None
+    (span,) = params.spans
+    if span.end >= len(prompt):
+        raise InvalidSpan("spans[0]", f"op={params.op} needs one token after the chunk; its KV is not kept")
+    if tuple(prompt[: span.start]) != space.lead_token_ids:
+        lead = f"prefix of {len(space.prefix_token_ids)} tokens"
+        if space.context_token_ids:
+            lead += f", with or without its context of {len(space.context_token_ids)} tokens"
+        raise InvalidSpan(
+            "spans[0]",
+            f"op={params.op} needs the chunk directly after the space's {lead}; "
+            "after other text it would be another chunk",
+        )
