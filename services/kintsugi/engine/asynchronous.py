@@ -1,7 +1,7 @@
-"""One vLLM engine behind an event loop: the engine of a service.
+"""An asynchronous vLLM engine: the engine of a service.
 
-vLLM's `AsyncLLM` runs scheduler and worker in a process of their own. This module checks requests, cancels
-them, and describes the engine.
+vLLM's `AsyncLLM` runs scheduler and worker in a separate process. This module checks and cancels requests,
+and describes the engine.
 """
 
 from __future__ import annotations
@@ -77,45 +77,46 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNABLE = frozenset((*DeclineReason, "self_test_failed"))
-"""Reasons that only the worker finds and that last. All others may pass: a report comes, a store answers."""
+"""Permanent reasons that only the worker finds. Other reasons may end, as when a report or the store
+arrives."""
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Named by its path: vLLM turns the short name `uni` into `mp` on CPUs, whatever the binding."""
+"""The executor's path. On CPUs vLLM changes the short name `uni` into `mp`, regardless of the binding."""
 PROBE_NAMESPACE = "kintsugi-probe"
 PROBE_TOKENS = 8
 GREEDY: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0}
-"""Sampling of a request whose answer nobody reads."""
+"""Sampling parameters of requests whose answers are not used."""
 SAVES_AT_ONCE = 64
-"""Chunks of one call that wait in the engine together."""
+"""Maximum number of chunks of one call that wait in the engine together."""
 
 
 @dataclass(frozen=True)
 class AsyncSpec:
-    """What to start."""
+    """Description of an engine to start."""
 
     model: str
     name: str
     """The name that clients use."""
     store: str
-    """URL of the chunk store. Scheduler and worker run in another process: no `ram://`."""
+    """URL of the chunk store. Not `ram://`, because scheduler and worker run in another process."""
     form: FormName = FormName.AUTO
-    """How prompts are written."""
+    """Form in which prompts are written."""
     system_prompt: str | None = None
     """The system prompt; None: the chat template's own, if it has one."""
     context: str = NONE
-    """What `models.context.encode_context` takes."""
+    """A context as `models.context.encode_context` accepts it."""
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """More of `engine.config.EngineConfig`."""
+    """Further fields of `engine.config.EngineConfig`."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's `AsyncEngineArgs`."""
+    """Further arguments of vLLM's `AsyncEngineArgs`."""
     openai: OpenAIOptions = field(default_factory=OpenAIOptions)
     aliases: tuple[str, ...] = ()
     """Other names that clients may use."""
 
     @staticmethod
     def of(model: ModelSpec, engines: EngineSpec, store: str) -> AsyncSpec:
-        """The engine that a service's configuration asks for. Reads the tokenizer where there is a context.
-        Raises as `encode_context`, `load_form` and `reference.fetch_model`."""
+        """Return the engine of a service's configuration. Reads the tokenizer if there is a context. Raises
+        as `encode_context`, `load_form` and `reference.fetch_model` do."""
         connector: dict[str, Any] = {"codec": model.codec, **engines.expert.connector}
         if engines.allow_uncalibrated:
             connector["allow_uncalibrated"] = True
@@ -134,12 +135,12 @@ class AsyncSpec:
             openai=load(OpenAIOptions, options, "engines.vllm"),
             aliases=find_aliases(name, model.path, folder),
         )
-        _ = spec.context_token_ids  # a context that cannot be read is refused at once
+        _ = spec.context_token_ids  # refuses an unreadable context at once
         return spec
 
     @cached_property
     def prompt_form(self) -> PromptForm:
-        """The form, whose head is what chunks are prefilled behind. Reads the tokenizer; raises as
+        """The prompt form, whose head precedes chunks in their prefill. Reads the tokenizer; raises as
         `load_form` does."""
         return load_form(self.model, self.form, self.system_prompt, self.vllm_args)
 
@@ -150,9 +151,9 @@ class AsyncSpec:
 
     @property
     def connector(self) -> dict[str, Any]:
-        """The connector's configuration, for vLLM."""
+        """The connector's configuration as a mapping for vLLM."""
         values: dict[str, Any] = {**self.extra_config, "store": self.store}
-        # With a context the form is loaded anyway, and its head saves the engine loading it again.
+        # With a context the form is already loaded; passing its head saves loading it in the engine.
         if self.form is not FormName.AUTO or self.system_prompt is not None or self.context != NONE:
             values["prefix_token_ids"] = list(self.prompt_form.head)
         if self.context_token_ids:
@@ -161,7 +162,7 @@ class AsyncSpec:
 
     @property
     def config(self) -> EngineConfig:
-        """The same, checked. Raises `InvalidField`."""
+        """The checked configuration of the connector. Raises `InvalidField`."""
         if is_process_local(self.store):
             raise InvalidField(
                 "store", f"{self.store!r} lives in one process, and this engine's worker runs in another"
@@ -171,27 +172,27 @@ class AsyncSpec:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What `launch` starts and an `AsyncEngine` owns."""
+    """The running parts of an engine, which `launch` starts and an `AsyncEngine` owns."""
 
     client: Any
     """vLLM's `AsyncLLM`."""
     store: ChunkStore
     gate: Gate
     unsupported: str | None
-    """Why this engine never blends; None where it may."""
+    """The reason why this engine never blends; None if it may blend."""
 
 
 async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineParts:
-    """Load the model. 10-30 s.
+    """Start vLLM and load the model, in 10-30 s.
 
-    ``prepare`` is called on a thread before a calibration report is looked for, with the binding that the
-    report must have. Raises `InvalidField` for an impossible configuration, `Unavailable` where vLLM does not
-    start, `VersionMismatch` where it lacks what any engine needs.
+    ``prepare`` is called on a thread with the binding that a calibration report must have, before the report
+    is read. Raises `InvalidField` for an invalid configuration, `Unavailable` if vLLM does not start,
+    `VersionMismatch` if it lacks names that every engine needs.
     """
     config, began_s = spec.config, time.monotonic()
-    # The kernel reads ahead what importing and loading read in small pieces.
+    # The kernel reads ahead; importing and loading would read in small pieces.
     asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
-    # A fingerprint reads all weights: from the disk while vLLM is imported.
+    # The fingerprint reads all weights; do so from disk while vLLM is imported.
     digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
     check_vllm(ENGINE_HOOKS)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -211,7 +212,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
         configured_s = time.monotonic()
         client = AsyncLLM.from_vllm_config(vllm_config)
         log.info(
-            "vLLM runs: %.1f s to import it, %.1f s to prepare, %.1f s to start its core with the model",
+            "vLLM is running: %.1f s to import, %.1f s to prepare, %.1f s to start its core with the model",
             imported_s - began_s,
             configured_s - imported_s,
             time.monotonic() - configured_s,
@@ -220,9 +221,9 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
 
 
 def why_not_blendable(vllm_config: Any) -> str | None:
-    """`reason: detail` for what rules blending out before a model is looked at; None where nothing does."""
+    """Return `reason: detail` if the configuration or the vLLM version rules blending out; else None."""
     missing = describe_missing()
-    if missing is not None:  # then `worker.support` may not even be importable
+    if missing is not None:  # then importing `worker.support` may fail
         return missing
     from kintsugi.engine.worker.support import find_unsupported
 
@@ -230,23 +231,24 @@ def why_not_blendable(vllm_config: Any) -> str | None:
 
 
 class AsyncEngine(EngineBackend):
-    """A running engine. Make it inside the event loop that uses it, `warm_up`, and `close` it."""
+    """A running engine. Create it inside the event loop that uses it, then call `warm_up`, and finally
+    `close`."""
 
     client: Any = None
     """The `AsyncLLM`, for vLLM's own handling of OpenAI requests; None once closed."""
 
     def __init__(self, spec: AsyncSpec, parts: EngineParts) -> None:
-        """Owns the parts. Not ready before `warm_up`."""
+        """Take ownership of the parts. Not ready before `warm_up`."""
         from kintsugi.engine.scheduler.gate import prefix_of, tokenizer_of
 
         self._config = spec.config
         self.client = parts.client
         self.store = parts.store
-        """Holds the chunks and the calibration reports."""
+        """The store of chunks and calibration reports."""
         self.prefix_token_ids = prefix_of(self._config, parts.client.vllm_config)
-        """What chunks are prefilled behind."""
+        """Token ids that precede every chunk when it is prefilled."""
         self.max_model_len = int(parts.client.model_config.max_model_len)
-        """Tokens of prompt and answer together that a request may have."""
+        """Maximum tokens of prompt and answer together."""
         self._form = spec.prompt_form
         self._tokenizer = tokenizer_of(parts.client.vllm_config)
         self._spec = spec
@@ -257,13 +259,13 @@ class AsyncEngine(EngineBackend):
         self._submitted = 0
         self._front: Any = None
         self._without_front: str | None = None
-        """Why OpenAI's routes are closed; None where they are open, or before `warm_up`."""
+        """The reason why OpenAI's routes are closed; None if they are open, and before `warm_up`."""
         self._metrics: Any = None
 
     async def warm_up(self) -> None:
-        """Answer two prompts, so that the first that counts finds everything ready: with the first the worker
-        says whether it can blend, and the second is answered accordingly. Also import vLLM's OpenAI
-        handlers, which takes seconds; where it lacks some, OpenAI's routes are closed and gRPC's are not."""
+        """Prepare the engine for requests: import vLLM's OpenAI handlers, which takes seconds, and answer two
+        prompts. With the first prompt the worker reports whether it can blend; the second answer shows it.
+        If vLLM lacks names that the handlers need, OpenAI's routes stay closed and gRPC works."""
         self._without_front = describe_missing(OPENAI_HOOKS)
         if self._without_front is None:
             self._front = self._make_front()
@@ -315,21 +317,21 @@ class AsyncEngine(EngineBackend):
 
     @property
     def binding(self) -> Binding:
-        """What a calibration of this engine speaks about."""
+        """The binding of calibration reports about this engine."""
         return self._gate.binding
 
     @property
     def is_held_to_the_store(self) -> bool:
-        """Whether a report in the store says what may be blended."""
+        """Whether a report in the store decides what may be blended."""
         return self._config.report is None and not self._config.allow_uncalibrated
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Show sampled answers to `watcher` from now on; None: to none."""
+        """Pass sampled answers to ``watcher`` from now on; None: stop sampling."""
         self._watched.watcher = watcher
 
     async def answer_in_full(self, prompt: Prompt, priority: int) -> Generation:
-        """Compute a full prefill, along `prompt.forced` where that is given, for comparison. Not counted as
-        load. Raises `Unavailable`."""
+        """Compute a full prefill for comparison, along `prompt.forced` if it is set. Not counted as load.
+        Raises `Unavailable`."""
         self.check_health()
         self._submitted += 1
         with _errors_as_ours():
@@ -343,7 +345,7 @@ class AsyncEngine(EngineBackend):
             return await audit_chunk(self.client, prompt, f"audit-{self._submitted}", priority)
 
     def space(self, namespace: str) -> ChunkSpace:
-        """The chunk space of a namespace's requests."""
+        """Return the chunk space of a namespace's requests."""
         name_key = self.store.name_key(namespace)
         return self._config.space(self.binding.model, namespace, self.prefix_token_ids, name_key)
 
@@ -351,17 +353,17 @@ class AsyncEngine(EngineBackend):
         return self._load.stats()
 
     def check_health(self) -> None:
-        """Raises `Unavailable` where the engine's process is gone."""
+        """Raise `Unavailable` if the engine's process has ended."""
         if self.client is None or self.client.errored:
-            raise Unavailable("the engine has ended; it is started again")
+            raise Unavailable("the engine's process has ended; a new engine starts")
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Call ``act`` on the event loop once the engine's process has ended by itself; not for `close`."""
+        """Call ``act`` on the event loop when the engine's process ends unexpectedly, not after `close`."""
         # vLLM does not report it, but the task that reads the core's answers ends with the core.
         self.client.output_handler.add_done_callback(lambda task: None if task.cancelled() else act())
 
     def serve_metrics(self, host: str, port: int) -> None:
-        """Answer Prometheus with what vLLM and the connector count, and readiness probes, until `close`."""
+        """Serve metrics of vLLM and the connector to Prometheus, and readiness probes, until `close`."""
         from prometheus_client import make_wsgi_app, start_http_server
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
@@ -377,7 +379,7 @@ class AsyncEngine(EngineBackend):
         return ""
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        # Serve streams from generator functions only: a method that returns a generator runs in a thread.
+        # Ray Serve streams only from generator functions: a method that returns a generator runs in a thread.
         self.check_health()
         check_no_audit(call.params)
         async with self._open_front().ask(call) as answer:
@@ -393,7 +395,7 @@ class AsyncEngine(EngineBackend):
 
     def _open_front(self) -> Any:
         if self._without_front is not None:
-            raise VersionMismatch(f"{self._without_front}; until then ask over gRPC")
+            raise VersionMismatch(f"{self._without_front}; until then use gRPC")
         return self._front
 
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
@@ -414,7 +416,7 @@ class AsyncEngine(EngineBackend):
         check_length(request.prompt_token_ids, 1, self.max_model_len, "prompt_token_ids")
         sampling = self._sampling(request)
         self._submitted += 1
-        # Also where nothing is blended: response times of a shared prefix cache reveal what others ask.
+        # Also without blending: response times of a shared prefix cache reveal the prompts of others.
         salt = measured_salt(request.params.namespace, request.measurement)
         outputs = self._watched.generate(
             TokensPrompt(prompt_token_ids=request.prompt_token_ids.to_list(), cache_salt=salt),
@@ -436,7 +438,9 @@ class AsyncEngine(EngineBackend):
 
     def _check_model(self, fingerprint: str) -> None:
         if fingerprint not in ("", self.binding.model.hex):
-            raise Unavailable("this engine serves another model than the prompt is for; ask again")
+            raise Unavailable(
+                "this engine serves another model than the one that the prompt is for; send the request again"
+            )
 
     def _sampling(self, request: EngineRequest) -> Any:
         from vllm import SamplingParams
@@ -512,7 +516,7 @@ class AsyncEngine(EngineBackend):
         return SaveOutcome(SaveState.FAILED, reason)
 
     async def close(self) -> None:
-        """End the engine's process with what it computes. Idempotent."""
+        """End the engine's process and abort its requests. Idempotent."""
         if self.client is None:
             return
         client, self.client = self.client, None
@@ -522,15 +526,15 @@ class AsyncEngine(EngineBackend):
             self._metrics.shutdown()
             self._metrics.server_close()
         if client.output_handler is not None:
-            client.output_handler.cancel()  # it would take the core's end for a failure
+            client.output_handler.cancel()  # it would treat the core's end as a failure
         await asyncio.to_thread(client.shutdown)
-        # vLLM closes its sockets and leaves their context to the garbage collector: two threads, and a
-        # warning at whatever runs then.
+        # vLLM leaves its sockets' context, with two threads, to the garbage collector, which would warn at a
+        # random later time.
         await asyncio.to_thread(client.engine_core.resources.ctx.term)
 
 
 def _scored(request: EngineRequest, output: Any, completed: int) -> float | None:
-    """The logprob that the request asks for, in the output that holds the answer's first token."""
+    """Return the requested logprob from the output with the answer's first token; None for other outputs."""
     if request.scored_token is None or completed:
         return None
     rows = output.outputs[0].logprobs
@@ -539,7 +543,7 @@ def _scored(request: EngineRequest, output: Any, completed: int) -> float | None
 
 
 def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
-    """The piece that ends an answer."""
+    """Complete the last piece of an answer with its accounting and usage."""
     return dataclasses.replace(
         delta,
         finish_reason=output.outputs[0].finish_reason,
@@ -550,13 +554,13 @@ def _last(delta: EngineDelta, output: Any, completed: int) -> EngineDelta:
 
 @contextmanager
 def _errors_as_ours() -> Iterator[None]:
-    """vLLM's errors as ours, by name: what they derive from differs between its versions."""
+    """Translate vLLM's errors by their names: their base classes differ between versions."""
     try:
         yield
     except Exception as error:
         names = {kind.__name__ for kind in type(error).__mro__}
         if "EngineDeadError" in names:
-            raise Unavailable("the engine ended while it answered; ask again") from error
+            raise Unavailable("the engine ended while it answered; send the request again") from error
         if "EngineGenerateError" in names:
             raise Unavailable(f"the engine failed to answer: {error.__cause__ or error}") from error
         if getattr(error, "http_status", None) == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -567,8 +571,8 @@ def _errors_as_ours() -> Iterator[None]:
 
 
 def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
-    """What vLLM's `AsyncEngineArgs` take. Unless given: `base_arguments`, people before saves, and
-    on a CPU no process for a single worker."""
+    """Return the arguments of vLLM's `AsyncEngineArgs`. Defaults are `base_arguments`, scheduling by
+    priority, and on a CPU no separate process for a single worker."""
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -580,11 +584,11 @@ def arguments_for(spec: AsyncSpec) -> dict[str, Any]:
     }
     arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
     if current_platform.is_cpu():
-        # Ray counts the cores and OMP_NUM_THREADS says how many; bound, two engines would share the first.
+        # Ray assigns cores by OMP_NUM_THREADS. With bound threads, two engines would share the first cores.
         os.environ.setdefault(BIND, "nobind")
         sizes = (size for name, size in spec.vllm_args.items() if name.endswith("_parallel_size"))
         if os.environ[BIND] == "nobind" and all(size == 1 for size in sizes):
-            # vLLM gives a CPU's worker a process so that it can bind its threads. Unbound, as on GPUs, the
-            # worker lives in the core's process: vLLM is imported once less (7 s), and kept once less.
+            # vLLM starts a process for a CPU's worker to bind its threads. Unbound, the worker runs in the
+            # core's process, as on GPUs: this saves one import of vLLM (7 s) and its memory.
             arguments["distributed_executor_backend"] = UNIPROC
     return {**arguments, **spec.vllm_args}

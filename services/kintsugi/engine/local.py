@@ -1,10 +1,10 @@
-"""One vLLM engine inside this process: what the CLI, the tests and the benchmarks drive.
+"""A vLLM engine inside this process, for the CLI, tests and benchmarks.
 
-It steps the engine itself, over vLLM's `LLM` and `LLMEngine`, and cannot be a face of `AsyncEngine`: vLLM's
-`AsyncLLM` always runs its core in another process (`EngineCoreClient.make_async_mp_client`), and what is
-measured here needs the core in this one: stores in memory (`ram://`), the connector's scheduler side, and the
-moment at which a token appears. Several prompts given at once share steps, as in a server. What both engines
-have in common, their requests and vLLM's arguments, is here as well.
+It steps the engine itself, over vLLM's `LLM` and `LLMEngine`, and cannot wrap `AsyncEngine`: vLLM's
+`AsyncLLM` always runs its core in another process (`EngineCoreClient.make_async_mp_client`), and measurements
+here need the core in this process: stores in memory (`ram://`), the connector's scheduler side, and the time
+of each token. Prompts that are submitted together share steps, as in a server. The module also contains what
+both engines share: their requests and vLLM's arguments.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ if TYPE_CHECKING:
 
 FORCED_KEY = "kintsugi_forced"
 FORCING = "kintsugi.engine.forcing:TeacherForcing"
-"""For vLLM's argument `logits_processors`: what `Prompt.forced` needs."""
+"""Value of vLLM's argument `logits_processors` for engines that accept `Prompt.forced`."""
 KV_CACHE_BYTES = 2 << 30
-"""vLLM would take most of a CPU machine's memory otherwise."""
+"""Default size of the KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
 
 GENERATE_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request."""
+    """A request to an engine."""
 
     token_ids: Sequence[int]
     """The whole prompt."""
     params: KintsugiParams | None = None
-    """None: vLLM without us."""
+    """Kintsugi's parameters; None: a plain request to vLLM."""
     max_tokens: int = 16
-    """Longest answer, in tokens."""
+    """Maximum tokens of the answer."""
     cache_salt: str | None = None
-    """vLLM's. The connector sets it to the namespace itself; give one only to test that."""
+    """vLLM's `cache_salt`. The connector sets it to the namespace; set one only to test that."""
     top_logprobs: int = 0
-    """Logprobs of so many best tokens at each step, besides the chosen one's."""
+    """Number of most likely tokens whose logprobs are returned at each step, beside the chosen one's."""
     ignore_eos: bool = False
-    """Go on behind the token that ends a text."""
+    """Continue after the token that ends a text."""
     forced: Sequence[int] | None = None
-    """Answer with these tokens; logprobs stay the model's own. The engine has to be started for it."""
+    """Answer with these tokens; logprobs stay the model's own. The engine must be started with `FORCING`."""
     priority: int = 0
-    """vLLM's: lower goes first. Counts only where the engine schedules by priority."""
+    """vLLM's priority: lower goes first. Has an effect only if the engine schedules by priority."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one request answered, greedily decoded."""
+    """The answer to a request, by greedy decoding."""
 
     token_ids: list[int]
     """The answer's tokens."""
@@ -146,7 +146,7 @@ class LocalEngine:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        """The `vllm.LLM`, for what is not offered here."""
+        """The `vllm.LLM`, for other calls."""
         self._submitted = 0
 
     @staticmethod
@@ -155,15 +155,15 @@ class LocalEngine:
     ) -> LocalEngine:
         """Load `model`: a checkpoint folder, the reference model's name, or a name that vLLM resolves.
 
-        ``extra_config`` is the connector's configuration (`engine.config.EngineConfig`); None starts
-        plain vLLM. ``vllm_args`` go to `vllm.LLM`. Unless given: eager execution, and `KV_CACHE_BYTES` of
-        KV cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared.
-        Takes 10-30 s, most of it imports. Raises `NotFound` for a path that is not there, `Unavailable`
-        where vLLM does not start, `VersionMismatch` where it lacks what any engine needs, and what the
-        connector and `reference.fetch_model` raise.
+        ``extra_config`` is the connector's configuration (`engine.config.EngineConfig`); None starts plain
+        vLLM. ``vllm_args`` are passed to `vllm.LLM`; defaults are eager execution, and `KV_CACHE_BYTES` of KV
+        cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared. Takes
+        10-30 s, mostly for imports. Raises `NotFound` for a missing folder, `Unavailable` if vLLM does not
+        start, `VersionMismatch` if it lacks names that every engine needs, and the errors of the connector
+        and of `reference.fetch_model`.
         """
         if isinstance(model, Path) and not model.is_dir():
-            raise NotFound(f"{model} is not a folder; name the folder of a checkpoint")
+            raise NotFound(f"{model} is not a folder; pass the folder of a checkpoint")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         forces = FORCING in vllm_args.get("logits_processors", ())
         check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS, *(FORCING_HOOKS if forces else ())))
@@ -186,7 +186,7 @@ class LocalEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together that a request may have."""
+        """Maximum tokens of prompt and answer together."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
     def generate(
@@ -195,12 +195,11 @@ class LocalEngine:
         timeout_s: float = GENERATE_TIMEOUT_S,
         arrivals_s: Sequence[float] | None = None,
     ) -> list[Generation]:
-        """Answer all prompts; results in their order.
+        """Answer all prompts, and return the answers in order.
 
-        They are submitted together, or with `arrivals_s` (ascending) each so many seconds from now; TTFT
-        then counts from the arrival, whatever the engine was busy with. Raises `InvalidField` before
-        anything is submitted where a prompt is empty or too long, and `DeadlineExceeded` after
-        `timeout_s`, with every request aborted.
+        Prompts are submitted together, or at ``arrivals_s``, ascending seconds from now; TTFT then counts
+        from the arrival. Raises `InvalidField` before any submission if a prompt is empty or too long, and
+        `DeadlineExceeded` after ``timeout_s``, with all requests aborted.
         """
         for index, prompt in enumerate(prompts):
             where = f"prompts[{index}]"
@@ -232,10 +231,10 @@ class LocalEngine:
     def save(
         self, prefix_token_ids: Sequence[int], chunks: Sequence[Sequence[int]], namespace: str
     ) -> list[Generation]:
-        """Prefill chunks in isolation behind the prefix and store their KV, all in one batch.
+        """Prefill chunks in isolation after the prefix, and store their KV, all in one batch.
 
-        With a context, every copy of a chunk is stored. One result per chunk: of its copies, the first that
-        could not be stored, else the prepared one.
+        With a context, every copy of a chunk is stored. Returns one result per chunk: that of the first copy
+        that could not be stored, or else that of the prepared copy.
         """
         config = self._scheduler.config
         space = config.space(self.binding.model, namespace, prefix_token_ids)
@@ -246,7 +245,7 @@ class LocalEngine:
 
     @property
     def binding(self) -> Binding:
-        """What a calibration of this engine speaks about."""
+        """The binding of calibration reports about this engine."""
         return self._scheduler.gate.binding
 
     def refresh_gate(self) -> None:
@@ -255,7 +254,7 @@ class LocalEngine:
 
     @property
     def prefix_token_ids(self) -> tuple[int, ...]:
-        """What chunks are prefilled behind."""
+        """Token ids that precede every chunk when it is prefilled."""
         return self._scheduler.prefix_token_ids
 
     @property
@@ -264,35 +263,37 @@ class LocalEngine:
         return tuple(self._scheduler.config.context_token_ids)
 
     def space(self, namespace: str) -> ChunkSpace:
-        """The chunk space of a namespace's requests."""
+        """Return the chunk space of a namespace's requests."""
         side = self._scheduler
         name_key = side.store.name_key(namespace)
         return side.config.space(self.binding.model, namespace, side.prefix_token_ids, name_key)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return int(self.llm.llm_engine.model_config.hf_text_config.num_hidden_layers)
 
     def plan_with(self, selection: Selection) -> None:
-        """Blend requests that name nothing this way from now on. For measuring: an engine that serves
-        takes it from its configuration or its calibration report."""
+        """Set the selection of requests that name none, for measuring. A serving engine takes it from its
+        configuration or its calibration report."""
         self._scheduler.planner = self._scheduler.planner.with_selection(selection)
 
     def unlimited(self) -> AbstractContextManager[None]:
-        """Meanwhile ratios below what passed calibration are blended, too: to show what they would give."""
+        """Lift the calibrated limits of ratios in the block, to measure lower ratios."""
         return self._scheduler.gate.lift_limits()
 
     @property
     def _scheduler(self) -> SchedulerSide:
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
         if not hasattr(connector, "_scheduler"):
-            raise NotBlendable("connector", f"this engine's is a {type(connector).__name__}. {WORKING}")
+            raise NotBlendable(
+                "connector", f"this engine's connector is a {type(connector).__name__}. {WORKING}"
+            )
         side: SchedulerSide = connector._scheduler
         return side
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks, so that the next prompt is prefilled from its first token."""
+        """Empty the prefix cache, so that the next prompt is prefilled from its first token."""
         if not self.llm.reset_prefix_cache():
             raise Unavailable("the prefix cache is in use; wait for running requests to end")
 
@@ -305,7 +306,7 @@ class LocalEngine:
         gc.collect()
 
     def _ids(self, count: int) -> list[str]:
-        """Request ids that this engine has not seen."""
+        """Return new request ids."""
         first, self._submitted = self._submitted, self._submitted + count
         return [f"local-{index}" for index in range(first, first + count)]
 
@@ -331,7 +332,7 @@ class LocalEngine:
 
 
 def check_length(token_ids: Sequence[int], answer_tokens: int, max_model_len: int, where: str) -> None:
-    """Raises `InvalidField` for a prompt that is empty, or leaves no room for its answer. ``where``: the
+    """Raise `InvalidField` for a prompt that is empty or leaves no room for its answer. ``where`` names the
     field."""
     if not token_ids:
         raise InvalidField(where, "is empty; a prompt needs at least one token")
@@ -344,7 +345,7 @@ def check_length(token_ids: Sequence[int], answer_tokens: int, max_model_len: in
 
 
 def tokens_prompt(prompt: Prompt) -> TokensPrompt:
-    """What vLLM computes, and for whom its prefix cache keeps it."""
+    """Return vLLM's prompt, with its `cache_salt`."""
     from vllm import TokensPrompt
 
     tokens = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
@@ -354,8 +355,8 @@ def tokens_prompt(prompt: Prompt) -> TokensPrompt:
 
 
 def base_arguments(extra_config: Mapping[str, object] | None) -> dict[str, Any]:
-    """Arguments for every engine of vLLM: eager execution, on a CPU `KV_CACHE_BYTES` of KV cache, and our
-    connector with this configuration; None: no connector."""
+    """Return vLLM's arguments for every engine: eager execution, on a CPU `KV_CACHE_BYTES` of KV cache, and
+    the connector with this configuration; None: no connector."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {"enforce_eager": True}
@@ -368,8 +369,8 @@ def base_arguments(extra_config: Mapping[str, object] | None) -> dict[str, Any]:
 
 @contextmanager
 def vllm_start_errors(model: str | Path) -> Iterator[None]:
-    """Raises `Unavailable` for what vLLM raises in the block: many types, from a bad configuration value to a
-    failed allocation."""
+    """Translate vLLM's errors in the block into `Unavailable`. vLLM raises many types, from a bad
+    configuration value to a failed allocation."""
     try:
         yield
     except KintsugiError:
@@ -379,11 +380,11 @@ def vllm_start_errors(model: str | Path) -> Iterator[None]:
 
 
 def transfer_config(extra_config: Mapping[str, object]) -> dict[str, object]:
-    """vLLM's `--kv-transfer-config` for our connector."""
+    """Return vLLM's `--kv-transfer-config` for the connector."""
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
-        # vLLM's own default fails the request; a chunk that cannot be loaded is a miss.
+        # vLLM's default fails the request; for Kintsugi a chunk that cannot be loaded is a miss.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(extra_config),
     }
@@ -396,7 +397,7 @@ def save_prompt(
     key: ChunkKey | None = None,
     priority: int = 0,
 ) -> Prompt:
-    """The request of `save_request`, for a `LocalEngine`."""
+    """Return the request of `save_request` as a prompt for a `LocalEngine`."""
     token_ids, params = save_request(lead_token_ids, chunk, namespace, key)
     return Prompt(token_ids, params, max_tokens=1, priority=priority)
 
@@ -410,12 +411,12 @@ def save_request(
     ttl_s: float | None = None,
     asked_at_s: float = 0.0,
 ) -> tuple[TokenIds, KintsugiParams]:
-    """Prompt and parameters of the request that stores one copy of a chunk, which is prefilled behind
+    """Return prompt and parameters of the request that stores one copy of a chunk, prefilled after
     ``lead_token_ids``: the prefix, or prefix and context. With a ``key``, an engine of another chunk space
-    declines it. ``asked_at_s``: as in `KintsugiParams`; 0: now.
+    declines the request. ``asked_at_s``: as in `KintsugiParams`; 0: now.
 
-    One token follows the chunk: the connector claims what it computes itself as external, and vLLM has
-    to be left at least one token to forward.
+    One token follows the chunk: the connector claims the tokens that it computes, and vLLM must forward at
+    least one token itself.
     """
     if not chunk:
         raise InvalidField("chunks", "holds an empty chunk; a chunk needs at least one token")

@@ -1,13 +1,13 @@
-"""Counts the requests of an engine's client, gRPC's and OpenAI's, finds the accounting of those that a stop
-string ends, and shows some answers to a watcher.
+"""Wraps an engine's client to measure load, to find the accounting of answers that a stop string ends, and to
+pass sampled answers to a watcher.
 
-A sampled request asks vLLM for logprobs that its caller does not see: vLLM's handlers return only what the
-caller's own request asks for.
+A sampled request makes vLLM compute logprobs that its caller does not get: vLLM's handlers return only what
+the caller requested.
 
-A full prefill along a given answer needs no logits processor. Engines would have to load one at start, which
-vLLM refuses beside speculative decoding, and its two model runners want two kinds. Instead the prompt is
-prefilled once, and once more with the answer behind it: that pass reads the prompt's blocks from the prefix
-cache, computes the answer's tokens alone, and reports the logprobs of each.
+A full prefill along a given answer uses no logits processor. Engines would have to load one at start, which
+vLLM refuses with speculative decoding, and its two model runners need two kinds. Instead the prompt is
+prefilled once, and once more with the answer appended: the second pass reads the prompt's blocks from the
+prefix cache, computes only the answer's tokens, and reports their logprobs.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from kintsugi.engine.local import Generation, Prompt, tokens_prompt
 RAW = "raw_logprobs"
 """vLLM's default `logprobs_mode`."""
 TOLD_S = 0.2
-"""The accounting comes with the first token. Where that one ends the answer, it may be a moment behind it."""
+"""Maximum wait for an accounting that arrives after the first token, if that token ends the answer."""
 
 
 MEMORY_TOKENS = 20_000.0
-"""Prompt tokens after which an old rate counts half as much."""
+"""Prompt tokens after which the weight of an earlier rate is halved."""
 MEMORY_S = 30.0
 
 
 @dataclass(frozen=True)
 class LoadStats:
-    """The load at one moment, as plain numbers for routing and autoscaling."""
+    """An engine's load at one time, as plain numbers for routing and autoscaling."""
 
     running: int
-    """Requests that have not ended, waiting ones included."""
+    """Number of requests that have not ended, including waiting ones."""
     waiting: int
-    """Requests without a first token yet."""
+    """Number of requests without a first token."""
     waiting_tokens: int
-    """Prompt tokens of the waiting requests."""
+    """Prompt tokens of waiting requests."""
     tokens_per_s: float
-    """Prompt tokens answered per second of waiting; 0: not measured yet."""
+    """Prompt tokens per second in which a request waited for its first token; 0: not measured yet."""
     busy_share: float = 0.0
-    """Share of the last `MEMORY_S` in which some request waited for its first token."""
+    """Share of the time in which a request waited for its first token, weighted over about `MEMORY_S`."""
 
 
 class LoadMeter:
-    """Counts requests of one engine. One thread at a time."""
+    """Measures the load of one engine. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class LoadMeter:
         self._running.add(request_id)
 
     def record_first_token(self, request_id: str) -> None:
-        """Idempotent."""
+        """Note the first token of a request. Idempotent."""
         self._count_time()
         num_tokens = self._waiting.pop(request_id, 0)
         keep = math.exp2(-num_tokens / MEMORY_TOKENS)
@@ -79,13 +79,13 @@ class LoadMeter:
         self._tokens = (self._tokens + num_tokens) * keep
 
     def record_end(self, request_id: str) -> None:
-        """The request has ended, for whatever reason. Idempotent."""
+        """Note the end of a request. Idempotent."""
         self._count_time()
         self._waiting.pop(request_id, None)
         self._running.discard(request_id)
 
     def _count_time(self) -> None:
-        """Count time only while a request waits: an idle engine has no rate."""
+        """Add the time since the last call, which counts for the rate only while a request waits."""
         now_s = self._clock()
         elapsed_s = now_s - self._counted_s
         keep = math.exp(-elapsed_s / MEMORY_S)
@@ -102,11 +102,11 @@ class LoadMeter:
 
 
 class Watcher(Protocol):
-    """What `quality.shadow.Shadow` does for this module."""
+    """Interface of `quality.shadow.Shadow` for this module."""
 
     @property
     def positions(self) -> int:
-        """Number of leading positions of an answer that `take` wants to see."""
+        """Number of leading positions of an answer that `take` needs."""
         ...
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt: ...
@@ -115,7 +115,7 @@ class Watcher(Protocol):
 
 
 class Notes(Protocol):
-    """What `openai.serving.CallState` does for this module."""
+    """Interface of `openai.serving.CallState` for this module."""
 
     def note(self, output: Any) -> None: ...
 
@@ -123,12 +123,13 @@ class Notes(Protocol):
 
 
 class WatchedClient:
-    """A `vllm.v1.engine.async_llm.AsyncLLM` that counts its requests and shows them to a watcher, if any."""
+    """A `vllm.v1.engine.async_llm.AsyncLLM` that measures its load and passes sampled answers to a
+    watcher."""
 
     def __init__(self, client: Any, load: LoadMeter) -> None:
         self.watcher: Watcher | None = None
         self.weights_changed: str | None = None
-        """The reason that answers give once the worker has found other weights; None before."""
+        """The reason in answers after the worker has found changed weights; None before."""
         self._client = client
         self._load = load
         self._logprobs_max = _logprobs_max(client.model_config)
@@ -140,9 +141,10 @@ class WatchedClient:
     async def generate(
         self, prompt: Any, sampling: Any, request_id: str, call: Notes | None = None, **more: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's. ``call`` notes the outputs. Closing the generator ends the work in the engine."""
+        """Generate as vLLM's method does, and note the outputs in ``call``. Closing the generator aborts the
+        request."""
         watcher = self.watcher
-        # Callers choose their request's id, and must not choose with it whether they are sampled.
+        # Not the request's id, which callers choose: they must not control whether they are sampled.
         sample_id = "" if watcher is None else uuid.uuid4().hex
         asked = None if watcher is None else self._prepare_blend(watcher, prompt, sampling, sample_id)
         if asked is not None:
@@ -183,11 +185,11 @@ class WatchedClient:
             self.weights_changed = reason
 
     def _prepare_blend(self, watcher: Watcher, prompt: Any, sampling: Any, sample_id: str) -> Prompt | None:
-        """The prompt as the watcher wants it, None for a request that it does not sample.
+        """Return the prompt as the watcher prepares it; None for a request that is not sampled.
 
-        Never sampled are requests that choose their own blend options, of which calibration says nothing,
-        that want other logprobs, or whose answer follows a grammar: vLLM masks logits with it before it takes
-        their logprobs.
+        Requests are not sampled if they set blend options, which calibration does not cover, if they request
+        other logprobs, or if their answer follows a grammar, with which vLLM masks logits before it computes
+        logprobs.
         """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
         params = asked.get(PARAMS_KEY)
@@ -206,23 +208,25 @@ class WatchedClient:
 
 
 def _is_stopped(output: Any) -> bool:
-    """Whether a stop string has ended an answer."""
+    """Return whether a stop string has ended an answer."""
     return any(isinstance(one.stop_reason, str) for one in output.outputs)
 
 
 class _ToldAccountings:
-    """What the scheduler's side tells of requests with stop strings. For the client's event loop."""
+    """Accountings that the scheduler's side reports of running requests with stop strings, whose final output
+    has none. Used in the client's event loop."""
 
     def __init__(self, manager: Any | None) -> None:
-        """``manager``: vLLM's `StatLoggerManager`; None where statistics are off, and nothing is told."""
+        """``manager``: vLLM's `StatLoggerManager`; None if statistics are off, so that nothing is
+        reported."""
         self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """By the tickets of requests that have not ended."""
+        """Expected accountings by the tickets of running requests."""
         if manager is not None:
             manager.stat_loggers.append(_told_logger(self._take))
 
     def expect(self, sampling: Any) -> str:
-        """The ticket of a request with stop strings; empty for one that has none, or no accounting. What a
-        caller sent in its place is removed."""
+        """Add a ticket to a request with stop strings, and return it; empty if the request has no stop
+        strings or no accounting. Removes a ticket that the caller sent."""
         extra = dict(sampling.extra_args or {})
         if extra.pop(TICKET, None) is not None:
             sampling.extra_args = extra
@@ -240,26 +244,27 @@ class _ToldAccountings:
             told.set_result(accounting)
 
     async def find(self, ticket: str, is_first: bool) -> dict[str, Any] | None:
-        """`kv_transfer_params` of a request that a stop string has ended, None where nothing was told; of
-        several answers, those that were told first. ``is_first``: the first token has ended it, so the report
-        may still be on its way."""
+        """Return `kv_transfer_params` of a request that a stop string has ended; None if none were reported.
+        Of several answers, the first reported ones. ``is_first``: the first token has ended the answer, so
+        wait for the report."""
         told = self._expected[ticket]
         if is_first:
             await asyncio.wait((told,), timeout=TOLD_S)
         return {PARAMS_KEY: told.result()} if told.done() else None
 
     def forget(self, ticket: str) -> None:
-        """The request has ended."""
+        """Drop the ticket of a request that has ended."""
         self._expected.pop(ticket, None)
 
 
 def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:
-    """A logger of vLLM's statistics that passes on what is told of requests, in the client's event loop."""
+    """Make a logger of vLLM's statistics that passes reported accountings to ``take``, in the client's event
+    loop."""
     from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
     class ToldLogger(AggregateStatLoggerBase):  # type: ignore[misc]
         def __init__(self) -> None:
-            """vLLM's own take a configuration."""
+            """Take no configuration, unlike vLLM's loggers."""
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             counted = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
@@ -267,13 +272,13 @@ def _told_logger(take: Callable[[str, dict[str, Any]], None]) -> Any:
                 take(ticket, accounting)
 
         def log_engine_initialized(self) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     return ToldLogger()
 
 
 def _logprobs_max(model_config: Any) -> int:
-    """How many logprobs a request may ask for; 0 where vLLM reports other values than the model's own."""
+    """Return how many logprobs a request may request; 0 if vLLM reports processed logprobs."""
     if model_config.logprobs_mode != RAW:
         return 0
     known = int(model_config.max_logprobs)
@@ -282,7 +287,7 @@ def _logprobs_max(model_config: Any) -> int:
 
 @dataclass
 class _Answer:
-    """The first positions of one answer, as far as they are compared."""
+    """The leading positions of an answer, which are compared."""
 
     positions_max: int
     top_logprobs: int
@@ -290,7 +295,7 @@ class _Answer:
     steps: list[dict[int, float]] = field(default_factory=list)
 
     def take(self, completion: Any, kind: Any) -> None:
-        """Add the tokens of one of vLLM's outputs, which repeats the earlier ones unless it is a delta."""
+        """Add the tokens of an output of vLLM, which repeats the earlier ones unless it is a delta."""
         if kind.name != "DELTA":
             self.token_ids.clear()
             self.steps.clear()
@@ -313,19 +318,20 @@ class _Answer:
 
 
 def _best(entries: Mapping[int, Any], limit: int) -> dict[int, float]:
-    """The logprobs of the `limit` most likely tokens: vLLM also reports the drawn one where it is none."""
+    """Return the logprobs of the ``limit`` most likely tokens. vLLM adds the drawn token if it is not among
+    them."""
     found = {int(token): float(entry.logprob) for token, entry in entries.items()}
     return {token: found[token] for token in sorted(found, key=lambda token: -found[token])[:limit]}
 
 
 async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """The model's own distributions behind the prompt, and along `prompt.forced` where that is given.
+    """Compute the model's own distributions after the prompt, and along `prompt.forced` if it is set.
 
-    Nothing is blended, and nothing is read from the prefix cache but what this call has computed. An engine
-    without a prefix cache reports the first position alone: the second pass would repeat the prompt, with
-    logprobs of all its tokens.
+    Blends nothing, and reads only blocks from the prefix cache that this call has computed. An engine without
+    a prefix cache reports only the first position: the second pass would repeat the prompt, with logprobs of
+    all its tokens.
     """
-    # Under a name that nobody else has: an equal prompt may have left a block that was loaded.
+    # A unique salt: an equal prompt may have left blended blocks.
     salt = uuid.uuid4().hex
     forced = list(prompt.forced or ())
     last = await _run_prefill(client, prompt, salt, request_id, priority, skip_reading_prefix_cache=True)
@@ -349,7 +355,7 @@ async def prefill_in_full(client: Any, prompt: Prompt, request_id: str, priority
 
 
 async def audit_chunk(client: Any, prompt: Prompt, request_id: str, priority: int) -> Generation:
-    """Run the audit that the prompt asks for. What it computes is exact, and its own tenant may find it."""
+    """Run the prompt's audit. Its KV is exact, so the tenant's other requests may use it."""
     assert prompt.params is not None
     last = await _run_prefill(
         client,
@@ -365,7 +371,7 @@ async def audit_chunk(client: Any, prompt: Prompt, request_id: str, priority: in
 async def _run_prefill(
     client: Any, prompt: Prompt, salt: str, request_id: str, priority: int, **more: Any
 ) -> Any:
-    """One pass that draws one token. Returns vLLM's last output."""
+    """Run a prefill that draws one token. Returns vLLM's last output."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -374,7 +380,7 @@ async def _run_prefill(
         max_tokens=1,
         logprobs=prompt.top_logprobs,
         ignore_eos=True,
-        # Texts of 20 tokens at every position of a prompt would keep the event loop busy.
+        # Detokenizing 20 tokens at every position of a prompt would block the event loop.
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -385,4 +391,4 @@ async def _run_prefill(
         async for output in outputs:
             if output.finished:
                 return output
-    raise AssertionError("vLLM ends an answer, or raises")
+    raise AssertionError("vLLM neither ended the answer nor raised")

@@ -196,7 +196,8 @@ def test_a_probe_fails_once_the_core_has_ended() -> None:
         assert httpx.get(f"{url}/metrics").status_code == 200
         client.errored = True
         answer = httpx.get(f"{url}/readyz")
-        assert (answer.status_code, answer.text) == (503, "the engine has ended; it is started again\n")
+        assert answer.status_code == 503
+        assert answer.text == "the engine's process has ended; a new engine starts\n"
     finally:
         asyncio.run(engine.close())
 

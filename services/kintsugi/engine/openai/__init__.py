@@ -1,1 +1,1 @@
-"""vLLM's own OpenAI handlers, with chunks tokenised alone."""
+"""vLLM's own OpenAI handlers, with each chunk tokenised separately."""

@@ -1,10 +1,10 @@
-"""vLLM's own OpenAI handlers over an engine, with every chunk of a prompt tokenised alone.
+"""Answers OpenAI requests by vLLM's own handlers, with each chunk of a prompt tokenised separately.
 
-Templates, tools, sampling, streaming, usage, logprobs and errors are vLLM's. Three things are ours, each at
-one place of vLLM's code: what a rendered prompt is tokenised to (`BaseRenderer._tokenize_prompt_async`, an
-attribute of the renderer), the `kv_transfer_params` of a request (`to_sampling_params`, called once the
-prompt is tokenised), and what its streams leave out (`engine.openai.serving`). What vLLM would ignore or trip
-over is refused or mended before it sees it.
+Templates, tools, sampling, streaming, usage, logprobs and errors are vLLM's. Three steps are ours, each at
+one place in vLLM's code: tokenising a rendered prompt (`BaseRenderer._tokenize_prompt_async`, an attribute of
+the renderer), the `kv_transfer_params` of a request (`to_sampling_params`, called after tokenising), and the
+accounting in streams (`engine.openai.serving`). Bodies that vLLM would ignore or misread are refused or
+corrected first.
 """
 
 from __future__ import annotations
@@ -57,38 +57,38 @@ logger = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
-_DIED = "the engine has died; send the request to another"
-_UNREADABLE = "vLLM made no answer of what was generated; the engine's log says why"
+_DIED = "the engine has died; send the request again"
+_UNREADABLE = "vLLM could not make an answer from the generated text; see the engine's log"
 _SERVER_ERROR = HTTPStatus.INTERNAL_SERVER_ERROR
 _NO_ITEM = "is neither a message (role and content) nor a tool's call or output as OpenAI has them"
 
 
 class OpenAIAnswer:
-    """An answer of vLLM's handlers: a head, then either a stream of events or a body."""
+    """An answer of vLLM's handlers: a head, and either a stream of events or a body."""
 
     def __init__(
         self, head: OpenAIHead, state: CallState, events: AsyncIterator[str] | None = None, body: bytes = b""
     ) -> None:
         self.head = head
         self.events = events
-        """vLLM's events, each of which `pass_on` takes; None where the answer is ``body``."""
+        """vLLM's events, to be passed to `pass_on`; None if the answer is ``body``."""
         self.body = body
         self._state = state
         self._accounted = EventsWithAccounting(state)
 
     def pass_on(self, event: str) -> list[bytes]:
-        """The pieces that are sent once vLLM has given ``event``. Raises `Unavailable`."""
+        """Return the pieces to send after vLLM's ``event``. Raises `Unavailable`."""
         if self._state.engine_died:
             raise Unavailable(_DIED)
         return [one.encode() for one in self._accounted.pass_on(event)]
 
     def end(self) -> list[bytes]:
-        """The pieces that are sent once vLLM's events have ended."""
+        """Return the pieces to send after vLLM's last event."""
         return [one.encode() for one in self._accounted.end()]
 
 
 class OpenAIFront:
-    """Answers `OpenAICall`s on one engine, in the event loop of the engine's client."""
+    """Answers `OpenAICall`s by one engine, in the event loop of the engine's client."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class OpenAIFront:
         prefix_token_ids: tuple[int, ...] = (),
         options: OpenAIOptions | None = None,
     ) -> None:
-        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``names`` those that callers may use
-        for the model, the one in answers first.
+        """``client`` is a `vllm.v1.engine.async_llm.AsyncLLM`; ``names`` are the model's names for callers,
+        the one in answers first.
 
-        Raises what vLLM raises for an unknown parser or a template that does not load.
+        Raises vLLM's errors for an unknown parser or a template that does not load.
         """
         options = options or OpenAIOptions()
         renderer, model_config = client.renderer, client.model_config
@@ -135,13 +135,13 @@ class OpenAIFront:
 
     @asynccontextmanager
     async def ask(self, call: OpenAICall) -> AsyncIterator[OpenAIAnswer]:
-        """The answer of vLLM, which is read while the block runs; the request is aborted in the engine when
-        the block ends. Raises `Unavailable` where the engine is dead."""
+        """Return vLLM's answer, to be read inside the block; at its end the request is aborted in the engine.
+        Raises `Unavailable` if the engine is dead."""
         state = CallState(call)
         try:
             response = await self._ask_vllm(state, self._create)
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                # vLLM makes an answer of a cancellation that it meets.
+                # vLLM turns a cancellation into an answer.
                 raise asyncio.CancelledError
             if isinstance(response, AsyncGenerator):
                 state.streams.append(response)
@@ -158,8 +158,8 @@ class OpenAIFront:
                 await stream.aclose()
 
     async def render(self, call: OpenAICall) -> list[TokenIds]:
-        """The token ids of the call's prompts, as `ask` would send them. Raises `InvalidField` and
-        `NotFound` for what vLLM refuses, and `Unavailable`."""
+        """Return the token ids of the call's prompts as `ask` would send them. Raises `InvalidField`,
+        `NotFound` or `Unavailable` for vLLM's errors."""
         inputs = await self._ask_vllm(CallState(call), self._render)
         error = getattr(inputs, "error", None)
         if error is None:
@@ -171,7 +171,7 @@ class OpenAIFront:
         raise InvalidField(error.param or "body", error.message)
 
     async def _ask_vllm(self, state: CallState, ask: Callable[[OurRequest], Awaitable[Any]]) -> Any:
-        """What vLLM answers to a call's request, or its error."""
+        """Return vLLM's answer to a call's request, or its error."""
         running = CALL.set(state)
         try:
             return await ask(self._request_of(state))
@@ -180,12 +180,12 @@ class OpenAIFront:
         except KintsugiError:
             raise
         except Exception as error:
-            if state.has_begun:  # whatever it is, it is no mistake of the request's
+            if state.has_begun:  # not a mistake in the request
                 logger.exception("Request %s failed", state.call.request_id)
                 return create_error_response(_UNREADABLE, "InternalServerError", _SERVER_ERROR)
             if isinstance(error, ValidationError):
                 return create_error_response(*_problem_of(error, state.call.body))
-            # The same table by which vLLM's server answers: a caller's mistake is a 400, ours a 500.
+            # By the same table as vLLM's server: a caller's mistake is a 400, ours a 500.
             response = create_error_response(error)
             if response.error.code >= 500:
                 logger.exception("Request %s failed", state.call.request_id)
@@ -194,7 +194,8 @@ class OpenAIFront:
             CALL.reset(running)
 
     def _request_of(self, state: CallState) -> OurRequest:
-        """Raises `InvalidField`, and `ValidationError` for a body that vLLM does not accept."""
+        """Make vLLM's request. Raises `InvalidField`, or `ValidationError` for a body that vLLM does not
+        accept."""
         call = state.call
         body = {**call.body, "request_id": call.request_id}
         request: OurRequest
@@ -208,19 +209,19 @@ class OpenAIFront:
         elif call.path == RESPONSES_PATH:
             check_response_tools(body)
             check_tools(body, self._parses_tools)
-            # Answers cannot be made of all that may be null in a request.
+            # vLLM accepts null for some fields, but then fails to make an answer.
             body = {name: value for name, value in body.items() if value is not None}
             # vLLM names responses as their requests, completions with a prefix.
             body["request_id"] = f"resp_{call.request_id}"
             body["input"] = with_whole_messages(body.get("input"))
             request = OurResponsesRequest.model_validate(body)
         else:
-            raise InvalidField("path", f"{call.path!r} is no path that an engine answers")
+            raise InvalidField("path", f"{call.path!r} is not a path that an engine answers")
         request.take(state)
         return request
 
     async def _create(self, request: OurRequest) -> Any:
-        """A stream of events, a response or an error."""
+        """Return a stream of events, a response or an error."""
         raw = _raw_request(request.call_state.call.trace)
         if isinstance(request, OurChatRequest):
             return await self._chat.create_chat_completion(request, raw)
@@ -229,7 +230,7 @@ class OpenAIFront:
         return await self._completion.create_completion(request, raw)
 
     async def _render(self, request: OurRequest) -> Any:
-        """vLLM's inputs, one for each prompt, or an error."""
+        """Return vLLM's inputs, one per prompt, or an error."""
         if isinstance(request, OurCompletionRequest):
             return await self._completion.render_completion_request(request)
         if isinstance(request, OurResponsesRequest):
@@ -240,7 +241,8 @@ class OpenAIFront:
         return rendered[1] if isinstance(rendered, tuple) else rendered
 
     async def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
-        """Replaces the renderer's own. vLLM calls it for the prompts of a request in order."""
+        """Tokenise a prompt in place of the renderer's method. vLLM calls it for a request's prompts in
+        order."""
         state = getattr(params, "call_state", None)
         if state is None or not state.call.chunk_texts or not _may_be_cut(params):
             if state is not None:
@@ -255,22 +257,23 @@ class OpenAIFront:
 
 
 def _may_be_cut(params: Any) -> bool:
-    """Truncation would cut chunks, and offsets are of the whole text."""
+    """Return whether a prompt may be tokenised in pieces: not if it is truncated, or if offsets are
+    returned."""
     return params.truncate_prompt_tokens is None and not params.return_token_offsets
 
 
 def _raw_request(trace: Mapping[str, str]) -> Request:
-    """A request with the headers that vLLM's handlers read."""
+    """Make a request with the headers that vLLM's handlers read."""
     headers = [(name.lower().encode(), value.encode()) for name, value in trace.items()]
     return Request({"type": "http", "headers": headers})
 
 
 def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Message, type, status and field of a body that vLLM's request does not accept."""
+    """Return message, type, status and field of the error for a body that vLLM's request does not accept."""
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     if first["loc"][:1] == ("input",) and isinstance(body.get("input"), list):
-        # One error for each kind of item that it might have been.
+        # Pydantic reports one error per possible kind of item.
         places = [one["loc"] for one in errors if one["loc"][:1] == ("input",)]
         index = next((part for place in places for part in place if isinstance(part, int)), 0)
         where = f"input[{index}]"

@@ -1,8 +1,8 @@
-"""Tokenises a prompt so that every chunk gets the token ids that it has when it is tokenised alone.
+"""Tokenises a prompt so that every chunk gets the same token ids as when it is tokenised alone.
 
-A chunk's key is computed over its token ids, and a tokenizer joins characters across any boundary: "chunk"
-and "chunk\\n\\nQuestion" need not begin with the same ids. So a prompt is cut at its chunks, and each piece
-is tokenised by itself.
+A chunk's key is computed over its token ids, and a tokenizer merges characters across boundaries: "chunk" and
+"chunk\\n\\nQuestion" need not begin with the same ids. So a prompt is cut at its chunks, and each piece is
+tokenised separately.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from kintsugi.models.prompt_form import special_tokens
 
 CACHED_CHUNKS = 1024
 CACHED_CHARS_MAX = 16_384
-"""Longest text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB (usually 20)."""
+"""Maximum length of a text whose ids are cached. With `CACHED_CHUNKS` it bounds the cache to 100 MB (usually
+20)."""
 _DOCUMENT_GAP = "\n\n"
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of a prompt's text that is tokenised by itself."""
+    """A part of a prompt's text that is tokenised separately."""
 
     text: str
     is_chunk: bool
@@ -34,24 +35,24 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Segmented:
-    """A tokenised prompt, and where its chunks lie."""
+    """A tokenised prompt with the spans of its chunks."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
 
 
 def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Move `documents` to the beginning of the last user message, for a template that has no place for them:
+    """Move `documents` to the beginning of the last user message, for a template that does not render them:
     vLLM would drop them silently.
 
-    Messages are not checked; vLLM refuses malformed ones. Raises `InvalidField` without a user message.
+    Does not check messages; vLLM refuses malformed ones. Raises `InvalidField` without a user message.
     """
     documents, messages = body.get("documents"), body.get("messages")
     if not documents or not isinstance(messages, list):
         return dict(body)
     last = max((i for i, one in enumerate(messages) if _is_user_message(one)), default=None)
     if last is None:
-        raise InvalidField("documents", "need a user message to stand before")
+        raise InvalidField("documents", "need a user message, at whose beginning they are inserted")
     text = _DOCUMENT_GAP.join(str(one.get("text", "")) for one in documents) + _DOCUMENT_GAP
     content = messages[last].get("content") or ""
     if isinstance(content, str):
@@ -63,8 +64,8 @@ def with_documents(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_whole_messages(items: Any) -> Any:
-    """The items of a response's `input`, each of the assistant's messages with one part and without null
-    fields: vLLM reads the first part alone, and fails on a refusal, on no part and on a null. Raises
+    """Return the items of a response's `input` with each assistant message reduced to one part and without
+    null fields: vLLM reads only the first part, and fails on a refusal, on no part and on a null. Raises
     `InvalidField` for a part without text."""
     if not isinstance(items, list):
         return items
@@ -81,7 +82,9 @@ def _with_one_part(item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     texts = [part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None for part in parts]
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise InvalidField(f"{where}.content[{index}]", "of the assistant must have a text or a refusal")
+            raise InvalidField(
+                f"{where}.content[{index}]", "must have a text or a refusal, as part of an assistant message"
+            )
     part = {"type": "output_text", "text": "".join(map(str, texts)), "annotations": []}
     given = {name: value for name, value in item.items() if value is not None}
     return {"type": "message", **given, "content": [part]}
@@ -96,10 +99,10 @@ def cut_at_chunks(
 ) -> list[TextPiece]:
     """Cut the text before and after each occurrence of a chunk.
 
-    Longer chunks are found first, and an occurrence that overlaps one found before is skipped. A chunk with
-    fewer than ``found_chars_min`` characters is found only where it fills whole lines, or if it occurs just
-    once. Raises `InvalidField` for more than `SPANS_MAX` occurrences. Cost: one search through the text for
-    each distinct chunk.
+    Searches longer chunks first, and skips occurrences that overlap an earlier one. A chunk with fewer than
+    ``found_chars_min`` characters counts only if it fills whole lines or occurs just once. Raises
+    `InvalidField` for more than `SPANS_MAX` occurrences. Cost: one search through the text per distinct
+    chunk.
     """
     taken: list[tuple[int, int]] = []
     for chunk in sorted({chunk for chunk in chunk_texts if chunk}, key=lambda one: (-len(one), one)):
@@ -125,8 +128,8 @@ def cut_at_chunks(
 
 
 def _short_occurrences(text: str, chunk: str) -> Iterator[int]:
-    """Start of the only occurrence, else of each that fills whole lines: most templates put a message's parts
-    and its documents on lines of their own."""
+    """Yield the start of the only occurrence, or else of each that fills whole lines: most templates write
+    message parts and documents on separate lines."""
     first = text.find(chunk)
     if first >= 0 and text.find(chunk, first + 1) < 0:
         yield first
@@ -138,7 +141,7 @@ def _short_occurrences(text: str, chunk: str) -> Iterator[int]:
 
 
 def _occurrences(text: str, chunk: str) -> Iterator[int]:
-    """Starts of the occurrences from left to right, without overlaps."""
+    """Yield the starts of the occurrences from left to right, without overlaps."""
     start = text.find(chunk)
     while start >= 0:
         yield start
@@ -149,17 +152,17 @@ class SegmentTokenizer:
     """Tokenises prompts piece by piece. Thread-safe if the tokenizer is."""
 
     def __init__(self, tokenizer: Any, prefix_token_ids: Sequence[int] = ()) -> None:
-        """``tokenizer``: one of transformers. ``prefix_token_ids``: what chunks were prefilled behind."""
+        """``tokenizer``: a tokenizer of transformers. ``prefix_token_ids``: the chunk space's prefix."""
         self._tokenizer = tokenizer
         self._cached = lru_cache(CACHED_CHUNKS)(self._ids)
         self._special_before, self._special_behind = special_tokens(tokenizer)
         self._prefix = tuple(prefix_token_ids)
 
     def segment_text(self, text: str, chunk_texts: Iterable[str], add_special_tokens: bool) -> Segmented:
-        """Tokenise a prompt, each of its chunks by itself.
+        """Tokenise a prompt, with each of its chunks separately.
 
-        ``add_special_tokens`` adds those that the tokenizer puts around a plain prompt. If the text begins
-        with the chunk space's prefix, the ids begin with the prefix's ids.
+        ``add_special_tokens`` adds the special tokens that the tokenizer puts around a plain prompt. If the
+        text begins with the chunk space's prefix, the ids begin with the prefix's ids.
         """
         ids = list(self._special_before) if add_special_tokens else []
         prefix_ids, rest = self._prefix_of(text, tuple(ids))
@@ -179,8 +182,8 @@ class SegmentTokenizer:
         return Segmented(ids, tuple(spans))
 
     def _prefix_of(self, text: str, special: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """The prefix's ids after the special ones, and the rest of the text; no ids and the whole text if it
-        does not begin with the prefix."""
+        """Return the prefix's ids after the special ones, and the rest of the text; no ids and the whole text
+        if the text does not begin with the prefix."""
         if self._prefix[: len(special)] != special or len(self._prefix) == len(special):
             return (), text
         ids = self._prefix[len(special) :]

@@ -35,29 +35,30 @@ _DATA = "data: "
 
 @dataclass
 class CallState:
-    """The state of a call that accompanies its request through vLLM."""
+    """The state of a call, carried by its request through vLLM."""
 
     call: OpenAICall
     spans: list[tuple[Span, ...] | None] = field(default_factory=list)
-    """The chunks of each of its prompts, in order; None where vLLM tokenised the prompt whole."""
+    """The chunks of each prompt, in order; None if vLLM tokenised the prompt as a whole."""
     sampled: int = 0
-    """Prompts whose sampling parameters were made."""
+    """Number of prompts whose sampling parameters have been made."""
     streams: list[Any] = field(default_factory=list)
-    """What the engine yields from, to be closed."""
+    """Generators of the engine, to be closed."""
     accounting: dict[str, Any] | None = None
     engine_died: bool = False
-    """Whether the engine died during the answer; vLLM turns the error into an event."""
+    """Whether the engine died during the answer, which vLLM reports as an event."""
     has_begun: bool = False
     """Whether the engine has generated anything."""
 
     def next_params(self) -> dict[str, Any]:
-        """`kv_transfer_params` of the next prompt. Without spans the engine looks for chunks by content."""
+        """Return `kv_transfer_params` of the next prompt. Without spans the engine finds chunks by
+        content."""
         spans = self.spans[self.sampled] if self.sampled < len(self.spans) else None
         self.sampled += 1
         return dataclasses.replace(self.call.params, spans=spans or None).to_mapping()
 
     def note(self, output: Any) -> None:
-        """Note an output of the engine. Of several prompts or answers, the accounting is the first's."""
+        """Note an output of the engine, and the accounting of the first prompt or answer."""
         self.has_begun = True
         if output.finished and self.accounting is None:
             self.accounting = (output.kv_transfer_params or {}).get(PARAMS_KEY)
@@ -68,7 +69,7 @@ class CallState:
 
 @dataclass(frozen=True)
 class SegmentParams(TokenizeParams):  # type: ignore[misc]
-    """vLLM's tokenisation parameters, and the call that the prompt belongs to."""
+    """vLLM's tokenisation parameters with the prompt's call."""
 
     call_state: CallState | None = None
 
@@ -79,7 +80,7 @@ class SegmentParams(TokenizeParams):  # type: ignore[misc]
 
 
 class _OurRequest:
-    """Overrides for every kind of request. Stands before vLLM's class among the bases."""
+    """Overrides for every kind of request. It must precede vLLM's class among the bases."""
 
     _call_state: Any
     cache_salt: str | None
@@ -87,11 +88,11 @@ class _OurRequest:
 
     @property
     def call_state(self) -> CallState:
-        """The call, once it has been taken."""
+        """The call, after `take`."""
         return self._call_state  # type: ignore[no-any-return]
 
     def take(self, state: CallState) -> None:
-        """Belong to a call, with its namespace's salt: set behind vLLM's check, which allows no slash."""
+        """Set the call, and its namespace as the salt, after vLLM's check, which allows no slash."""
         self._call_state = state
         self.cache_salt = state.call.params.namespace
 
@@ -100,7 +101,7 @@ class _OurRequest:
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
         self.kv_transfer_params = self._call_state.next_params()
-        # Of these vLLM makes the parameters' extra arguments, one mapping for all prompts of a request.
+        # vLLM makes these the sampling parameters' extra arguments, one mapping for all prompts of a request.
         self.vllm_xargs = dict(self.vllm_xargs or {})
         return super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
 
@@ -117,8 +118,8 @@ class OurResponsesRequest(_OurRequest, ResponsesRequest):  # type: ignore[misc]
     _call_state: Any = PrivateAttr(None)
 
     def build_tok_params(self, model_config: Any) -> Any:
-        """A truncated prompt loses its beginning, as with OpenAI, and leaves room for an answer. vLLM would
-        cut off the question instead."""
+        """Truncate a prompt at its beginning, as OpenAI does, with room for an answer. vLLM would cut off the
+        question instead."""
         params = super().build_tok_params(model_config)
         if params.truncate_prompt_tokens is None:
             return params
@@ -133,11 +134,11 @@ OurRequest = OurChatRequest | OurCompletionRequest | OurResponsesRequest
 
 
 CALL: ContextVar[CallState | None] = ContextVar("CALL", default=None)
-"""The call whose request vLLM's handlers work on in this task."""
+"""The call that vLLM's handlers answer in this task."""
 
 
 class NotingClient:
-    """An engine's client whose outputs are noted in the state of the call that they answer."""
+    """An engine's client that notes outputs in the state of their call."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -146,7 +147,7 @@ class NotingClient:
         return getattr(self._client, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. A generator here would be one more that each token passes."""
+        """Generate as vLLM's client does. Not a generator, which would cost time per token."""
         return self._client.generate(*args, **kwargs, call=CALL.get())
 
 
@@ -165,11 +166,11 @@ class OurCompletion(OpenAIServingCompletion):  # type: ignore[misc]
 
 
 class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
-    """The accounting stands in the last event's response, as in one that is no stream."""
+    """vLLM's handler of the Responses API. The accounting is in the response of the last event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Whatever the environment says: what vLLM keeps has no bound, and whoever knows an id may read it.
+        # Regardless of the environment: vLLM stores responses without a bound, and any caller may read them.
         self.enable_store = False
 
     def responses_stream_generator(
@@ -181,7 +182,7 @@ class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
         return self._encode_events(events, request)
 
     async def _encode_events(self, events: AsyncIterator[Any], request: Any) -> AsyncIterator[str]:
-        """The events as they are sent. A failure is the last one, as in vLLM's other streams."""
+        """Encode the events. A failure becomes the last event, as in vLLM's other streams."""
         try:
             async for event in events:
                 yield f"event: {event.type}\n{_DATA}{event.model_dump_json(by_alias=True)}\n\n"
@@ -194,15 +195,15 @@ class OurResponses(OpenAIServingResponses):  # type: ignore[misc]
 
 
 class EventsWithAccounting:
-    """Adds the accounting to the last event of a stream. From the engine's last output on, the newest event
-    is held back, as it may be that one."""
+    """Adds the accounting to the last event of a stream. After the engine's last output it holds the newest
+    event back, which may be the last one."""
 
     def __init__(self, state: CallState) -> None:
         self._state = state
         self._held = ""
 
     def pass_on(self, event: str) -> list[str]:
-        """The events that are sent now, once the stream has given ``event``."""
+        """Return the events to send after the stream's ``event``."""
         sent, self._held = self._held, ""
         if event == _DONE:
             return [self._add_accounting(sent), event] if sent else [event]
@@ -212,7 +213,7 @@ class EventsWithAccounting:
         return [event]
 
     def end(self) -> list[str]:
-        """The events that are sent once the stream has ended."""
+        """Return the events to send after the stream's end."""
         return [self._held] if self._held else []
 
     def _add_accounting(self, event: str) -> str:

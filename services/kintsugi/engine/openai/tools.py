@@ -1,4 +1,4 @@
-"""Refuses tools that a model would not be told of, or whose calls nobody would parse."""
+"""Refuses tools that vLLM would not show to the model, or whose calls it would not parse."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 
 FUNCTION, NAMESPACE = "function", "namespace"
-"""Types of tools that every vLLM tells a model of: functions, and namespaces of functions."""
+"""Types of tools that every vLLM shows to the model: functions, and namespaces of functions."""
 SHOWN_CHARS_MAX = 40
 
 
 def check_tools(body: Mapping[str, Any], parses_tools: bool) -> None:
-    """``body`` is JSON of a chat or of the Responses API. Raises `InvalidField` if it offers tools that can
-    not be called: vLLM would name flags of its own server, which nobody has started."""
+    """Raise `InvalidField` if the JSON body of a chat or of the Responses API offers tools that cannot be
+    called. vLLM's own message names flags of its server, which is not running."""
     if parses_tools or not body.get("tools") or body.get("tool_choice") == "none":
         return
     raise InvalidField(
         "tools",
-        "cannot be called: set engines.vllm.tool_call_parser in the service's configuration to the parser "
+        "cannot be called; set engines.vllm.tool_call_parser in the service's configuration to the parser "
         "of this model, such as hermes, or send tool_choice none",
     )
 
 
 def check_response_tools(body: Mapping[str, Any]) -> None:
-    """``body`` is JSON of the Responses API. Raises `InvalidField` for a tool, and for a choice of one, that
-    vLLM would leave out silently, such as a web search."""
+    """Raise `InvalidField` if the JSON body of the Responses API offers or chooses a tool that vLLM would
+    drop silently, such as a web search."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not isinstance(tools, list | None):
         raise InvalidField("tools", "must be a list")
@@ -46,4 +46,4 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
 
 def _check_type(kind: Any, where: str, *known: str) -> None:
     if kind not in known:
-        raise InvalidField(where, f"{repr(kind)[:SHOWN_CHARS_MAX]} is not served here; offer functions")
+        raise InvalidField(where, f"{repr(kind)[:SHOWN_CHARS_MAX]} is not supported; offer functions")

@@ -42,9 +42,7 @@ def library() -> ctypes.CDLL | None:
         _check_owner(folder)
         return native.load(folder)
     except Exception as error:  # noqa: BLE001 - nothing requires the kernels
-        logger.info(
-            "Kintsugi's CPU kernels cannot be used, so blends take longer: %s", error
-        )
+        logger.info("Kintsugi's CPU kernels cannot be used, so blends take longer: %s", error)
         return None
 
 
