@@ -1,4 +1,4 @@
-"""The arguments of `vllm serve` that concern prompts and tools, which `AsyncEngineArgs` does not take."""
+"""Arguments of `vllm serve` for prompts and tools, which are not part of `AsyncEngineArgs`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class OpenAIOptions:
     __pydantic_config__: ClassVar = STRICT
 
     chat_template: str | None = None
-    """A file, or the template itself. None: the model's own."""
+    """Path of a chat template, or the template itself. None: the model's own."""
     tool_call_parser: str | None = None
-    """vLLM's name of a parser of tool calls: requests may then offer tools. None: they may not."""
+    """vLLM's name of the parser of tool calls. None: requests may not offer tools."""
     reasoning_parser: str = ""
-    """vLLM's name of a parser that separates what a model thinks from what it answers."""
+    """vLLM's name of the parser that separates a model's reasoning from its answer."""
 
 
 OPENAI_OPTIONS = frozenset(one.name for one in fields(OpenAIOptions))
