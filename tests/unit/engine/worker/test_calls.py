@@ -214,7 +214,11 @@ def with_the_first_layers_output(model: Model, _ids: Tensor, positions: Tensor, 
         (StatesAlone, between, "layer 1 has an input that is not an output of the previous layer"),
         (StatesAlone, in_place_between, "layer 1 has an input that the model changes between the layers"),
         (StatesAlone, twice, "layers that do not run once each, in order: 0, 1, 2, 0, 1, 2"),
-        (WithFirst, with_the_first_layers_output, "layer 1 has an argument that depends on the outputs of earlier"),
+        (
+            WithFirst,
+            with_the_first_layers_output,
+            "layer 1 has an argument that depends on the outputs of earlier",
+        ),
     ],
 )
 def test_a_model_that_does_more_than_run_its_layers_is_declined(
