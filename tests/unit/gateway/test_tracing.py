@@ -16,7 +16,7 @@ from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.gateway import tracing
-from kintsugi.gateway.fronts.openai_answer import accounting_in, without_times_in
+from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
@@ -194,10 +194,11 @@ def test_an_openai_answer_goes_without_its_times(begin: str) -> None:
         {"choices": ["é"], "kintsugi": BLENDED},
         {"id": 1, "kv_transfer_params": {"kintsugi": BLENDED}},
     ):
-        piece = f"{begin}{json.dumps(document)}{end}".encode()
-        told = without_times_in(piece)
-        assert accounting_in(piece) == BLENDED
-        assert accounting_in(told) == {"outcome": "blended", "blend_ms": 7.5}
+        piece = Piece(f"{begin}{json.dumps(document)}{end}".encode())
+        assert piece.accounting == BLENDED
+        piece.remove_times()
+        told = piece.to_bytes()
+        assert Piece(told).accounting == {"outcome": "blended", "blend_ms": 7.5}
         assert told.startswith(begin.encode())
         assert told.endswith(end.encode())
         assert {**json.loads(told.decode().removeprefix("data: ")), **document} == document
@@ -207,8 +208,10 @@ def test_an_openai_answer_goes_without_its_times(begin: str) -> None:
     "piece", [b"data: [DONE]\n\n", b'{"timeline": 1}', b'"timeline"', b'{"kintsugi": 1}']
 )
 def test_other_pieces_go_as_they_are(piece: bytes) -> None:
-    assert without_times_in(piece) is piece
-    assert accounting_in(piece) is None
+    read = Piece(piece)
+    read.remove_times()
+    assert read.to_bytes() is piece
+    assert read.accounting is None
 
 
 def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

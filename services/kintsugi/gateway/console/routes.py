@@ -15,7 +15,7 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied
 from kintsugi.core.namespaces.parts import narrow_by_headers
@@ -24,7 +24,8 @@ from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_as
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
 from kintsugi.gateway.console.live import LiveService
 from kintsugi.gateway.console.samples import find_samples
-from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem, http_status_of
+from kintsugi.gateway.fronts.endpoint import Endpoint
+from kintsugi.gateway.fronts.errors import LEFT_STATUS
 from kintsugi.gateway.fronts.identity import (
     check_is_json,
     identify,
@@ -69,7 +70,7 @@ class Console:
             Route(CONSOLE_PATH, self._page, methods=["GET"]),
             Route(f"{API_PATH}/service", self._service, methods=["GET"]),
             Route(f"{API_PATH}/live", self._describe_live, methods=["GET"]),
-            Route(f"{API_PATH}/compare", _Compare(self._gateway, self._comparer), methods=["POST"]),
+            Route(f"{API_PATH}/compare", Endpoint(self._gateway, self._compare), methods=["POST"]),
             Route(f"{CONSOLE_PATH}/{{name}}", self._file, methods=["GET"]),
         ]
 
@@ -102,33 +103,13 @@ class Console:
         self._gateway.access.check_sees_all(caller)
         return JSONResponse(await self._live.describe(caller), headers=dict(PRIVATE))
 
-
-class _Compare:
-    """The ASGI endpoint of comparisons."""
-
-    def __init__(self, gateway: Gateway, comparer: Comparer) -> None:
-        self._gateway = gateway
-        self._comparer = comparer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        served = ServedRequest(
-            request.url.path, request.headers, self._gateway.metrics.http, 200, audit=self._gateway.audit
-        )
-        has_begun = False
-        try:
-            with served.record(http_status_of):
-                asked = await self._read(request, served)
-                has_begun = True
-                served.status = LEFT_STATUS  # unless the answer gets to its end
-                headers = {**PRIVATE, REQUEST_ID: served.request_id}
-                async with aclosing(self._lines(request, asked, served)) as lines:
-                    reply = StreamingResponse(lines, media_type=STREAM_TYPE, headers=headers)
-                    await reply(scope, receive, send)
-        except Exception as error:
-            if has_begun:
-                raise
-            await Problem.of(error, served.request_id).response()(scope, receive, send)
+    async def _compare(self, request: Request, served: ServedRequest, send: Send) -> None:
+        asked = await self._read(request, served)
+        served.status = LEFT_STATUS  # until the whole answer is sent
+        headers = {**PRIVATE, REQUEST_ID: served.request_id}
+        async with aclosing(self._lines(request, asked, served)) as lines:
+            reply = StreamingResponse(lines, media_type=STREAM_TYPE, headers=headers)
+            await reply(request.scope, request.receive, send)
 
     async def _read(self, request: Request, served: ServedRequest) -> Comparison:
         """What is asked. Raises what the caller is refused with."""

@@ -26,7 +26,7 @@ from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire
 from kintsugi.gateway.fronts.errors import grpc_status_of
-from kintsugi.gateway.fronts.limits import BODY_READ_S, ByteBudget, RequestSlots
+from kintsugi.gateway.fronts.limits import BODY_READ_S, BYTES, SLOTS, Quota
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, Resolved
 from kintsugi.gateway.recent_info import INFO_TTL_S
@@ -67,8 +67,9 @@ class KintsugiService:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._budget = ByteBudget(gateway.limits.messages_bytes_max, shared=gateway.access.has_tokens)
-        self._slots = RequestSlots(gateway.limits.concurrent_max, shared=gateway.access.has_tokens)
+        limits, shared = gateway.limits, gateway.access.has_tokens
+        self._memory = Quota(limits.messages_bytes_max, BYTES, shared=shared)
+        self._slots = Quota(limits.concurrent_max, SLOTS, shared=shared)
 
     def generic_handler(self) -> Any:
         unary: dict[str, tuple[Any, Callable[[Caller, Any], Awaitable[Any]]]] = {
@@ -118,9 +119,9 @@ class KintsugiService:
     ) -> AsyncIterator[tuple[Caller, Any]]:
         """Who calls, and what they ask; they have a place and the message's memory while the block runs."""
         caller = self._authenticate(served, context)
-        with self._slots.hold(caller):
+        with self._slots.hold(caller.name):
             data = await _read_message(context)
-            with self._budget.reserve(len(data), caller.name):
+            with self._memory.hold(caller.name, len(data)):
                 request = _parse_message(message, data)
                 if hasattr(request, "namespace"):
                     check_sent_once([name for name, _ in context.invocation_metadata() or ()])
@@ -303,7 +304,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, gateway: Gateway, health: Any) -> None:
         self._access = gateway.access
         self._health = health
-        self._slots = RequestSlots(gateway.limits.watches_max, shared=gateway.access.has_tokens)
+        self._slots = Quota(gateway.limits.watches_max, SLOTS, shared=gateway.access.has_tokens)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
@@ -325,7 +326,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _bound(self, handler: Any, caller: Caller) -> Any:
         async def answer(requests: Any, context: Any) -> None:
             try:
-                with self._slots.hold(caller):
+                with self._slots.hold(caller.name):
                     await _run_handler(handler, requests, context)
             except KintsugiError as error:
                 await abort_call(context, error)
@@ -411,7 +412,7 @@ class GatewayServer:
         service, self._watched = KintsugiService(self.gateway), _Health()
         self._server = grpc.aio.server(
             interceptors=(_Guard(self.gateway, self._watched),),
-            # A bound on all calls would count those of strangers, too; `RequestSlots` bounds the others.
+            # A limit for all calls would also count unauthenticated ones; a `Quota` limits the others.
             options=(
                 *SERVER_OPTIONS,
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),

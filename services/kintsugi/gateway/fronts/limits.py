@@ -1,8 +1,7 @@
-"""Bounds requests: how many callers have at a time, what all of them hold together, and for HTTP how large,
-how slow and how deeply nested their bodies are.
+"""Limits of requests: their number, their memory, and the size, duration and nesting depth of HTTP bodies.
 
-uvicorn bounds none of it. gRPC itself bounds the size of its messages; it would count requests before anybody
-knows who sent them.
+uvicorn has none of these limits. gRPC limits the size of messages, but would count requests before their
+callers are authenticated.
 """
 
 from __future__ import annotations
@@ -22,118 +21,91 @@ from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.store.protocol.callers import Caller
 
 SHARE_MAX = 3
+SLOTS, BYTES = "slots for requests", "bytes for requests"
+"""Units of a `Quota`, for messages."""
 BODY_READ_S = 30.0
-"""Time in which a whole body has to arrive."""
+"""Maximum time until a whole body has arrived."""
 LINGER_BYTES_MAX = 256 << 20
 LINGER_S = 10.0
-"""The rest of a refused body is read and dropped for this long: a caller that is still writing would not see
-the answer otherwise."""
+"""Maximum time for which the rest of a refused body is read and dropped: a caller that is still writing would
+not read the answer otherwise."""
 _CALLER = "kintsugi.caller"
 PARSE_INLINE_BYTES = 1 << 16
-"""Larger bodies are parsed, and searched for known chunks, on a thread: it takes milliseconds."""
+"""Larger bodies are parsed and searched for known chunks on a thread, because this takes milliseconds."""
 DEPTH_MAX = 100
-"""Levels of a body. Whoever reads it, vLLM and the encoder of its answers among them, takes a stack frame for
-each."""
+"""Maximum nesting depth of a body. Parsers and encoders, vLLM's included, need a stack frame for each
+level."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Result = TypeVar("Result")
 
 
 class BodyTooLarge(InvalidField):
-    """A body larger than one request's may be."""
+    """A body exceeds the limit of one request."""
 
 
 class BodyTooSlow(DeadlineExceeded):
-    """A body that did not arrive in time."""
+    """A body did not arrive in time."""
 
 
-class ByteBudget:
-    """Memory that requests share. For one event loop: bytes that are taken are given back, however the
-    request ends. Where callers can be told apart, one takes no more once it holds `SHARE_MAX` times as much
-    as is free, as with `RequestSlots`."""
+class Quota:
+    """A number of slots for requests, or of bytes, that callers share. For one event loop.
 
-    def __init__(self, bytes_max: int, *, shared: bool = False) -> None:
-        """``shared``: callers can be told apart; otherwise whoever comes first has the memory."""
-        self._bytes_max = bytes_max
-        self._shared = shared
-        self._held_bytes: Counter[str] = Counter()
-
-    def take(self, num_bytes: int, caller: str = "") -> None:
-        """``caller``: its name. Raises `ResourceExhausted`; then nothing is taken."""
-        free = self._bytes_max - self._held_bytes.total()
-        if num_bytes > free:
-            raise ResourceExhausted("requests hold all memory that is meant for them; try again later")
-        if self._shared and (held := self._held_bytes[caller]) > SHARE_MAX * free:
-            raise ResourceExhausted(
-                f"requests of {caller!r} hold {held} bytes, and what is left is for others; end some, or try "
-                "again later"
-            )
-        self._held_bytes[caller] += num_bytes
-
-    def give_back(self, num_bytes: int, caller: str = "") -> None:
-        self._held_bytes[caller] -= num_bytes
-        if not self._held_bytes[caller]:
-            del self._held_bytes[caller]
-
-    @contextmanager
-    def reserve(self, num_bytes: int, caller: str) -> Iterator[None]:
-        """Takes bytes for as long as the block runs. Raises `ResourceExhausted`."""
-        self.take(num_bytes, caller)
-        try:
-            yield
-        finally:
-            self.give_back(num_bytes, caller)
-
-
-class RequestSlots:
-    """Slots for concurrent requests of authenticated callers. For one event loop.
-
-    A caller may hold `SHARE_MAX` times as many places as are free: one alone gets three quarters of them, the
-    next three quarters of the rest, and whoever holds many gets no more while few are left.
+    Where callers can be told apart, a caller that holds `SHARE_MAX` times as much as is free gets no more: a
+    single caller gets three quarters, the next one three quarters of the rest.
     """
 
-    def __init__(self, places_max: int, *, shared: bool) -> None:
-        """``shared``: callers can be told apart; otherwise whoever comes first has a place."""
-        self._places_max = places_max
+    def __init__(self, total: int, what: str, *, shared: bool) -> None:
+        """``what``: `SLOTS` or `BYTES`. ``shared``: callers can be told apart."""
+        self._total = total
+        self._what = what
         self._shared = shared
         self._held: Counter[str] = Counter()
 
-    @contextmanager
-    def hold(self, caller: Caller) -> Iterator[None]:
-        """Takes a place for as long as the block runs. Raises `ResourceExhausted`."""
-        free = self._places_max - self._held.total()
-        if not free:
-            raise ResourceExhausted(f"{self._places_max} requests are being answered; try again later")
-        held = self._held[caller.name]
-        if self._shared and held >= SHARE_MAX * free:
+    def take(self, caller: str, amount: int = 1) -> None:
+        """``caller``: its name. Raises `ResourceExhausted` and then takes nothing."""
+        free = self._total - self._held.total()
+        if amount > free:
+            raise ResourceExhausted(f"all {self._total} {self._what} are in use; try again later")
+        if self._shared and (held := self._held[caller]) >= SHARE_MAX * free:
             raise ResourceExhausted(
-                f"{held} requests of {caller.name!r} are being answered and {free} places are left for "
-                "others; end some, or try again later"
+                f"{caller!r} holds {held} of {self._total} {self._what}, and the remaining {free} are for "
+                "other callers; wait until some of your requests have ended"
             )
-        self._held[caller.name] += 1
+        self._held[caller] += amount
+
+    def give_back(self, caller: str, amount: int = 1) -> None:
+        self._held[caller] -= amount
+        if not self._held[caller]:
+            del self._held[caller]
+
+    @contextmanager
+    def hold(self, caller: str, amount: int = 1) -> Iterator[None]:
+        """Take an amount for as long as the block runs. Raises `ResourceExhausted`."""
+        self.take(caller, amount)
         try:
             yield
         finally:
-            self._held[caller.name] -= 1
-            if not self._held[caller.name]:
-                del self._held[caller.name]
+            self.give_back(caller, amount)
 
 
 class RequestLimits:
-    """ASGI middleware. A body beyond a limit fails when the application asks for it, with a typed error: an
-    application that authenticates first never reads a stranger's body. GET requests have no body and pass
-    unbounded."""
+    """ASGI middleware that limits request bodies; GET requests have none and pass unchanged.
+
+    A body beyond a limit raises a typed error when the application reads it. An application that
+    authenticates first never reads the body of an unauthenticated caller.
+    """
 
     def __init__(self, app: ASGIApp, limits: GatewayLimits, *, shared: bool = False) -> None:
         """``shared``: callers can be told apart; the application names them with `name_caller`."""
         self._app = app
         self._limits = limits
-        self._budget = ByteBudget(limits.messages_bytes_max, shared=shared)
+        self._memory = Quota(limits.messages_bytes_max, BYTES, shared=shared)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
-        body = _Body(scope, receive, send, self._limits, self._budget)
+        body = _Body(scope, receive, send, self._limits, self._memory)
         try:
             await self._app(scope, body.receive, body.send)
         finally:
@@ -141,27 +113,28 @@ class RequestLimits:
 
 
 class _Body:
-    """One request's body as it arrives, and the answer to it."""
+    """The body of one request while it arrives, and the answer to it."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits, budget: ByteBudget
+        self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits, memory: Quota
     ) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._limits = limits
-        self._budget = budget
+        self._bytes_max = limits.message_bytes_max
+        self._memory = memory
         self._caller = ""
-        """Whose memory the body is."""
+        """Name of the caller whose memory the body uses."""
         self._declared = dict(scope["headers"]).get(b"content-length", b"0").decode("latin-1")
         self._held_bytes = 0
         self._deadline_s: float | None = None
         self._is_over = False
-        """Nothing more comes, or is waited for."""
+        """Whether the body has ended or timed out."""
 
     async def receive(self) -> Message:
-        """Raises `ResourceExhausted`, `BodyTooLarge` and `BodyTooSlow`; then the body counts no more."""
-        if self._is_over:  # what follows says that the caller left
+        """Raises `ResourceExhausted`, `BodyTooLarge` and `BodyTooSlow`, and then releases the body's
+        memory."""
+        if self._is_over:  # the next message is the disconnect
             return await self._receive()
         try:
             return await self._receive_piece()
@@ -183,24 +156,23 @@ class _Body:
         size = len(message.get("body", b""))
         self._check_size(self._held_bytes + size)
         self._caller = self._scope.get(_CALLER, "")
-        self._budget.take(size, self._caller)
+        self._memory.take(self._caller, size)
         self._held_bytes += size
         return message
 
     def _check_size(self, num_bytes: int | None) -> None:
-        bytes_max = self._limits.message_bytes_max
-        if num_bytes is None or num_bytes > bytes_max:
+        if num_bytes is None or num_bytes > self._bytes_max:
             raise BodyTooLarge(
-                "body", f"is larger than {bytes_max >> 20} MiB; send fewer or shorter messages"
+                "body", f"is larger than {self._bytes_max >> 20} MiB; send fewer or shorter messages"
             )
 
     def give_back(self) -> None:
         """Idempotent."""
-        self._budget.give_back(self._held_bytes, self._caller)
+        self._memory.give_back(self._caller, self._held_bytes)
         self._held_bytes = 0
 
     async def send(self, message: Message) -> None:
-        """Servers stop reading once an answer is complete: while the body is not, the answer's end waits."""
+        """Send a message. Servers stop reading when an answer is complete, so its end waits for the body."""
         if message["type"] == "http.response.body" and not message.get("more_body") and not self._is_over:
             await self._send({**message, "more_body": True})
             await self._linger()
@@ -208,7 +180,7 @@ class _Body:
         await self._send(message)
 
     async def _linger(self) -> None:
-        """Reads and drops the rest of the body, for a bounded time."""
+        """Read and drop the rest of the body, for at most `LINGER_S`."""
         dropped = 0
         try:
             async with asyncio.timeout(LINGER_S):
@@ -221,7 +193,7 @@ class _Body:
 
 
 def name_caller(scope: Scope, caller: Caller) -> None:
-    """Tells `RequestLimits` whose body is about to be read."""
+    """Tell `RequestLimits` whose body is read next."""
     scope[_CALLER] = caller.name
 
 
@@ -230,17 +202,17 @@ def _ends_body(message: Message) -> bool:
 
 
 async def run_beside(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """The result of work on a body of so many bytes, done on a thread unless the body is small."""
+    """Return the result of work on a body of ``num_bytes``, on a thread unless the body is small."""
     return work() if num_bytes <= PARSE_INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The request's JSON object. Raises `InvalidField`."""
+    """Return the request's JSON object. Raises `InvalidField`."""
     try:
         text = raw.decode()
         body = json.loads(text)
         if _SURROGATE.search(text):
-            # Half of a pair is no character: neither a tokenizer nor an answer can hold it.
+            # An unpaired surrogate is not a character: neither a tokenizer nor an answer can hold it.
             json.dumps(body, ensure_ascii=False).encode()
         if raw.count(b"[") + raw.count(b"{") > DEPTH_MAX and _is_deeper(body, DEPTH_MAX):
             raise RecursionError
@@ -254,7 +226,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def _is_deeper(document: Any, levels: int) -> bool:
-    """Whether lists and objects are nested in more levels. Cost: one look at each value."""
+    """Whether lists and objects are nested more than ``levels`` deep. Visits each value once."""
     level = [document]
     for _ in range(levels):
         level = [

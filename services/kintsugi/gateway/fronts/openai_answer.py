@@ -1,25 +1,19 @@
-"""Asks an engine's OpenAI endpoints, and finds what is ours in their answers.
+"""Sends requests to an engine's OpenAI endpoints, and reads and edits our fields in the answers.
 
-A piece of an answer is a whole response's JSON, or one event of a stream. In both, what is said of the answer
-stands at the top, or, in the events of the Responses API, under `response`.
+A piece of an answer is a whole response's JSON, or one event of a stream. The fields of the answer are at the
+top level of the JSON or, in events of the Responses API, under `response`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from kintsugi.core.backend import EngineBackend
-from kintsugi.core.exchange import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    RESPONSES_PATH,
-    OpenAICall,
-    OpenAIHead,
-    Usage,
-)
+from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead, Usage
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX, find_retention_s
@@ -37,11 +31,11 @@ from kintsugi.store.protocol.callers import Caller, Verb
 
 _DATA, _EVENT = b"data: ", b"event: "
 _OPENINGS = tuple(_EVENT + name for name in (b"response.created\n", b"response.in_progress\n"))
-"""Events that vLLM has ready before a request has its turn."""
+"""Events that vLLM sends before a request is scheduled."""
 _USAGE = b'"usage"'
 _FINISHED = b'"finish_reason":"'
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
-"""Where a usage says how many of the prompt's tokens were cached: in completions, and in responses."""
+"""Fields of a usage that hold the number of cached prompt tokens: in completions, and in responses."""
 _CACHED = tuple(f'"{name}"'.encode() for name in _DETAILS)
 _NOTHING_CACHED = {"cached_tokens": 0, "cache_write_tokens": 0}
 _COUNTED = {
@@ -49,22 +43,25 @@ _COUNTED = {
     COMPLETIONS_PATH: ("prompt",),
     RESPONSES_PATH: ("instructions", "input"),
 }
-"""Fields of a body that its prompt is made of."""
+"""Fields of a body that make up its prompt."""
 _COUNTED_WITHIN = ("content", "text", "contents", "output", "input", "arguments", "summary")
 CHARS_PER_TOKEN = 4
-"""About, of English text: what a prompt costs is estimated before it is tokenised."""
+"""Approximate, for English text: a prompt's cost is estimated before tokenisation."""
 ANSWER_TOKENS_ASSUMED = 256
-"""Length of an answer whose request does not bound it."""
+"""Assumed length of an answer that the request does not bound."""
 ANSWERED = (200, 500)
-"""HTTP statuses with which something may have been generated."""
+"""HTTP statuses after which tokens may have been generated."""
 STREAM_TYPE = "text/event-stream"
 _NAMED = f'"{PARAMS_KEY}"'.encode()
-_TIMED = tuple(f'"{name}"'.encode() for name in TIMES)
+_READ = (_NAMED, _USAGE, _FINISHED, *_CACHED)
+"""Marks of the pieces that are parsed; all others are sent unread."""
 
 
 class OpenAIAsk(Ask[OpenAIHead | bytes]):
     """A request to an OpenAI endpoint, answered by vLLM's own handlers: the head, then pieces of the body.
-    The head alone is no answer yet: vLLM has a stream's ready when the request begins to wait."""
+
+    The head is held back until the first piece: vLLM returns a stream's head before the request is scheduled.
+    """
 
     span_name = "gateway.openai"
 
@@ -75,16 +72,16 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._caller = caller
         priority = call.body.get("priority")
         self.is_negative_priority = isinstance(priority, int) and priority < 0
-        # Before an engine has told what its model can write, a caller's number is not believed.
+        # Until an engine has reported its model's limit, a caller's number is not trusted.
         answer_tokens_max = prompts.tokens_max or ANSWER_TOKENS_ASSUMED
         self.tokens_asked, answer_tokens = estimate_tokens(call.path, call.body, answer_tokens_max)
         self.tokens = self.tokens_asked + answer_tokens
         self._prompts = prompts
         self._call = call
         self._head: OpenAIHead | None = None
-        """Until it has gone out."""
+        """The head, until it is sent."""
         self._opening: list[bytes] = []
-        """Events that go out with the head."""
+        """Events that are sent with the head."""
         self._is_stream = False
         self._is_refused = False
         self._pieces = 0
@@ -99,7 +96,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         own = self._call.params
         params = replace(
             own,
-            # What the engine discovers. Chunks that it missed are filled with what the caller itself says.
+            # For discovered chunks. Missed chunks are filled with the request's own `ttl_s`.
             ttl_s=find_retention_s(self._call.body) if own.ttl_s is None else own.ttl_s,
             timeline=timeline,
             shared=self.privacy.shared,
@@ -118,21 +115,25 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         if self._head is not None and item.startswith(_OPENINGS):
             self._opening.append(item)
             return ()
-        found = accounting_in(item)
-        if found is not None:
+        return (*self._begin(), self._read_piece(item) if any(mark in item for mark in _READ) else item)
+
+    def _read_piece(self, item: bytes) -> bytes:
+        """Note the accounting, usage and finish reasons of a piece; return the piece for the caller."""
+        piece = Piece(item)
+        if (found := piece.accounting) is not None:
             self.accounting = found
-            if self._has_one_prompt:  # of several, the accounting is the first's
-                item = with_cached_tokens_in(item, found)
-        if _USAGE in item or _FINISHED in item:
-            self._note_end(_document(item))
+            if self._has_one_prompt:  # with several prompts, the accounting describes the first one
+                piece.correct_cached_tokens(found)
+        self._usage = piece.usage or self._usage
+        self._finish_reasons += piece.finish_reasons[: ANSWERS_MAX - len(self._finish_reasons)]
         if not self.shows_accounting:
-            item = without_accounting_in(item)
-        elif found is not None and not self.wants_times:
-            item = without_times_in(item)
-        return (*self._begin(), item)
+            piece.remove_accounting()
+        elif not self.wants_times:
+            piece.remove_times()
+        return piece.to_bytes()
 
     def _begin(self) -> Sequence[OpenAIHead | bytes]:
-        """What goes out before the answer's first token, or its error, and has not yet."""
+        """The head and the opening events, unless they were sent."""
         if self._head is None:
             return ()
         begun: list[OpenAIHead | bytes] = [self._head, *self._opening]
@@ -145,26 +146,9 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
     def describe_answer(self) -> Mapping[str, Attribute]:
         return describe_answer(self._usage, self._prompts.model, self.request_id, self._finish_reasons)
 
-    def _note_end(self, document: Any) -> None:
-        """Notes what a piece says of how much was used, and why answers ended."""
-        usage = usage_in(document)
-        self._usage = usage or self._usage
-        answer = _answer_in(document) or {}
-        choices = answer.get("choices")
-        reasons = [
-            choice.get("finish_reason")
-            for choice in (choices if isinstance(choices, list) else ())
-            if isinstance(choice, dict)
-        ]
-        if usage is not None and not reasons:
-            reasons.append(answer.get("status"))
-        for reason in reasons:
-            if isinstance(reason, str) and len(self._finish_reasons) < ANSWERS_MAX:
-                self._finish_reasons.append(reason)
-
     def first_token_s(self, first_s: float) -> float:
-        """A whole response is one event, and its last token is the last of many: the engine tells when the
-        first was there."""
+        """Time to first token. A whole response arrives after its last token, so the engine's own measurement
+        is used for it."""
         ttft_ms = (self.accounting or {}).get("ttft_ms")
         if self._is_stream or not isinstance(ttft_ms, int | float):
             return first_s
@@ -175,7 +159,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
             self.tokens_unused = self.tokens
         elif self._usage is not None:
             self.tokens_unused = self.tokens - self._usage.prompt_tokens - self._usage.completion_tokens
-        elif self._is_stream:  # an event is a token, nearly always
+        elif self._is_stream:  # nearly every event is one token
             self.tokens_unused = self.tokens - self.tokens_asked - self._pieces
         return self._begin()
 
@@ -185,69 +169,103 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         return await self._prompts.learn_texts(self.namespace, self._call.chunk_texts)
 
 
-def accounting_in(piece: bytes) -> Mapping[str, Any] | None:
-    """The accounting in a piece; None if it has none."""
-    holder = None if _NAMED not in piece else _holder(_document(piece))
-    return None if holder is None else holder[PARAMS_KEY]
+class Piece:
+    """A whole response's JSON, or one event of a stream. Parsed once, and encoded again only if changed."""
 
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._before, text = b"", data
+        """What precedes an event's JSON."""
+        if data.startswith((_DATA, _EVENT)):
+            opening, separator, text = data.partition(_DATA)
+            self._before = opening + separator
+        self._document: Any = None
+        """The JSON; None if it cannot be parsed."""
+        with suppress(ValueError):
+            self._document = json.loads(text)
+        document = _mapping(self._document)
+        self._answer = _mapping(document.get("response")) or document
+        self._usage = _mapping(self._answer.get("usage"))
+        self._details = _mapping(next((self._usage[name] for name in _DETAILS if name in self._usage), None))
+        self._is_changed = False
 
-def usage_in(document: Any) -> Usage | None:
-    """The usage that a response or an event has; None if it has none."""
-    usage = _usage_of(document)
-    if usage is None:
+    def to_bytes(self) -> bytes:
+        """The piece as it is sent."""
+        if not self._is_changed:
+            return self._data
+        text = json.dumps(self._document, ensure_ascii=False, separators=(",", ":")).encode()
+        return self._before + text + b"\n\n" if self._before else text
+
+    def _find_holder(self) -> dict[str, Any] | None:
+        """The mapping whose entry `PARAMS_KEY` is the accounting."""
+        for holder in (self._answer, _mapping(self._answer.get("kv_transfer_params"))):
+            if isinstance(holder.get(PARAMS_KEY), dict):
+                return holder
         return None
-    details = _details_of(usage) or {}
-    asked = usage.get("prompt_tokens", usage.get("input_tokens"))
-    answered = usage.get("completion_tokens", usage.get("output_tokens"))
-    counts: list[Any] = [asked, answered or 0, details.get("cached_tokens") or 0]
-    return Usage(*counts) if all(type(count) is int and count >= 0 for count in counts) else None
+
+    @property
+    def accounting(self) -> Mapping[str, Any] | None:
+        """None if the piece has none."""
+        holder = self._find_holder()
+        return None if holder is None else holder[PARAMS_KEY]
+
+    @property
+    def usage(self) -> Usage | None:
+        """None if the piece has none."""
+        asked = self._usage.get("prompt_tokens", self._usage.get("input_tokens"))
+        answered = self._usage.get("completion_tokens", self._usage.get("output_tokens"))
+        counts: list[Any] = [asked, answered or 0, self._details.get("cached_tokens") or 0]
+        return Usage(*counts) if all(type(count) is int and count >= 0 for count in counts) else None
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why answers ended, as far as the piece says so."""
+        choices = self._answer.get("choices")
+        found = [_mapping(one).get("finish_reason") for one in (choices if isinstance(choices, list) else ())]
+        if not found and self.usage is not None:
+            found = [self._answer.get("status")]
+        return [reason for reason in found if isinstance(reason, str)]
+
+    def correct_cached_tokens(self, accounting: Mapping[str, Any]) -> None:
+        """Exclude the tokens that a blend computed from the cached tokens (`tracing.count_cached`)."""
+        reported = self._details.get("cached_tokens")
+        if type(reported) is int and (counted := count_cached(reported, accounting)) != reported:
+            self._details["cached_tokens"] = counted
+            self._is_changed = True
+
+    def remove_times(self) -> None:
+        """Remove the times at which layers were computed, for a caller who did not request them."""
+        holder = self._find_holder()
+        if holder is not None and any(name in holder[PARAMS_KEY] for name in TIMES):
+            holder[PARAMS_KEY] = without_times(holder[PARAMS_KEY])
+            self._is_changed = True
+
+    def remove_accounting(self) -> None:
+        """Remove the accounting and the number of cached tokens, for a caller who may not know what was found
+        in the cache. A piece that cannot be parsed and may hold them becomes empty."""
+        if not any(name in self._data for name in (_NAMED, *_CACHED)):
+            return
+        if self._document is None:
+            self._data = b""
+            return
+        while (holder := self._find_holder()) is not None:
+            del holder[PARAMS_KEY]
+        self._usage.pop("prompt_tokens_details", None)
+        if "input_tokens_details" in self._usage:  # clients of the Responses API require it
+            self._usage["input_tokens_details"] = _NOTHING_CACHED
+        self._is_changed = True
 
 
-def with_cached_tokens_in(piece: bytes, accounting: Mapping[str, Any]) -> bytes:
-    """The piece with cached tokens that leave out what a blend computed (`genai.count_cached`)."""
-    document = _document(piece) if any(name in piece for name in _CACHED) else None
-    details = _details_of(_usage_of(document) or {})
-    if details is None or type(details.get("cached_tokens")) is not int:
-        return piece
-    reported = details["cached_tokens"]
-    details["cached_tokens"] = count_cached(reported, accounting)
-    return piece if details["cached_tokens"] == reported else _encode_like(piece, document)
-
-
-def without_times_in(piece: bytes) -> bytes:
-    """The piece for a caller who did not ask when layers were computed."""
-    if not any(name in piece for name in _TIMED):
-        return piece
-    document = _document(piece)
-    holder = _holder(document)
-    if holder is None:
-        return piece
-    holder[PARAMS_KEY] = without_times(holder[PARAMS_KEY])
-    return _encode_like(piece, document)
-
-
-def without_accounting_in(piece: bytes) -> bytes:
-    """The piece for a caller who may not know what was found in the cache: without the accounting, and
-    without how many of the prompt's tokens were not computed."""
-    if _NAMED not in piece and not any(name in piece for name in _CACHED):
-        return piece
-    document = _document(piece)
-    if document is None:  # nothing can be taken out of it
-        return b""
-    while (holder := _holder(document)) is not None:
-        del holder[PARAMS_KEY]
-    usage = _usage_of(document) or {}
-    usage.pop("prompt_tokens_details", None)
-    if "input_tokens_details" in usage:  # clients of the Responses API count on it
-        usage["input_tokens_details"] = _NOTHING_CACHED
-    return _encode_like(piece, document)
+def _mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object; otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def estimate_tokens(
     path: str, body: Mapping[str, Any], answer_tokens_max: float = float("inf")
 ) -> tuple[int, int]:
-    """About how many tokens the prompts and the answers of a request have. ``answer_tokens_max``: the most
-    that one answer can have, whatever the request asks for."""
+    """Estimate the number of tokens in a request's prompts, and in its answers. ``answer_tokens_max`` bounds
+    each answer, whatever the request specifies."""
     prompt = body.get("prompt") if path == COMPLETIONS_PATH else None
     prompts = len(prompt) if isinstance(prompt, list) and not _is_tokens(prompt) else 1
     asked = sum(_count_tokens(body.get(name)) for name in _COUNTED[path])
@@ -260,7 +278,7 @@ def estimate_tokens(
 
 
 def _count_tokens(content: Any) -> int:
-    """About how many tokens a text has, a list of token ids, or all texts within messages."""
+    """Estimate the number of tokens in a text, a list of token ids, or all texts within messages."""
     if isinstance(content, str):
         return len(content) // CHARS_PER_TOKEN + 1
     if isinstance(content, list):
@@ -271,56 +289,5 @@ def _count_tokens(content: Any) -> int:
 
 
 def _is_tokens(prompt: list[Any]) -> bool:
-    """Whether a list is one prompt of token ids, not several prompts."""
+    """Whether a list is one prompt of token ids rather than several prompts."""
     return all(isinstance(one, int) for one in prompt)
-
-
-def _encode_like(piece: bytes, document: Any) -> bytes:
-    """The document as JSON, as an event of a stream where ``piece`` is one."""
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    before, _ = _split(piece)
-    return before + text + b"\n\n" if before else text
-
-
-def _document(piece: bytes) -> Any:
-    try:
-        return json.loads(_split(piece)[1])
-    except ValueError:
-        return None
-
-
-def _split(piece: bytes) -> tuple[bytes, bytes]:
-    """What stands before an event's JSON, and the rest. Before that of a whole response stands nothing."""
-    if not piece.startswith((_DATA, _EVENT)):
-        return b"", piece
-    before, data, rest = piece.partition(_DATA)
-    return before + data, rest
-
-
-def _answer_in(document: Any) -> dict[str, Any] | None:
-    """The mapping that says what is said of the answer; None if there is none."""
-    if not isinstance(document, dict):
-        return None
-    response = document.get("response")
-    return response if isinstance(response, dict) else document
-
-
-def _usage_of(document: Any) -> dict[str, Any] | None:
-    usage = (_answer_in(document) or {}).get("usage")
-    return usage if isinstance(usage, dict) else None
-
-
-def _details_of(usage: Mapping[str, Any]) -> dict[str, Any] | None:
-    details = next((usage[name] for name in _DETAILS if name in usage), None)
-    return details if isinstance(details, dict) else None
-
-
-def _holder(document: Any) -> dict[str, Any] | None:
-    """The mapping whose entry `PARAMS_KEY` is the accounting; None if there is none."""
-    answer = _answer_in(document)
-    if answer is None:
-        return None
-    for holder in (answer, answer.get("kv_transfer_params")):
-        if isinstance(holder, dict) and isinstance(holder.get(PARAMS_KEY), dict):
-            return holder
-    return None

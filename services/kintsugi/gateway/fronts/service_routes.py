@@ -1,6 +1,7 @@
-"""Routes of HTTP that tell about the service and need no engine: the models and their names, where the chunks
-of a prompt lie and what happens to chunks (for routers), and what runs (for `kintsugi status`; what concerns
-all tenants needs the permission for metrics).
+"""HTTP routes that need no answer of an engine.
+
+Clients list models. Routers find the shards that hold a prompt's chunks, and read chunk events. `kintsugi
+status` reads the state of the service; its cross-tenant fields need the metrics permission.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Send
 
 from kintsugi import __version__
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.fronts.errors import Problem, http_status_of
+from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.limits import run_beside
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
@@ -32,9 +34,9 @@ from kintsugi.store.protocol.chunk_events import ChunkEvent
 
 EVENTS_DEFAULT = 100
 PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLETIONS_PATH}
-"""The fields of a residency request that are a prompt, and where such a prompt is sent to be answered."""
+"""Fields of a residency request that hold a prompt, and the path that answers such a prompt."""
 NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
-"""Fields of a residency request that say which chunks are meant; one of them is given."""
+"""Fields of a residency request that name its chunks; exactly one must be set."""
 MODELS_PATH = "/v1/models"
 SERVICE_PATH = "/v1/kintsugi/service"
 
@@ -53,29 +55,25 @@ Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf
 
 
 def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
-    """``receive`` authenticates and parses a request, which has a place while its block runs; of a GET the
-    body is what its query narrows the namespace by."""
+    """``receive`` authenticates and parses a request, which has a slot while the block runs. The body of a
+    GET request is the query's fields that narrow the namespace."""
 
     def serve(
         path: str,
-        answer: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]],
+        describe: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]],
         verb: str,
         *,
-        keeps_place: bool = True,
+        keeps_slot: bool = True,
     ) -> Route:
-        async def handle(request: Request) -> Response:
-            served = ServedRequest(path, request.headers, gateway.metrics.http, 200, audit=gateway.audit)
-            try:
-                with served.record(http_status_of):
-                    async with AsyncExitStack() as place:
-                        asked = await place.enter_async_context(receive(request, served))
-                        if not keeps_place:
-                            await place.aclose()
-                        return JSONResponse(await answer(asked, request))
-            except Exception as error:  # noqa: BLE001  # `record` has logged it
-                return Problem.of(error, served.request_id).response()
+        async def answer(request: Request, served: ServedRequest, send: Send) -> None:
+            async with AsyncExitStack() as slot:
+                asked = await slot.enter_async_context(receive(request, served))
+                if not keeps_slot:
+                    await slot.aclose()
+                response = JSONResponse(await describe(asked, request))
+            await response(request.scope, request.receive, send)
 
-        return Route(path, handle, methods=[verb])
+        return Route(path, Endpoint(gateway, answer), methods=[verb])
 
     async def find_residency(asked: AskedOf, request: Request) -> dict[str, Any]:
         chunks, keys, call = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
@@ -98,13 +96,13 @@ def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
 
     return [
         serve(RESIDENCY_PATH, find_residency, "POST"),
-        # Readers that wait have a bound of their own.
-        serve(EVENTS_PATH, list_events, "GET", keeps_place=False),
+        # `EventReaders` limits the readers that wait.
+        serve(EVENTS_PATH, list_events, "GET", keeps_slot=False),
     ]
 
 
 def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:
-    """The answer of `RESIDENCY_PATH`. `shards` adds up resident tokens by where they lie."""
+    """Return the answer of `RESIDENCY_PATH`. `shards` has the number of resident tokens of each shard."""
     shards: dict[str, int] = {}
     for one in found:
         if one.source is not None:
@@ -145,20 +143,21 @@ def describe_event(namespace: str, event: ChunkEvent) -> dict[str, Any]:
 
 
 def _host_of(address: str) -> str:
-    """The host in `host:port`; an address of another form, such as a socket's, as it is."""
+    """Return the host of `host:port`; an address of another form, such as a socket's, is returned
+    unchanged."""
     return address.rpartition(":")[0].strip("[]") or address
 
 
 def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey], OpenAICall | None]:
-    """The chunks that a residency request means. Raises `InvalidField`.
+    """Return the segments and keys that a residency request names. Raises `InvalidField`.
 
-    Of a prompt, those that are marked or whose texts are known here. In a prompt without such an engine looks
-    for stored chunks at every offset, as it does to answer it: this call is for it.
+    The segments of a prompt are its marked chunks and the texts that are known here. For a prompt without
+    any, the third result is the call with which an engine looks for stored chunks at every offset.
     """
     named = [name for name in NAMED_BY if asked.body.get(name) is not None]
     if len(named) != 1:
         raise InvalidField(
-            "body", f"must have one of {', '.join(NAMED_BY)}, and has {', '.join(named) or 'none'}"
+            "body", f"must have one of {', '.join(NAMED_BY)}, but has {', '.join(named) or 'none'}"
         )
     (name,) = named
     value = asked.body[name]
@@ -186,7 +185,7 @@ def _number(text: str | None, name: str, default: float) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < 1e9:
-        raise InvalidField(name, f"{text[:40]!r} is no number of 0 or more")
+        raise InvalidField(name, f"{text[:40]!r} must be a non-negative number")
     return number
 
 
@@ -209,7 +208,7 @@ def model_routes(gateway: Gateway, identify: Callable[[Request], Caller]) -> lis
 
 
 def describe_model(info: EngineInfo) -> dict[str, Any]:
-    """One entry of the list. `root`, as vLLM has it, is the checkpoint that `id` stands for."""
+    """Return an entry of the list. `root` is the checkpoint of the model `id`, as in vLLM's list."""
     return {
         "id": info.model,
         "object": "model",
@@ -231,12 +230,11 @@ def describe_model(info: EngineInfo) -> dict[str, Any]:
 
 
 async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
-    """JSON form. What concerns everybody is None for a caller who may not see it: ``store``, ``answers``,
-    and of discovery ``tokens_discovered`` and ``discovering``, the namespaces in which it is on."""
+    """Describe the service as JSON. The cross-tenant fields ``store``, ``answers``, ``tokens_discovered`` and
+    ``discovering`` (the namespaces with discovery) are None for a caller who may not see them."""
     sees_all = gateway.access.sees_all(caller)
-    engines, store = await asyncio.gather(
-        _describe_engines(gateway), _describe_store(gateway) if sees_all else _withhold()
-    )
+    describe_store = _describe_store(gateway) if sees_all else asyncio.sleep(0, None)
+    engines, store = await asyncio.gather(_describe_engines(gateway), describe_store)
     return {
         "version": __version__,
         "time_s": time.time(),
@@ -254,12 +252,8 @@ def describe_caller(caller: Caller) -> dict[str, Any]:
     return {"name": caller.name, "namespaces": list(caller.namespaces), "verbs": sorted(caller.verbs)}
 
 
-async def _withhold() -> None:
-    return None
-
-
 async def _describe_engines(gateway: Gateway) -> dict[str, Any]:
-    """Any one engine: they are alike."""
+    """Describe one engine; all serve the same model."""
     try:
         info = await gateway.recent_info.get()
     except KintsugiError as error:

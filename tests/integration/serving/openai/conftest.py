@@ -22,7 +22,7 @@ from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, la
 from kintsugi.engine.openai.options import OpenAIOptions
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.fronts.openai_answer import accounting_in
+from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
 from kintsugi.gateway.texts.segments import Segment
@@ -54,7 +54,7 @@ class NotingEngine(AsyncEngine):
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
         async with aclosing(super().openai(call)) as pieces:
             async for piece in pieces:
-                found = None if isinstance(piece, OpenAIHead) else accounting_in(piece)
+                found = None if isinstance(piece, OpenAIHead) else Piece(piece).accounting
                 if found is not None:
                     self.accountings.append(found)
                 yield piece

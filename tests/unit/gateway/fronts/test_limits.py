@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.errors import Problem
-from kintsugi.gateway.fronts.limits import RequestLimits, RequestSlots
+from kintsugi.gateway.fronts.limits import Quota, RequestLimits, request_slots
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.store.protocol import callers
 
@@ -108,24 +108,24 @@ def test_memory_of_an_abandoned_request_is_given_back() -> None:
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         with pytest.raises(ResourceExhausted):
-            limited._budget.take(GatewayLimits().messages_bytes_max + 1)
-        limited._budget.take(GatewayLimits().messages_bytes_max)
+            limited._memory.take("", GatewayLimits().messages_bytes_max + 1)
+        limited._memory.take("", GatewayLimits().messages_bytes_max)
 
     asyncio.run(body())
 
 
-def fill(places: RequestSlots, name: str, stack: ExitStack) -> int:
+def fill(places: Quota, name: str, stack: ExitStack) -> int:
     """How many places a caller gets who asks until it is refused."""
     for held in range(10_000):
         try:
-            stack.enter_context(places.hold(callers.Caller(name, ("*",))))
+            stack.enter_context(places.hold(name))
         except ResourceExhausted:
             return held
     raise AssertionError("places have no end")
 
 
 def test_a_caller_leaves_places_to_others() -> None:
-    places = RequestSlots(512, shared=True)
+    places = request_slots(512, shared=True)
     with ExitStack() as stack:
         assert [fill(places, f"greedy {number}", stack) for number in range(4)] == [384, 96, 24, 6]
         assert fill(places, "greedy 0", stack) == 0
@@ -135,7 +135,7 @@ def test_a_caller_leaves_places_to_others() -> None:
 
 def test_callers_who_cannot_be_told_apart_share_all_places() -> None:
     with ExitStack() as stack:
-        assert fill(RequestSlots(5, shared=False), "anyone", stack) == 5
+        assert fill(request_slots(5, shared=False), "anyone", stack) == 5
 
 
 def test_one_callers_bodies_leave_memory_for_others() -> None:
