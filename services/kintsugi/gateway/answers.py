@@ -1,13 +1,13 @@
-"""The one way from a request to its answer, whichever front end it came through.
+"""The answer pipeline, which takes every request of both front ends to its answer.
 
-A front end makes an `Ask`, sends on the events that `AnswerPipeline.stream` yields, and does nothing else.
-The pipeline counts answers under way, opens spans, asks an engine (and another one, if the first is gone
-before it answered), measures the time to the first event, gives the accounting to metrics and spans, and
-hands on missed chunks to be filled. Before that it takes the request's share of gateway and engines.
+A front end makes an `Ask` and forwards the events that `AnswerPipeline.stream` yields. The pipeline takes the
+request's share of the gateway and engines, opens spans, sends the request to an engine (and to another one if
+the first becomes unavailable before it answers), measures the time to the first event, records the accounting
+in metrics and spans, and passes missed chunks to the filler.
 
-Where a namespace's privacy asks for it, the answer is padded, so that its timing does not tell what was found
-in the cache: the first token leaves at the next multiple of a time step, and everything behind it as much
-later as the first token is (docs/adr/0011).
+If a namespace's privacy requires it, the answer is padded so that its timing does not reveal what was found
+in the cache: the first token is sent at the next multiple of a time step, and later events are delayed by the
+same time (docs/adr/0011).
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ from kintsugi.gateway.tracing import Attribute, Timelines, TraceSpan, add_layers
 log = logging.getLogger("kintsugi.gateway")
 
 ATTEMPTS = 2
-"""Engines that are asked, one after the other, for an answer that has not begun."""
+"""Maximum number of engines that are tried, one after the other, for an answer that has not begun."""
 RETRY_WAIT_S = 0.05
 TALLY_MAX = 64
-"""Reasons that are counted apart; further ones are counted together."""
+"""Maximum number of reasons that are counted separately; further ones are counted together."""
 FOLLOW_UPS_MAX = 64
-"""Answers whose missed chunks are being found; misses of further ones are dropped."""
+"""Maximum number of answers whose missed chunks are being determined; misses of further ones are dropped."""
 
 Event = TypeVar("Event")
 PENDING_MAX = 65_536
-"""Events of one answer that are ready and wait for their time."""
+"""Maximum number of delayed events of one answer."""
 
 
 class Ask(ABC, Generic[Event]):
-    """What one request asks of the engines, and how their answer is read. Used for one answer, and holds what
-    was read of it."""
+    """One request to the engines, and the state of its answer."""
 
     span_name: ClassVar[str]
     """Name of the request's span."""
@@ -60,52 +59,52 @@ class Ask(ABC, Generic[Event]):
         """``trace``: the W3C headers that came with the request."""
         self.metrics = metrics
         self.is_counted = True
-        """Whether the answer counts among those that the service reports."""
+        """Whether the metrics and the service's tally include the answer."""
         self.method = method
         self.namespace = namespace
         self.request_id = request_id
         self.trace = trace
         self.ttl_s: float | None = None
-        """How long chunks are kept at most that are stored because the request missed them."""
+        """Maximum lifetime of chunks that are stored because the request missed them; None: no limit."""
         self.wants_times = False
-        """Whether the caller wants to know when each layer was computed."""
+        """Whether the caller requests the times at which layers were computed."""
         self.accounting: Mapping[str, Any] | None = None
-        """What the engine reported, once that was read."""
+        """The engine's accounting; None until it is read."""
         self.tokens = 0
-        """About how many tokens prompt and answer have, once the request is prepared."""
+        """Estimated number of tokens of prompt and answer, set by `prepare` at the latest."""
         self.tokens_asked = 0
-        """About how many of `tokens` the prompt has."""
+        """Part of `tokens` that is the prompt's."""
         self.tokens_unused = 0
-        """How many of `tokens` the answer did not need, once it has ended."""
+        """Part of `tokens` that the answer did not need, set when it ends."""
         self.is_negative_priority = False
         """Whether the request goes before those that wait for an engine."""
         self.privacy = NO_PRIVACY
-        """What its answer may reveal."""
+        """The privacy of its namespace."""
         self.hides_chunks = False
         """Whether the namespace's privacy hides from the caller which chunks are known."""
         self.shows_accounting = True
         """Whether the caller may know what was found in the cache."""
         self.sent_s = 0.0
-        """Time from the request's arrival until an engine was asked."""
+        """Time from the request's arrival until it was sent to an engine."""
         self.delay_s: float | None = None
-        """By how much every event of the answer is late; None until that is known."""
+        """Delay of every event of the answer; None until it is known."""
 
     def authorize(self) -> None:
         """Raises `PermissionDenied`."""
         return
 
     def describe_request(self) -> Mapping[str, Attribute]:
-        """Attributes of the request's span, before it is answered."""
+        """Return the attributes of the request's span that are known before the answer."""
         return {}
 
     def describe_answer(self) -> Mapping[str, Attribute]:
-        """Further ones, once it has been answered."""
+        """Return the attributes of the request's span that are known after the answer."""
         return {}
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Event]:
-        """Makes the request ready for an engine; the events that go out before the answer.
+        """Prepare the request for an engine. Return the events that are sent before the answer.
 
-        Raises what the caller is refused with.
+        Raises the error that refuses the request.
         """
         return ()
 
@@ -113,47 +112,52 @@ class Ask(ABC, Generic[Event]):
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
     ) -> AsyncGenerator[Any, None]:
-        """Asks an engine, with ``trace`` as headers. ``timeline``: it reports when layers were computed."""
+        """Send the request to an engine. ``timeline``: the engine reports when it computed each layer.
+        ``trace``: W3C headers."""
 
     @abstractmethod
     def read(self, item: Any) -> Sequence[Event]:
-        """The events that the caller gets for an item of the engine's answer. The first one begins it."""
+        """Return the events that the caller receives for an item of the engine's answer."""
 
     def delay(self, first_s: float) -> None:
-        """Decides how late the answer is, at its first event."""
+        """Set the answer's delay. ``first_s`` is the time to the first event."""
         self.delay_s = 0.0
         if self.privacy.pads:
             self.delay_s = padding_s(self.first_token_s(first_s), self.privacy.step_s(self.tokens_asked))
 
+    def observe_first(self, first_s: float) -> None:
+        """Record the time to the first event in the metrics."""
+        if self.is_counted:
+            self.metrics.observe_first(self.method, first_s)
+
     def first_token_s(self, first_s: float) -> float:
-        """Time to the first token of an answer whose first event came after ``first_s``."""
+        """Return the time to the first token of an answer whose first event came after ``first_s``."""
         return first_s
 
     async def learn(self) -> None:
-        """Remembers what the request named. Called once an engine has accepted it, after its first event."""
+        """Remember the chunks that the request names. Called after the first item of the engine's answer."""
         return
 
     @abstractmethod
     def finish(self, first_s: float) -> Sequence[Event]:
-        """The last events, once the engine has ended; ``first_s`` is the time to the first event.
+        """Return the last events, after the engine's last item. ``first_s`` is the time to the first event.
 
-        Raises `Unavailable` for an answer that is not complete.
+        Raises `Unavailable` for an incomplete answer.
         """
 
     @abstractmethod
     async def find_missed(self) -> Sequence[ToSave]:
-        """The chunks of which the engine may have lacked some; none for a caller who may not store chunks.
-        Raises `KintsugiError`."""
+        """Return the chunks some of which the engine may have missed; none if the caller may not store
+        chunks. Raises `KintsugiError`."""
 
 
 class AnswerTally:
-    """How many answers were blended since the gateway started, and why the others were not."""
+    """Counts of the answers since the gateway's start, by outcome and reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
         self.tokens_discovered = 0
-        """Tokens that were hit although their request did not declare their chunks, which may have been
-        discovered or put."""
+        """Number of hit tokens of chunks that the request did not declare; these were discovered or put."""
 
     def count(self, accounting: Mapping[str, Any]) -> None:
         """``accounting`` is empty if the engine reported nothing."""
@@ -166,7 +170,7 @@ class AnswerTally:
         self.tokens_discovered += int(accounting.get("tokens_discovered", 0))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """JSON form, the most frequent first."""
+        """Return the counts as JSON, the most frequent first."""
         return [
             {"outcome": outcome, "reason": reason, "count": count}
             for (outcome, reason), count in self._counts.most_common()
@@ -174,33 +178,33 @@ class AnswerTally:
 
 
 class AnswerPipeline:
-    """Answers asks. For one event loop."""
+    """Streams the answers to requests. For one event loop."""
 
     def __init__(
         self, backend: EngineBackend, filler: Filler | None = None, shares: FairShares | None = None
     ) -> None:
-        """``filler`` is given missed chunks; None: misses are not followed up."""
+        """``filler`` receives missed chunks; None: misses are ignored."""
         self._backend = backend
         self._shares = shares or FairShares()
         self._filler = filler
         self._timelines = Timelines()
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.under_way = 0
-        """Answers that an engine is asked for or gives."""
+        """Number of answers that are being prepared or sent."""
         self.tally = AnswerTally()
 
     def stream(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
-        """The answer's events as they come, or as late as its namespace's privacy has them. Closing the
-        generator ends the work in the engine.
+        """Stream the answer's events, delayed if the namespace's privacy requires it. Closing the generator
+        ends the work in the engine.
 
-        Raises what `Ask.prepare` and the engine raise, `ResourceExhausted` beyond the namespace's share, and
-        `Unavailable` for an answer that breaks off.
+        Raises the errors of `Ask.prepare` and of the engine, `ResourceExhausted` beyond the namespace's
+        share, and `Unavailable` for an incomplete answer.
         """
         events = self._answer(ask)
         return pad_events(events, lambda: ask.delay_s) if ask.privacy.pads else events
 
     async def _answer(self, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
-        """The events as they come; `ask.delay_s` is set before the first that an engine caused."""
+        """Stream the events without a delay. `ask.delay_s` is set before the first event of the engine."""
         began_s, first_s, is_accepted = time.perf_counter(), 0.0, False
         with span(ask.span_name, ask.trace) as request:
             request.set("kintsugi.namespace", ask.namespace)
@@ -221,11 +225,13 @@ class AnswerPipeline:
                                     for event in ask.read(item):
                                         if not first_s:
                                             first_s = time.perf_counter() - began_s
-                                            ask.metrics.observe_first(ask.method, first_s)
                                             ask.delay(first_s)
+                                            ask.observe_first(first_s)
                                         with place.lend():
                                             yield event
-                                    if not is_accepted:  # the first event does not wait for a disk
+                                    if (
+                                        not is_accepted
+                                    ):  # after the first event, which must not wait for a disk
                                         is_accepted = True
                                         await ask.learn()
                             break
@@ -236,7 +242,7 @@ class AnswerPipeline:
                                 raise
                             log.info("request %s is sent again: %s", ask.request_id, error)
                         await asyncio.sleep(RETRY_WAIT_S)
-                    place.release()  # the last events may wait for a caller that does not read
+                    place.release()  # a caller may read the last events late
                     if not first_s:
                         first_s = time.perf_counter() - began_s
                         ask.delay(first_s)
@@ -251,16 +257,17 @@ class AnswerPipeline:
         self._follow_up(ask)
 
     def _count(self, ask: Ask[Any], accounting: Mapping[str, Any]) -> None:
-        ask.metrics.count_accounting(accounting)
         if ask.is_counted:
+            ask.metrics.count_accounting(accounting)
             self.tally.count(accounting)
 
     @asynccontextmanager
     async def _take_share(
         self, ask: Ask[Event], trace: TraceSpan
     ) -> AsyncIterator[tuple[Sequence[Event], EnginePlace]]:
-        """Holds the request's share of gateway and engines while the block runs: the events that go out
-        before the answer, and the place at the engines. Raises what the caller is refused with."""
+        """Hold the request's share of the gateway and engines while the block runs. Yields the events that
+        are sent before the answer, and the place at the engines. Raises the error that refuses the
+        request."""
         ask.authorize()
         with self._shares.admit(ask.namespace):
             before = await ask.prepare(trace)
@@ -283,7 +290,7 @@ class AnswerPipeline:
                 self._filler.wake()
 
     def _follow_up(self, ask: Ask[Any]) -> None:
-        """Has the chunks of an answer looked up that it may have lacked."""
+        """Pass the chunks that an answer may have missed to the filler, in the background."""
         if self._filler is None or ask.accounting is None or not may_have_missed(ask.accounting):
             return
         if len(self._follow_ups) < FOLLOW_UPS_MAX:
@@ -298,7 +305,7 @@ class AnswerPipeline:
             log.info("misses of request %s are not filled: %s", ask.request_id, error)
 
     async def close(self) -> None:
-        """Ends what follows up on misses. Idempotent."""
+        """Cancel the follow-ups of misses. Idempotent."""
         tasks = list(self._follow_ups)
         for task in tasks:
             task.cancel()
@@ -306,7 +313,7 @@ class AnswerPipeline:
 
 
 def may_have_missed(accounting: Mapping[str, Any]) -> bool:
-    """Whether a prompt had chunks that the engine did not load, as far as its accounting tells."""
+    """Return whether, by its accounting, a prompt may have had chunks that the engine did not load."""
     return bool(
         accounting.get("chunks_missed")
         or accounting.get("tokens_missed")
@@ -316,7 +323,7 @@ def may_have_missed(accounting: Mapping[str, Any]) -> bool:
 
 
 def padding_s(first_token_s: float, step_s: float) -> float:
-    """How late a first token is that leaves at a multiple of the step."""
+    """Return the delay with which a first token is sent at a multiple of the step."""
     if step_s <= 0:
         return 0.0
     return max(1, math.ceil(first_token_s / step_s)) * step_s - first_token_s
@@ -327,8 +334,8 @@ async def pad_events(
     delay_s: Callable[[], float | None],
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncGenerator[Event, None]:
-    """Yields the events ``delay_s()`` later than they come; while it is None they wait. An error passes at
-    once unless events wait before it. Closing the generator closes ``events``."""
+    """Yield the events with a delay of ``delay_s()``; while it is None they wait. An error is raised after
+    the events before it. Closing the generator closes ``events``."""
     ready: asyncio.Queue[tuple[float, Event] | BaseException | None] = asyncio.Queue(PENDING_MAX)
 
     async def read() -> None:
@@ -336,7 +343,7 @@ async def pad_events(
             async with aclosing(events) as source:
                 async for event in source:
                     await ready.put((clock(), event))
-        except asyncio.CancelledError as error:  # by the source itself, or below: then nobody waits
+        except asyncio.CancelledError as error:  # by the source, or below when the generator is closed
             with suppress(asyncio.QueueFull):
                 ready.put_nowait(error)
             raise

@@ -67,10 +67,8 @@ class Remembered:
         self.saver.times.note(namespace, erased_at_s)
         self.saver.drop_erased(namespace, keys, erased_at_s)
         self.resolver.forget(namespace, keys)
-        if self.filler is not None and keys is None:
-            self.filler.forget_namespace(namespace)
-        elif self.filler is not None:
-            self.filler.forget(namespace, list(keys or ()))
+        if self.filler is not None:
+            self.filler.forget(namespace, keys)
 
 
 class Eraser(Repeating):

@@ -1,8 +1,8 @@
-"""Fills misses: chunks that requests lacked are prefilled in the background, so that later requests hit them.
+"""Fills misses: chunks that requests missed are prefilled in the background, so that later requests hit them.
 
-`FillQueue` decides, without clock or I/O, which misses to fill (by default those that are seen for the second
-time: most texts of a chat are seen once), when (while no answer is under way, or after `patience_s`), and
-when to give up. `Filler` asks the store which chunks are missing and has the engines save them.
+`FillQueue` decides, without clock or I/O, which misses to fill (by default on the second miss, because most
+texts of a chat occur once), when (while no answer is being generated, or after `patience_s`), and when to
+give up. `Filler` asks the store which chunks are missing, and the engines to save them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,42 +27,43 @@ from kintsugi.gateway.saves import Saver, ToSave
 log = logging.getLogger(__name__)
 
 FILL_PRIORITY = 1000
-"""vLLM's priority: behind everything that a caller waits for."""
+"""vLLM's priority of fills: after every request that a caller waits for."""
 
 Address = tuple[str, ChunkKey]
 
 
 @dataclass(frozen=True)
 class FillConfig:
-    """How eagerly misses are filled."""
+    """When and how misses are filled."""
 
     sights: int = 2
-    """Number of requests that have to miss a chunk before it is filled."""
+    """Number of misses after which a chunk is filled."""
     queue_max: int = 1024
-    """Maximum number of chunks that wait; further misses are dropped, and counted again when they recur."""
+    """Maximum number of waiting chunks; further misses are dropped, and counted again when they recur."""
     queue_tokens_max: int = 4 << 20
-    """Maximum number of tokens in all chunks that wait."""
+    """Maximum number of tokens of all waiting chunks."""
     sighted_max: int = 100_000
     """Maximum number of chunks whose misses are counted."""
     batch: int = 4
-    """Chunks saved at a time. A request that arrives meanwhile may have to wait for them."""
+    """Chunks in one save. A request that arrives meanwhile may wait for them."""
     patience_s: float = 30.0
-    """How long a chunk waits for an idle moment; after that it is filled between requests."""
+    """Maximum time for which a chunk waits until no answer is being generated."""
     failures_max: int = 3
-    """Failed saves after which a chunk is given up until it is forgotten."""
+    """Number of failed saves after which a chunk is no longer tried, until its counts are forgotten."""
 
 
 class MissDecision(StrEnum):
-    """What is done about one miss; also a metric's label."""
+    """The decision on one miss; also a metric's label."""
 
     COUNTED = "counted"
-    """It has been missed too few times so far."""
+    """The chunk was not missed often enough yet."""
     QUEUED = "queued"
     DUPLICATE = "duplicate"
-    """It is waiting or being filled already."""
+    """The chunk is waiting or being filled."""
     FULL = "full"
-    """The queue, or that of all chunks to be saved, is full. The next miss tries again."""
+    """The queue of fills or the queue of saves is full. The next miss tries again."""
     GIVEN_UP = "given_up"
+    """Too many saves of the chunk failed."""
 
 
 @dataclass
@@ -70,32 +71,29 @@ class _Sighted:
     sights: int = 0
     failures: int = 0
     ttl_s: float | None = 0.0
-    """The longest lifetime that a request which missed it allows; None: no bound."""
+    """The longest lifetime of the requests that missed it; None: no limit."""
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    tokens: TokenIds
-    since_s: float
-    ttl_s: float | None
-    asked_at_s: float
-    """When the last request missed it, as in `ChunkManifest`."""
+class Miss:
+    """A missed chunk."""
 
-
-@dataclass(frozen=True)
-class _Unchecked:
     tokens: TokenIds
     ttl_s: float | None
+    """Lifetime of the chunk after its save, in seconds; None: no limit."""
     asked_at_s: float
+    """Time of the last request that missed it, as in `ChunkManifest`."""
+    since_s: float = 0.0
+    """Time since when it waits in the queue."""
 
 
 class FillQueue:
-    """The misses to fill. Everything it holds is bounded; its caller passes the time."""
+    """The misses to fill. All its contents are bounded; its caller passes the time."""
 
     def __init__(self, config: FillConfig | None = None) -> None:
         self.config = config or FillConfig()
         self._sighted: OrderedDict[Address, _Sighted] = OrderedDict()
-        self._waiting: OrderedDict[Address, _Waiting] = OrderedDict()
+        self._waiting: OrderedDict[Address, Miss] = OrderedDict()
         self._waiting_tokens = 0
         self._running: set[Address] = set()
 
@@ -110,8 +108,8 @@ class FillQueue:
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> MissDecision:
-        """Counts a miss and queues the chunk if it is due. It is kept for the longest ``ttl_s`` of the
-        requests that missed it until then."""
+        """Count a miss, and queue the chunk if it was missed often enough. The chunk's lifetime is the
+        longest ``ttl_s`` of its misses so far."""
         if address in self._waiting or address in self._running:
             return MissDecision.DUPLICATE
         sighted = self._remember(address)
@@ -124,46 +122,35 @@ class FillQueue:
         full = len(self._waiting) >= self.config.queue_max
         if full or self._waiting_tokens + len(tokens) > self.config.queue_tokens_max:
             return MissDecision.FULL
-        self._waiting[address] = _Waiting(tokens, now_s, sighted.ttl_s, asked_at_s)
+        self._waiting[address] = Miss(tokens, sighted.ttl_s, asked_at_s, now_s)
         self._waiting_tokens += len(tokens)
         return MissDecision.QUEUED
 
     def due_in_s(self, idle: bool, now_s: float) -> float | None:
-        """Seconds until a chunk should be filled, 0 for now; None if nothing waits."""
+        """Return the time in seconds until a chunk should be filled; None if the queue is empty."""
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
         return 0.0 if idle else max(0.0, oldest.since_s + self.config.patience_s - now_s)
 
-    @property
-    def next_ttl_s(self) -> float | None:
-        """The lifetime of the next batch's chunks; None: no bound."""
-        return next((one.ttl_s for one in self._waiting.values()), None)
-
-    @property
-    def next_asked_at_s(self) -> float:
-        """When the next batch's first chunk was asked for."""
-        return next((one.asked_at_s for one in self._waiting.values()), 0.0)
-
-    def take(self) -> list[tuple[Address, TokenIds]]:
-        """The next batch, all of one namespace and lifetime. Each chunk ends with `complete_chunk` or
-        `drop_chunk`."""
+    def take(self) -> list[tuple[Address, Miss]]:
+        """Remove and return the next batch, whose chunks have one namespace and one lifetime. Call
+        `complete_chunk` or `drop_chunk` for each of them."""
         if not self._waiting:
             return []
-        namespace, ttl_s = next(iter(self._waiting))[0], self.next_ttl_s
-        alike = [a for a, one in self._waiting.items() if a[0] == namespace and one.ttl_s == ttl_s]
+        (namespace, _), first = next(iter(self._waiting.items()))
+        alike = [a for a, one in self._waiting.items() if a[0] == namespace and one.ttl_s == first.ttl_s]
         chosen = alike[: self.config.batch]
         self._running.update(chosen)
         return [(address, self._dequeue(address)) for address in chosen]
 
-    def _dequeue(self, address: Address) -> TokenIds:
-        """Removes a chunk from the queue; its tokens."""
-        tokens = self._waiting.pop(address).tokens
-        self._waiting_tokens -= len(tokens)
-        return tokens
+    def _dequeue(self, address: Address) -> Miss:
+        miss = self._waiting.pop(address)
+        self._waiting_tokens -= len(miss.tokens)
+        return miss
 
     def complete_chunk(self, address: Address, saved: bool) -> None:
-        """Ends a chunk that was taken. One that failed has to be missed again before it is tried again."""
+        """End the fill of a chunk that was taken. A chunk that failed is tried again after further misses."""
         self._running.discard(address)
         if saved:
             self._sighted.pop(address, None)
@@ -173,7 +160,7 @@ class FillQueue:
         sighted.sights = 0
 
     def _remember(self, address: Address) -> _Sighted:
-        """The chunk's counts; it becomes the last to be forgotten."""
+        """Return the chunk's counts, and make them the last to be forgotten."""
         sighted = self._sighted.setdefault(address, _Sighted())
         self._sighted.move_to_end(address)
         if len(self._sighted) > self.config.sighted_max:
@@ -181,21 +168,18 @@ class FillQueue:
         return sighted
 
     def drop_chunk(self, address: Address) -> None:
-        """Ends a chunk that was taken and found no room. It has not failed: its next miss queues it."""
+        """End the fill of a chunk for which the queue of saves had no room. Its next miss queues it again."""
         self._running.discard(address)
 
     def known(self) -> set[Address]:
-        """The chunks that wait, and those whose misses are counted."""
+        """Return the waiting chunks, and the chunks whose misses are counted."""
         return {*self._waiting, *self._sighted}
 
     def forget(self, address: Address) -> None:
-        """Forgets a chunk that was deleted, and its misses."""
+        """Forget a chunk and its misses."""
         if address in self._waiting:
             self._dequeue(address)
         self._sighted.pop(address, None)
-
-
-Observe = Callable[[str], None]
 
 
 class Filler:
@@ -207,16 +191,17 @@ class Filler:
         saver: Saver,
         idle: Callable[[], bool],
         config: FillConfig | None = None,
-        observe: Observe = lambda verdict: None,
+        observe: Callable[[str], None] = lambda event: None,
     ) -> None:
-        """``idle``: whether no answer is under way. ``observe`` is called with each decision and outcome."""
+        """``idle`` returns whether no answer is being generated. ``observe`` is called with each decision and
+        outcome."""
         self.queue = FillQueue(config)
         self._copies = copies
         self._saver = saver
         self._idle = idle
         self._observe = observe
-        self._unchecked: OrderedDict[Address, _Unchecked] = OrderedDict()
-        """Chunks of requests that missed some of them; the store is asked which."""
+        self._unchecked: dict[Address, Miss] = {}
+        """Chunks of requests that missed some of their chunks; the store has not been asked yet which."""
         self._unchecked_tokens = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -225,39 +210,40 @@ class Filler:
         self._task = asyncio.create_task(self._run(), name="kintsugi-fill")
 
     def suspect(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None = None) -> None:
-        """Looks up chunks of which a request lacked some, and fills the missing ones when they are due, to be
-        kept for ``ttl_s`` at most."""
+        """Look up chunks some of which a request missed, and fill the missing ones when they are due.
+        ``ttl_s``: maximum lifetime of the stored chunks, in seconds."""
         asked_at_s = self._saver.times.now(namespace)
+        config = self.queue.config
         for key, tokens in chunks:
-            room = self.queue.config.queue_tokens_max - self._unchecked_tokens
-            if (known := self._unchecked.get((namespace, key))) is not None:
-                self._unchecked[namespace, key] = _Unchecked(
-                    tokens, longest_ttl(known.ttl_s, ttl_s), asked_at_s
-                )
-                continue
-            if len(self._unchecked) >= self.queue.config.queue_max or len(tokens) > room:
+            address = (namespace, key)
+            if (known := self._unchecked.get(address)) is not None:
+                self._unchecked[address] = Miss(tokens, longest_ttl(known.ttl_s, ttl_s), asked_at_s)
+            elif (
+                len(self._unchecked) >= config.queue_max
+                or self._unchecked_tokens + len(tokens) > config.queue_tokens_max
+            ):
                 self._observe(MissDecision.FULL)
-                continue
-            self._unchecked[namespace, key] = _Unchecked(tokens, ttl_s, asked_at_s)
-            self._unchecked_tokens += len(tokens)
+            else:
+                self._unchecked[address] = Miss(tokens, ttl_s, asked_at_s)
+                self._unchecked_tokens += len(tokens)
         self._wake.set()
 
     def wake(self) -> None:
-        """Checks whether something can be filled: no answer is under way any more."""
+        """Check whether something can be filled, because no answer is being generated any more."""
         if len(self.queue):
             self._wake.set()
 
-    def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            if (unchecked := self._unchecked.pop((namespace, key), None)) is not None:
+    def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
+        """Forget missed chunks; None: all chunks of the namespace and its parts."""
+        if keys is None:
+            known = {*self._unchecked, *self.queue.known()}
+            gone = [address for address in known if is_within(address[0], namespace)]
+        else:
+            gone = [(namespace, key) for key in keys]
+        for address in gone:
+            if (unchecked := self._unchecked.pop(address, None)) is not None:
                 self._unchecked_tokens -= len(unchecked.tokens)
-            self.queue.forget((namespace, key))
-
-    def forget_namespace(self, namespace: str) -> None:
-        """Forget all chunks of a namespace and its parts that were missed."""
-        for name, key in {*self._unchecked, *self.queue.known()}:
-            if is_within(name, namespace):
-                self.forget(name, [key])
+            self.queue.forget(address)
 
     async def _run(self) -> None:
         while True:
@@ -274,38 +260,34 @@ class Filler:
                 if self.queue.due_in_s(self._idle(), time.monotonic()) == 0.0:
                     await self._fill()
             except Exception:
-                log.exception("filling failed; it goes on with the next chunk")
+                log.exception("filling failed; the next chunks are still filled")
 
     async def _check(self) -> None:
-        unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, OrderedDict(), 0
-        by_namespace: dict[str, dict[ChunkKey, _Unchecked]] = {}
+        """Count the misses of the chunks that the store lacks."""
+        unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, {}, 0
+        by_namespace: dict[str, list[ToSave]] = {}
         for (namespace, key), one in unchecked.items():
-            by_namespace.setdefault(namespace, {})[key] = one
-        for namespace, missed in by_namespace.items():
-            await self._check_namespace(namespace, missed)
-
-    async def _check_namespace(self, namespace: str, missed: Mapping[ChunkKey, _Unchecked]) -> None:
-        chunks = [(key, one.tokens) for key, one in missed.items()]
-        try:
-            missing = await self._copies.find_missing(namespace, chunks)
-        except KintsugiError as error:
-            log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
-            return
-        for key, tokens in missing:
-            one = missed[key]
-            decision = self.queue.record_miss(
-                (namespace, key), tokens, time.monotonic(), one.ttl_s, one.asked_at_s
-            )
-            self._observe(decision)
+            by_namespace.setdefault(namespace, []).append((key, one.tokens))
+        for namespace, chunks in by_namespace.items():
+            try:
+                missing = await self._copies.find_missing(namespace, chunks)
+            except KintsugiError as error:
+                log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
+                continue
+            for key, tokens in missing:
+                one, now_s = unchecked[namespace, key], time.monotonic()
+                self._observe(
+                    self.queue.record_miss((namespace, key), tokens, now_s, one.ttl_s, one.asked_at_s)
+                )
 
     async def _fill(self) -> None:
-        ttl_s, asked_at_s = self.queue.next_ttl_s, self.queue.next_asked_at_s
+        """Save the next batch."""
         batch = self.queue.take()
-        namespace = batch[0][0][0]
+        (namespace, _), first = batch[0]
         saved = [False] * len(batch)
         try:
-            chunks = [(key, tokens) for (_, key), tokens in batch]
-            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, ttl_s, asked_at_s)
+            chunks = [(key, miss.tokens) for (_, key), miss in batch]
+            outcomes = await self._saver.save(namespace, chunks, FILL_PRIORITY, first.ttl_s, first.asked_at_s)
             saved = [outcome.state is SaveState.SAVED for outcome in outcomes]
         except ResourceExhausted as error:
             log.info("%d misses are not filled now: %s", len(batch), error)

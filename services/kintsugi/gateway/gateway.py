@@ -1,8 +1,9 @@
-"""A gateway: what its front ends offer, once.
+"""The gateway's operations, which both front ends offer.
 
-It holds no KV and plans nothing. `generate` and the chunk operations resolve what a client names into token
-ids and spans and hand them to an engine or the store; `answers` is the one way to an engine's answer. The
-front ends `fronts.grpc_server` and `fronts.http` translate: requests into these calls, events into messages.
+A gateway holds no KV and makes no blend decisions. `generate` and the chunk operations resolve segments into
+token ids and spans and pass them to an engine or the store; `answers` is the only way to an engine's answer.
+The front ends `fronts.grpc_server` and `fronts.http` translate requests into these calls, and results into
+messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
-from kintsugi.gateway.recent_info import Recent, RecentInfo, Spaces
+from kintsugi.gateway.recent_info import Recent, Spaces
 from kintsugi.gateway.residency import ChunkResidence, EventReaders, Residency
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
@@ -46,12 +47,12 @@ from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.callers import Caller, Verb
 from kintsugi.store.protocol.chunk_events import EventPage
-from kintsugi.store.protocol.interface import ChunkStore, StoreStats
+from kintsugi.store.protocol.interface import ChunkStore
 
 
 @dataclass(frozen=True)
 class GatewayLimits:
-    """Limits of one gateway. gRPC and HTTP each have them for themselves."""
+    """Limits of one gateway, applied to gRPC and HTTP separately."""
 
     segments_max: int = 1024
     chunks_max: int = 1024
@@ -59,20 +60,21 @@ class GatewayLimits:
     texts_max: int = 1024
     """Maximum number of texts in one call of tokenize."""
     message_bytes_max: int = 8 << 20
-    """Largest request: two million token ids, or a million tokens as text. JSON takes about ten times its
-    size while it is parsed."""
+    """Maximum size of a request: two million token ids, or a million tokens as text. JSON needs about ten
+    times its size while it is parsed."""
     messages_bytes_max: int = 256 << 20
-    """Size of all requests that are being received or answered; further ones are refused."""
+    """Maximum size of all requests that are being received or answered; further ones are refused."""
     concurrent_max: int = 512
-    """Concurrent gRPC requests of authenticated callers; further ones are refused."""
+    """Maximum number of concurrent gRPC requests of authenticated callers; further ones are refused."""
     watches_max: int = 128
-    """Concurrent health checks, health watches and reflection streams of authenticated callers."""
+    """Maximum number of concurrent health checks, health watches and reflection streams of authenticated
+    callers."""
     http_concurrent_max: int = 1024
-    """Concurrent HTTP requests of authenticated callers; further ones are refused."""
+    """Maximum number of concurrent HTTP requests of authenticated callers; further ones are refused."""
 
 
 class PutState(StrEnum):
-    """What became of a chunk that was put."""
+    """The result for one chunk of a put."""
 
     PRESENT = "present"
     STORED = "stored"
@@ -100,13 +102,14 @@ class GatewayChunk:
 
     manifest: ChunkManifest
     tier: str
-    """Empty if it was not asked for."""
+    """Empty if the tier was not looked up."""
     known: bool
     """Whether prompts can name the chunk by its key alone."""
 
 
 class Gateway:
-    """For one event loop. Operations take the caller and raise errors of `core.errors`."""
+    """The operations of one gateway. They take the caller and raise errors of `core.errors`. For one event
+    loop."""
 
     def __init__(
         self,
@@ -127,12 +130,12 @@ class Gateway:
         rules: NamespaceRules | None = None,
         engine_places: int | None = None,
     ) -> None:
-        """``tokenize`` gives a text's ids without special tokens; the longest token has ``token_chars_max``
-        characters. With ``detokenize`` the texts of ``documents`` are found in messages. ``fill`` None:
+        """``tokenize`` returns a text's ids without special tokens; the longest token has ``token_chars_max``
+        characters. With ``detokenize``, the texts of ``documents`` are found in messages. ``fill`` None:
         misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
-        ``tokenizer``: the digest of the tokenizer; empty: any engine's is accepted. ``audit`` is closed with
-        the gateway; None: nothing is audited. ``rules``: of the service; those that come with the tokens
-        count before them. ``engine_places``: requests that engines answer at a time; None: any number."""
+        ``tokenizer``: digest of the tokenizer; empty: any engine is accepted. ``audit`` is closed with the
+        gateway; None: nothing is audited. ``rules``: the service's rules; rules in the tokens file take
+        precedence. ``engine_places``: maximum number of concurrent requests to engines; None: no limit."""
         self.backend = backend
         self._store = ThreadedStore(store)
         self.access = access or Access()
@@ -146,12 +149,14 @@ class Gateway:
         self.known = KnownChunks() if known is None else known  # an empty one is false
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
-        self.recent_info = RecentInfo(lambda: self.backend.info())
-        self.recent_stats = Recent(self._ask_store, "the store did not answer")
+        self.recent_info = Recent(lambda: self.backend.info(), "no engine answered")
+        self.recent_stats = Recent(
+            lambda: self._store.run(lambda store: store.stats()), "the store did not answer"
+        )
         self.spaces = Spaces(self.recent_info, tokenizer, store.name_key)
         self._documents = documents
         self.detokenize = detokenize
-        """The text of token ids; None where the tokenizer is not known."""
+        """Returns the text of token ids; None if the tokenizer is unknown."""
         self._resolver = SegmentResolver(
             tokenize, self.known, documents, token_chars_max, self._privacy_of, store.name_key
         )
@@ -188,7 +193,7 @@ class Gateway:
             "Lines of the audit log that could not be written",
             lambda: 0 if audit is None else audit.lines_lost,
         )
-        self.metrics.add_gauge("active_requests", "Answers under way", lambda: self.answers.under_way)
+        self.metrics.add_gauge("active_requests", "Answers in progress", lambda: self.answers.under_way)
         self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
 
     @staticmethod
@@ -199,16 +204,16 @@ class Gateway:
         model_folder: str | Path,
         rules: NamespaceRules | None = None,
     ) -> Gateway:
-        """Opens a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
+        """Open a gateway as ``spec`` configures it, with the tokenizer in ``model_folder``.
 
-        Does not ask the backend anything: engines may still be starting. Raises `InvalidField`, `NotFound`,
+        Does not call the backend, because engines may still be starting. Raises `InvalidField`, `NotFound`,
         `Corrupted` and `Unavailable`.
         """
-        from kintsugi.precompute.chunking import Chunker  # the splitter is of the extra `chunking`
+        from kintsugi.precompute.chunking import Chunker  # needs the extra `chunking`
 
         documents: DocumentIndex | None = None
         if spec.expert.ledger:
-            from kintsugi.precompute.ledger import Ledger  # its readers are of the extra `precompute`
+            from kintsugi.precompute.ledger import Ledger  # needs the extra `precompute`
 
             documents = Ledger(Path(spec.expert.ledger))
         chunker = Chunker.of_model(model_folder)
@@ -232,16 +237,12 @@ class Gateway:
         gateway.follow_erasures()
         return gateway
 
-    async def _ask_store(self) -> StoreStats:
-        """What the store holds, shard by shard."""
-        return await self._store.run(lambda store: store.stats())
-
     def follow_erasures(self) -> None:
-        """Forgets from now on what others erase from the store."""
+        """Start to forget the chunks that other gateways erase from the store."""
         self._eraser.start()
 
     def rules(self) -> NamespaceRules:
-        """The rules for namespaces: those of the service, and over them those that come with the tokens."""
+        """Return the service's rules for namespaces, overridden by the rules in the tokens file."""
         read = self.access.rules()
         if read is not self._read_rules:
             self._read_rules, self._effective_rules = read, self._rules.overridden_by(read)
@@ -254,37 +255,37 @@ class Gateway:
         return self._privacy_of(namespace).shared
 
     def find_known_texts(self, namespace: str, text: str) -> list[tuple[int, int]]:
-        """`[start, end)` of the texts of chunks that a namespace may use inside ``text``, in characters:
-        disjoint and in order. Thread-safe."""
+        """Find the texts of chunks that a namespace may use inside ``text``. Return `[start, end)` in
+        characters, disjoint and in order. Thread-safe."""
         found = self.known.find(namespace, text)
         shared = self._privacy_of(namespace).shared
         return disjoint([*found, *self.known.find(shared, text)]) if shared else found
 
     def set_rules(self, rules: NamespaceRules) -> None:
-        """Replaces the rules of the service."""
+        """Replace the rules of the service."""
         self._rules, self._read_rules, self._effective_rules = rules, NO_RULES, rules
 
     def generate(
         self, caller: Caller, call: GenerateCall
     ) -> AsyncGenerator[Resolved | EngineDelta | Finished, None]:
-        """Streams the answer; closing the generator ends the work in the engine."""
+        """Stream the answer. Closing the generator ends the work in the engine."""
         return self.answer(caller, PromptAsk(self.prompts, caller, call))
 
     def answer(self, caller: Caller, ask: Ask[Event]) -> AsyncGenerator[Event, None]:
-        """Streams the answer to an ask, and reveals what its namespace's privacy permits."""
+        """Stream the answer to a request, restricted to what its namespace's privacy allows."""
         ask.privacy = self._privacy_of(ask.namespace)
         ask.hides_chunks = self.hides_chunks(caller, ask.namespace)
         ask.shows_accounting = caller.may(Verb.LIST) and not ask.hides_chunks
         return self.answers.stream(ask)
 
     def hides_chunks(self, caller: Caller, namespace: str) -> bool:
-        """Whether the namespace's privacy hides from the caller which chunks are known."""
-        return not (self._privacy_of(namespace).expert.accounting or may_see_hidden(caller))
+        """Return whether the namespace's privacy hides from the caller which chunks are known."""
+        return not (self._privacy_of(namespace).expert.accounting or caller.is_unrestricted)
 
     @contextmanager
     def _serve(self, caller: Caller, namespace: str, verb: Verb | None = None) -> Iterator[None]:
-        """Serves a request to a namespace while the block runs. ``verb`` None: every verb will do. Raises
-        `PermissionDenied` and `ResourceExhausted`."""
+        """Authorise a request to a namespace, and count it while the block runs. ``verb`` None: any verb is
+        sufficient. Raises `PermissionDenied` and `ResourceExhausted`."""
         caller.authorize(namespace, verb)
         with self.shares.admit(namespace):
             yield
@@ -299,10 +300,10 @@ class Gateway:
         wait: bool = True,
         ttl_s: float | None = None,
     ) -> list[Put]:
-        """Has the chunks computed that the store lacks; with ``wait``, returns once they are committed.
+        """Save the chunks that the store lacks. With ``wait``, return when they are committed.
 
-        Those that are there are kept for ``ttl_s`` from now at least, the others for no longer; None: until
-        the store needs their room."""
+        Stored chunks are kept for at least ``ttl_s`` more seconds, and new chunks for at most ``ttl_s``;
+        None: until the store needs their space."""
         check_ttl(ttl_s)
         asked_at_s = self._saver.times.now(namespace)
         with self._serve(caller, namespace, Verb.PUT):
@@ -316,7 +317,7 @@ class Gateway:
                     multiple = self._privacy_of(namespace).expert.chunk_tokens_multiple
                     raise InvalidField(
                         f"chunks[{index}]",
-                        f"has {piece.num_tokens} tokens; here a chunk has {multiple} at least",
+                        f"has {piece.num_tokens} tokens; a chunk of this namespace has at least {multiple}",
                     )
                 if piece.num_tokens > room:
                     raise InvalidField(
@@ -330,7 +331,7 @@ class Gateway:
                 futures = self._saver.submit(
                     namespace, missing, tier=tier or "auto", ttl_s=ttl_s, asked_at_s=asked_at_s
                 )
-            except ResourceExhausted:  # then none is saved
+            except ResourceExhausted:  # nothing is saved
                 self.shares.settle(namespace, num_tokens)
                 raise
             await self._resolver.learn(space, chunks, pieces)
@@ -346,20 +347,20 @@ class Gateway:
     @staticmethod
     def _check_count(name: str, count: int, count_max: int) -> None:
         if not 0 < count <= count_max:
-            raise InvalidField(name, f"{count} of them; send between 1 and {count_max}")
+            raise InvalidField(name, f"{count} were sent; send between 1 and {count_max}")
 
     async def get_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> GatewayChunk:
-        """Raises `NotFound`."""
+        """Return a stored chunk. Raises `NotFound`."""
         with self._serve(caller, namespace, Verb.LIST):
             (tier,), (manifest,) = await self._store.run(
                 lambda store: (store.tiers(namespace, [key]), store.lookup(namespace, [key]))
             )
             if tier is None or manifest is None:
-                raise NotFound(f"chunk {key} is not in namespace {namespace!r}; put it")
+                raise NotFound(f"chunk {key} is not stored in namespace {namespace!r}; put it")
             return GatewayChunk(manifest, tier, self.known.knows(namespace, key))
 
     async def delete_chunk(self, caller: Caller, namespace: str, key: ChunkKey) -> Receipt:
-        """Erases every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold some
+        """Erase every copy of a chunk, and its tokens. Raises `Unavailable` if a shard that may hold a copy
         does not answer."""
         with self._serve(caller, namespace, Verb.DELETE):
             return await self._eraser.erase_chunk(namespace, key)
@@ -367,21 +368,20 @@ class Gateway:
     async def delete_document(
         self, caller: Caller, namespace: str, corpus: str, document_id: str
     ) -> tuple[bool, Receipt]:
-        """Erases a document, and the chunks that no other document has; whether it was there. Raises
-        `NotFound` without a ledger, and `Unavailable`."""
+        """Erase a document, and the chunks that no other document has. Return whether it existed, and the
+        receipt. Raises `NotFound` without a ledger, and `Unavailable`."""
         with self._serve(caller, namespace, Verb.DELETE):
             return await self._eraser.erase_document(namespace, corpus, document_id)
 
     async def erase_namespace(self, caller: Caller, namespace: str) -> Receipt:
-        """Erases everything that is stored of a namespace. Raises `Unavailable` if a shard does not
-        answer."""
+        """Erase all data of a namespace. Raises `Unavailable` if a shard does not answer."""
         with self._serve(caller, namespace, Verb.ADMIN):
             return await self._eraser.erase_namespace(namespace)
 
     async def list_chunks(
         self, caller: Caller, namespace: str, limit: int = 100, after: ChunkKey | None = None
     ) -> list[GatewayChunk]:
-        """A page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
+        """Return a page of chunks, in key order. Raises `Unavailable` if a shard does not answer."""
         with self._serve(caller, namespace, Verb.LIST):
             self._check_count("page_size", limit, self.limits.chunks_max)
             manifests = await self._store.run(lambda store: store.list(namespace, limit, after))
@@ -390,8 +390,8 @@ class Gateway:
     async def prefetch(
         self, caller: Caller, namespace: str, segments: Sequence[Segment]
     ) -> tuple[list[ChunkKey | None], int]:
-        """Loads chunks into RAM; their keys, None for plain segments, and how many are there or coming: 0 for
-        a caller who may not know what the store holds."""
+        """Start to load chunks into RAM. Return their keys (None for plain segments), and the number of
+        chunks that are in RAM or being loaded (0 for a caller who may not know what is stored)."""
         with self._serve(caller, namespace, Verb.GENERATE):
             if hides_chunks := self.hides_chunks(caller, namespace):
                 refuse_keys(namespace, segments)
@@ -413,12 +413,15 @@ class Gateway:
         keys: Sequence[ChunkKey] = (),
         call: OpenAICall | None = None,
     ) -> list[ChunkResidence]:
-        """Where chunks lie: those of ``chunks``, of ``keys``, and those that an engine finds by their content
-        in the prompts of ``call``. Padded as a first token is, where the namespace's privacy pads. Raises
-        `PermissionDenied` where the caller may not know what is stored, and what
-        `EngineBackend.find_chunks` raises."""
+        """Find the shards that hold ``chunks``, ``keys``, and the chunks that an engine finds by their
+        content in the prompts of ``call``. The result is delayed as a first token is, if the namespace's
+        privacy pads.
+
+        Raises `PermissionDenied` if the caller may not know what is stored, and as
+        `EngineBackend.find_chunks`.
+        """
         began_s, privacy, prompt_tokens = time.perf_counter(), self._privacy_of(namespace), 0
-        with self._serve_told(caller, namespace):
+        with self._serve_revealing(caller, namespace):
             if chunks or keys:
                 self._check_count("chunks", len(chunks) + len(keys), self.limits.segments_max)
             found = await self._residency.find(namespace, chunks)
@@ -429,7 +432,7 @@ class Gateway:
                 prompt_tokens = match.prompt_tokens
                 found += await self._residency.find_matched(match.chunks)
         if privacy.pads:
-            # What an engine finds must not show in the time: the whole prompt counts.
+            # The time must not reveal which chunks an engine found, so the step depends on the whole prompt.
             step_s = privacy.step_s(max(prompt_tokens, sum(one.num_tokens for one in found)))
             await asyncio.sleep(padding_s(time.perf_counter() - began_s, step_s))
         return found
@@ -437,46 +440,45 @@ class Gateway:
     async def read_events(
         self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
     ) -> EventPage:
-        """What the store got and gave up of the namespace's chunks after ``cursor``. Raises as
-        `find_residency` and `ChunkStore.events`, and `ResourceExhausted` for a caller with too many readers
-        that wait."""
-        with self._serve_told(caller, namespace):
+        """Return the events of the namespace's chunks after ``cursor``. Raises as `find_residency` and
+        `ChunkStore.events`, and `ResourceExhausted` for a caller with too many waiting readers."""
+        with self._serve_revealing(caller, namespace):
             self._check_count("limit", limit, self.limits.chunks_max)
             if wait_s <= 0:
                 return await self._event_readers.read(namespace, cursor, limit)
-        # A reader that waits costs little: it must not keep its tenant's requests out.
+        # A waiting reader costs little, so it does not count as one of its tenant's concurrent requests.
         return await self._event_readers.wait(caller.name, namespace, cursor, limit, wait_s)
 
     @contextmanager
-    def _serve_told(self, caller: Caller, namespace: str) -> Iterator[None]:
-        """As `_serve`, for what tells which chunks are stored."""
+    def _serve_revealing(self, caller: Caller, namespace: str) -> Iterator[None]:
+        """As `_serve`, for calls that reveal stored chunks."""
         with self._serve(caller, namespace, Verb.LIST):
             if self.hides_chunks(caller, namespace):
                 raise PermissionDenied(
-                    f"namespace {namespace!r} does not tell which chunks are stored; ask with a token for "
-                    "every namespace"
+                    f"namespace {namespace!r} does not reveal which chunks are stored; use a token for all "
+                    "namespaces"
                 )
             yield
 
     async def list_models(self, caller: Caller) -> list[EngineInfo]:
-        """The models that engines answer with: one. Every caller may know. Raises `Unavailable`."""
+        """Return the models that engines serve: one. Every caller may know them. Raises `Unavailable`."""
         return [await self.recent_info.get()]
 
     async def find_model(self, caller: Caller, name: str) -> EngineInfo:
-        """The model that answers to a name. Raises `NotFound` and `Unavailable`."""
+        """Return the model with a name. Raises `NotFound` and `Unavailable`."""
         (info,) = await self.list_models(caller)
         info.check_name(name)
         return info
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
-        """Tokenises each text alone."""
+        """Tokenise each text alone."""
         with self._serve(caller, namespace):
             self._check_count("texts", len(texts), self.limits.texts_max)
             plain = [Segment(text=text, plain=True) for text in texts]
             return await self._resolver.pieces(await self.spaces.find(namespace), plain, "texts")
 
     async def close(self) -> None:
-        """Idempotent. The backend stays open: its owner closes it."""
+        """Close the gateway and its store; the backend's owner closes the backend. Idempotent."""
         await self.answers.close()
         await self.recent_info.close()
         await self.recent_stats.close()
@@ -492,11 +494,6 @@ class Gateway:
             self._documents.close()
         if self.audit is not None:
             self.audit.close()
-
-
-def may_see_hidden(caller: Caller) -> bool:
-    """Whether a caller may know what the privacy of a namespace hides."""
-    return caller.is_unrestricted
 
 
 def _put_state(outcome: SaveOutcome | None) -> tuple[PutState, str]:

@@ -1,4 +1,4 @@
-"""From the segments of a gRPC request to an engine's answer: what `Generate` asks, and its events."""
+"""The RPC `Generate`: a prompt made of segments, the request to an engine, and the events of the answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kintsugi.gateway.tracing import (
 from kintsugi.store.protocol.callers import Caller, Verb
 
 MAX_TOKENS_DEFAULT = 16
-"""vLLM's."""
+"""vLLM's default."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class GenerateCall:
     """`EngineRequest.measurement`."""
     priority: int = 0
     model: str = ""
-    """A name of the model that must answer; empty: whichever is served."""
+    """A name of the model that must answer; empty: any."""
     request_id: str = field(default_factory=choose_request_id)
-    """For logs; the same id may come twice."""
+    """Id for logs; a caller may use the same id twice."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """W3C headers that came with the request."""
+    """W3C headers of the request."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """First event of an answer: what the segments stand for."""
+    """First event of an answer: the spans of the segments in the prompt."""
 
     request_id: str
     segments: tuple[Span, ...]
@@ -79,7 +79,7 @@ class Finished:
 
 
 class Prompts:
-    """Makes prompts out of what callers name."""
+    """Builds prompts from segments."""
 
     def __init__(
         self,
@@ -90,34 +90,24 @@ class Prompts:
         segments_max: int,
         allow_negative_priority: bool = False,
     ) -> None:
-        """``segments_max``: the most that one prompt may have."""
+        """``segments_max``: maximum number of segments in one prompt."""
         self.metrics = metrics
-        self._spaces = spaces
+        self.spaces = spaces
         self._resolver = resolver
         self._segments_max = segments_max
         self._allow_negative_priority = allow_negative_priority
 
-    @property
-    def tokens_max(self) -> int | None:
-        """The most tokens that the model reads and writes; None before an engine has answered."""
-        return self._spaces.tokens_max
-
-    @property
-    def model(self) -> str | None:
-        """The name of the model that engines answer with; None before an engine has answered."""
-        return self._spaces.model
-
     async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
-        """The prompt, and the request for an engine without request id and trace.
+        """Return the prompt, and the request for an engine, which `PromptAsk.send` completes.
 
-        Raises `InvalidField` for what no engine would accept, `NotFound` and `Unavailable`.
+        Raises `InvalidField` for a request that no engine would accept, `NotFound` and `Unavailable`.
         """
         if len(call.segments) > self._segments_max:
             raise InvalidField(
                 "segments",
-                f"{len(call.segments)} segments; at most {self._segments_max} make a prompt: join some",
+                f"{len(call.segments)} segments; a prompt has at most {self._segments_max}: join some",
             )
-        info, space = await self._spaces.info(), await self._spaces.find(call.namespace)
+        info, space = await self.spaces.info(), await self.spaces.find(call.namespace)
         if call.model:
             info.check_name(call.model)
         prompt = await self._resolver.prompt(
@@ -128,7 +118,7 @@ class Prompts:
             raise InvalidField(
                 "segments",
                 f"the prompt has {len(prompt.token_ids)} tokens and max_tokens is {max_tokens}; the model "
-                f"reads {info.max_model_len} in all: send fewer segments, or ask for a shorter answer",
+                f"reads {info.max_model_len} in all: send fewer segments, or reduce max_tokens",
             )
         params = KintsugiParams(
             namespace=call.namespace,
@@ -150,30 +140,31 @@ class Prompts:
         )
 
     async def learn(self, call: GenerateCall, prompt: ResolvedPrompt) -> None:
-        """Remembers the chunks of a request that an engine accepted."""
+        """Remember the chunks of a request that an engine has accepted."""
         await self._resolver.learn(prompt.space, call.segments, prompt.pieces)
 
     async def learn_texts(self, namespace: str, texts: Sequence[str]) -> list[ToSave]:
-        """Remembers texts as chunks; their keys and tokens. Raises `InvalidField` for one that is too long,
-        and `Unavailable`."""
+        """Remember texts as chunks, and return their keys and tokens. Raises `InvalidField` if a text is too
+        long, and `Unavailable`."""
         segments = [Segment(text=text) for text in texts]
-        space = await self._spaces.find(namespace)
+        space = await self.spaces.find(namespace)
         pieces = await self._resolver.pieces(space, segments)
         await self._resolver.learn(space, segments, pieces)
         return [(piece.key, piece.token_ids) for piece in pieces if piece.is_chunk]
 
 
 def refuse_keys(namespace: str, segments: Sequence[Segment]) -> None:
-    """Raises `PermissionDenied` for segments that are named by key: the answer tells whether it is known."""
+    """Raise `PermissionDenied` for a segment that is named by its key: the answer would reveal whether the
+    key is known."""
     if any(segment.key is not None for segment in segments):
         raise PermissionDenied(
-            f"namespace {namespace!r} does not tell which chunks are known, so segments cannot be "
+            f"namespace {namespace!r} does not reveal which chunks are known, so segments cannot be "
             "named by key; send their texts or tokens"
         )
 
 
 class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
-    """`Generate`: a prompt made of segments, answered with tokens and text."""
+    """A request `Generate`: a prompt made of segments, answered with tokens and text."""
 
     span_name = "gateway.generate"
 
@@ -191,7 +182,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
 
     @property
     def prompt(self) -> ResolvedPrompt:
-        """What the segments stand for, once `prepare` has resolved them."""
+        """The prompt; set by `prepare`."""
         return self._prompt
 
     def authorize(self) -> None:
@@ -208,10 +199,10 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def describe_answer(self) -> Mapping[str, Attribute]:
         last = self._last
         reasons = [] if last is None or last.finish_reason is None else [last.finish_reason]
-        return describe_answer(self._usage(), self._prompts.model, self.request_id, reasons)
+        return describe_answer(self._usage(), self._prompts.spaces.known_info, self.request_id, reasons)
 
     def _usage(self) -> Usage:
-        """What the engine says of it, without what a blend computed."""
+        """Return the engine's usage; tokens that a blend computed are not cached tokens."""
         usage = (None if self._last is None else self._last.usage) or Usage(len(self._prompt.token_ids), 0, 0)
         return replace(usage, cached_tokens=count_cached(usage.cached_tokens, self.accounting or {}))
 
@@ -231,7 +222,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def send(
         self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
     ) -> AsyncGenerator[EngineDelta, None]:
-        # The client may send one id twice, and an attempt may not be over: in an engine they must differ.
+        # Engines need unique ids, but a client may reuse one, and an earlier attempt may not have ended.
         request_id = f"{self.request_id}-{uuid.uuid4().hex[:8]}"
         params = replace(self._request.params, timeline=timeline)
         return backend.generate(replace(self._request, request_id=request_id, params=params, trace=trace))
@@ -247,7 +238,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     def finish(self, first_s: float) -> Sequence[Finished]:
         last = self._last
         if last is None or last.finish_reason is None:
-            raise Unavailable("the engine ended the answer before it was complete; send the request again")
+            raise Unavailable("the engine's answer is incomplete; send the request again")
         accounting = last.accounting or {}
         usage = self._usage()
         self.tokens_unused = self.tokens - usage.prompt_tokens - usage.completion_tokens

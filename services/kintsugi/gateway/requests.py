@@ -1,4 +1,4 @@
-"""One request to a front end: its id and its caller, and what is counted and logged when it ends."""
+"""One request to a front end: its id and caller, and its entries in metrics, log and audit log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX
 log = logging.getLogger("kintsugi.gateway")
 
 REQUEST_ID = "x-request-id"
-"""Header or metadata key: the caller's id of a request, and ours in the answer."""
+"""Header or metadata key of the request id, in requests and in answers."""
 RESIDENCY_PATH = "/v1/kintsugi/residency"
 EVENTS_PATH = "/v1/kintsugi/events"
 METHOD_VERBS: Mapping[str, Verb | None] = {
@@ -45,12 +45,13 @@ METHOD_VERBS: Mapping[str, Verb | None] = {
     "Tokenize": None,
     "ListModels": None,
 }
-"""The verb that each method needs, for the audit log. None: any."""
+"""The verb that each method requires, for the audit log; None: any verb."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def choose_request_id(given: str = "") -> str:
-    """The caller's id if it is 1 to 128 letters, digits, dots, dashes and underscores, or else a new one."""
+    """Return the caller's id if it has 1 to 128 letters, digits, dots, dashes and underscores, or a new
+    id."""
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
 
 
@@ -62,18 +63,19 @@ class ServedRequest:
     """The RPC's name, or the path."""
     headers: Mapping[str, str]
     """HTTP headers or gRPC metadata, by their names in lower case."""
-    metrics: FrontMetrics
+    metrics: FrontMetrics | None
+    """None: the request is not counted."""
     status: str | int
-    """How it ends unless it fails: a gRPC status name or an HTTP status."""
+    """The gRPC status name or HTTP status with which it ends unless an exception is raised."""
     audit: AuditLog | None = None
-    """Where it is written who asked for what; None: nowhere."""
+    """None: the request is not audited."""
     caller: str = ""
-    """The caller's name, once that is known."""
+    """The caller's name; empty until it is authenticated."""
     keys: Sequence[str] = ()
-    """Chunks that it names, hexadecimal, for the audit log."""
+    """Hexadecimal keys of the chunks that it names, for the audit log."""
     namespace: str = ""
     failure: Exception | None = None
-    """Why it failed, for the log."""
+    """The error that ended it, for the log."""
     request_id: str = field(init=False)
     began_s: float = field(init=False, default_factory=time.perf_counter)
 
@@ -86,15 +88,15 @@ class ServedRequest:
         return {name: self.headers[name] for name in TRACE_HEADERS if name in self.headers}
 
     def authenticate(self, access: Access, identities: Collection[str] = ()) -> Caller:
-        """``identities``: those of the connection's client certificate. Raises `Unauthenticated`."""
+        """Return the caller. ``identities`` are the client certificate's. Raises `Unauthenticated`."""
         caller = access.caller(parse_bearer(self.headers.get("authorization")), identities)
         self.caller = caller.name
         return caller
 
     @contextmanager
     def record(self, status_of: Callable[[BaseException], str | int]) -> Iterator[None]:
-        """Counts and logs the request when the block ends. An error that the block raises passes through;
-        ``status_of`` gives its status. A defect is logged with its traceback."""
+        """Count, log and audit the request when the block ends. Errors of the block are raised again;
+        ``status_of`` returns their status. A defect is logged with its traceback."""
         try:
             yield
         except BaseException as error:
@@ -102,33 +104,31 @@ class ServedRequest:
             if isinstance(error, Exception):
                 self.failure = error
                 if not isinstance(error, KintsugiError):
-                    log.exception("request %s met a defect", self.request_id)
+                    log.exception("request %s failed because of a defect", self.request_id)
             raise
         finally:
-            self.metrics.count_request(self.method, self.status)
+            if self.metrics is not None:
+                self.metrics.count_request(self.method, self.status)
             if log.isEnabledFor(logging.INFO):
                 log.info(self._line())
             if self.audit is not None:
                 self.audit.write(self._entry())
 
+    @property
+    def _error(self) -> str:
+        """The failure as text; empty without one."""
+        text = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+        return text[:DETAIL_CHARS_MAX]
+
     def _entry(self) -> AuditEntry:
+        verb, namespace = METHOD_VERBS.get(self.method), self.namespace[:DETAIL_CHARS_MAX]
+        status = str(self.status)
         return AuditEntry(
-            self.method,
-            str(self.status),
-            self.caller,
-            METHOD_VERBS.get(self.method),
-            self.namespace[:DETAIL_CHARS_MAX],
-            self.keys,
-            self.request_id,
-            ""
-            if self.failure is None
-            else f"{type(self.failure).__name__}: {self.failure}"[:DETAIL_CHARS_MAX],
+            self.method, status, self.caller, verb, namespace, self.keys, self.request_id, self._error
         )
 
     def _line(self) -> RequestLine:
         ms = round((time.perf_counter() - self.began_s) * 1e3, 3)
         line = RequestLine(request_id=self.request_id, method=self.method)
         line |= {"namespace": self.namespace[:DETAIL_CHARS_MAX], "status": self.status, "ms": ms}
-        if self.failure is not None:
-            line["error"] = f"{type(self.failure).__name__}: {self.failure}"[:DETAIL_CHARS_MAX]
-        return line
+        return line if self.failure is None else RequestLine(line, error=self._error)

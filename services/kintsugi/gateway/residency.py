@@ -1,11 +1,11 @@
-"""What a router learns of the store: where the chunks of a prompt lie, and what happens to chunks."""
+"""The store as routers see it: the shards that hold a prompt's chunks, and the events of chunks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.exchange import MatchedChunk
@@ -19,30 +19,30 @@ from kintsugi.store.protocol.interface import ChunkStore, Found
 
 POLL_S = 0.5
 POLLS_PER_S_MAX = 32
-"""How often readers that wait together have the store asked again: each rarely, where they are many."""
+"""Maximum rate of the reads of all waiting readers together."""
 READING_MAX = 4
-"""Reads at a time. The store's other calls have the rest of the threads."""
+"""Maximum number of concurrent reads; the remaining threads are for the store's other calls."""
 WAIT_S_MAX = 5.0
-"""A gateway that stops waits for its requests; these must not keep it long."""
+"""Maximum time for which a reader waits: a gateway that stops waits for its requests."""
 WAITING_MAX = 16
-"""Readers of one caller that wait at a time; one for each namespace that a router follows is enough."""
+"""Maximum number of waiting readers of one caller; a router needs one for each namespace that it follows."""
 
 
 @dataclass(frozen=True)
 class ChunkResidence:
-    """One chunk, and where it would be read from now."""
+    """One chunk, and the shard and tier from which it would be read now."""
 
     key: ChunkKey
     num_tokens: int
-    """0 for a chunk that was named by its key and is not there."""
+    """0 for a chunk that was named by its key and is not stored."""
     namespace: str
-    """The namespace that it was found in: the request's, or the one that it shares."""
+    """The namespace in which it was found: the request's, or the one that it shares."""
     source: ChunkSource | None
     """None: no shard that answers holds it."""
 
 
 class Residency:
-    """For one event loop."""
+    """Finds the shards that hold chunks. A lookup counts as a use of the chunk. For one event loop."""
 
     def __init__(
         self,
@@ -51,92 +51,82 @@ class Residency:
         store: ThreadedStore,
         shared_of: Callable[[str], str],
     ) -> None:
-        """``shared_of``: the namespace whose chunks another may use, too; empty: none."""
+        """``shared_of`` returns the namespace whose chunks the given one may use, too; empty: none."""
         self._spaces = spaces
         self._resolver = resolver
         self._store = store
         self._shared_of = shared_of
 
     async def find(self, namespace: str, segments: Sequence[Segment]) -> list[ChunkResidence]:
-        """Where the chunks of segments lie, in order; segments that are too short for a chunk are left out.
+        """Find the chunks of segments, in order; segments that are too short for a chunk are omitted.
 
-        Counts as a use of what is found. Raises what resolving the segments raises.
+        Raises the errors of resolving the segments.
         """
         space = await self._spaces.find(namespace)
         pieces = [one for one in await self._resolver.pieces(space, segments, "chunks") if one.is_chunk]
-        keys = [piece.key for piece in pieces]
-        found = await self._look_up(namespace, keys)
-        places = [namespace] * len(keys)
+        found = await self.find_keys(namespace, [piece.key for piece in pieces])
+        found = [replace(one, num_tokens=piece.num_tokens) for one, piece in zip(found, pieces, strict=True)]
         shared = self._shared_of(namespace)
-        missing = [index for index, one in enumerate(found) if one is None]
+        missing = [index for index, one in enumerate(found) if one.source is None]
         if shared and missing:
             theirs = await self._spaces.find(shared)
             others = [ChunkKey.of(theirs, pieces[index].token_ids) for index in missing]
-            for index, one in zip(missing, await self._look_up(shared, others), strict=True):
-                if one is not None:
-                    found[index], places[index] = one, shared
-        return [
-            ChunkResidence(piece.key, piece.num_tokens, place, None if one is None else one.source)
-            for piece, place, one in zip(pieces, places, found, strict=True)
-        ]
+            for index, one in zip(missing, await self.find_keys(shared, others), strict=True):
+                if one.source is not None:
+                    found[index] = replace(one, key=found[index].key)
+        return found
 
     async def find_matched(self, chunks: Sequence[MatchedChunk]) -> list[ChunkResidence]:
-        """As `find`, of chunks that an engine has found in a prompt."""
-        found: dict[MatchedChunk, Found | None] = {}
+        """Find chunks that an engine has matched in a prompt, in order."""
+        found: dict[MatchedChunk, ChunkResidence] = {}
         for namespace in dict.fromkeys(one.namespace for one in chunks):
             there = [one for one in chunks if one.namespace == namespace]
-            entries = await self._look_up(namespace, [one.key for one in there])
-            found |= zip(there, entries, strict=True)
-        return [
-            ChunkResidence(one.key, one.num_tokens, one.namespace, None if entry is None else entry.source)
-            for one in chunks
-            for entry in [found[one]]
-        ]
+            found |= zip(there, await self.find_keys(namespace, [one.key for one in there]), strict=True)
+        return [replace(found[one], num_tokens=one.num_tokens) for one in chunks]
 
     async def find_keys(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkResidence]:
-        """As `find`, of chunks that are named by their keys."""
-        found = await self._look_up(namespace, keys)
-        return [
-            ChunkResidence(
-                key,
-                0 if one is None else one.manifest.num_tokens,
-                namespace,
-                None if one is None else one.source,
-            )
-            for key, one in zip(keys, found, strict=True)
-        ]
+        """Find chunks by their keys, in order."""
+        if not keys:
+            return []
 
-    async def _look_up(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        def look_up(store: ChunkStore) -> list[Found | None]:
+        def find(store: ChunkStore) -> list[Found | None]:
             return store.find(namespace, keys)
 
-        return await self._store.run(look_up) if keys else []
+        return [
+            ChunkResidence(key, 0, namespace, None)
+            if one is None
+            else ChunkResidence(key, one.manifest.num_tokens, namespace, one.source)
+            for key, one in zip(keys, await self._store.run(find), strict=True)
+        ]
 
 
 class EventReaders:
-    """Reads the store's events, also for callers that wait for the next one. For one event loop. Keeps
-    nothing between calls: a cursor is good at every gateway of the store."""
+    """Reads the store's events, also for callers that wait for the next one. For one event loop.
+
+    It keeps nothing between calls, so a cursor is valid at every gateway of the store.
+    """
 
     def __init__(self, store: ThreadedStore) -> None:
         self._store = store
         self._places = asyncio.Semaphore(READING_MAX)
         self._waiting: Counter[str] = Counter()
-        """Readers that wait, by their callers' names."""
+        """Number of waiting readers of each caller, by its name."""
 
     async def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `ChunkStore.events`, whose errors it raises."""
+        """Return `ChunkStore.events`. Raises the same errors."""
         async with self._places:
             return await self._store.run(lambda store: store.events(namespace, cursor, limit))
 
     async def wait(self, caller: str, namespace: str, cursor: str, limit: int, wait_s: float) -> EventPage:
-        """As `read`, once there is an event, or when ``wait_s`` and at most `WAIT_S_MAX` have passed.
-        ``caller``: its name. Raises `ResourceExhausted`, too, where `WAITING_MAX` readers of the caller wait.
+        """Return `read`'s result as soon as there is an event, but after ``wait_s`` or `WAIT_S_MAX` at the
+        latest.
 
-        A reader that waits has every shard asked twice a second, unless many do.
+        Every shard is asked twice a second, and less often if many readers wait. ``caller``: its name. Raises
+        as `read`, and `ResourceExhausted` if `WAITING_MAX` readers of the caller wait.
         """
         if self._waiting[caller] >= WAITING_MAX:
             raise ResourceExhausted(
-                f"{WAITING_MAX} readers of {caller!r} wait for events; read with wait_s=0, or end some",
+                f"{WAITING_MAX} readers of {caller!r} wait for events; read with wait_s=0, or stop one",
                 WAIT_S_MAX,
             )
         self._waiting[caller] += 1

@@ -1,11 +1,11 @@
-"""OpenTelemetry spans. Without an SDK that is set up, nothing happens.
+"""OpenTelemetry spans. Without a configured SDK, the functions do nothing.
 
 with span("gateway.generate", incoming) as current:
     current.set("kintsugi.namespace", namespace)
     headers = current.headers()  # for the next process
 
-Attributes named `gen_ai.*` are of OpenTelemetry's semantic conventions for generative AI. Texts of prompts
-and answers are never recorded.
+Attributes named `gen_ai.*` follow OpenTelemetry's semantic conventions for generative AI. The texts of
+prompts and answers are never recorded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from opentelemetry.context import Context
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, Usage
+from kintsugi.core.exchange import CHAT_PATH, RESPONSES_PATH, EngineInfo, Usage
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 EXPORTED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""OpenTelemetry's own variables for where to export to. Its others configure sampling, TLS and the rest."""
+"""OpenTelemetry's variables for the export's destination. Further ones configure sampling and TLS."""
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-"""The first that is set names the protocol; the default is gRPC."""
+"""Variables that name the protocol, in order of precedence; the default is gRPC."""
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -36,14 +36,14 @@ EXPORTERS = {
 
 
 LAYERS_PER_S_MAX = 10.0
-"""Maximum rate of answers whose layers are recorded. Most samplers follow the flag of a caller's
-`traceparent`, and 32 layers are 64 spans of one answer."""
+"""Maximum rate of answers whose layers are recorded. Most samplers follow the flag of the caller's
+`traceparent`, and 32 layers make 64 spans."""
 TIMES = ("timeline", "began_unix_s")
-"""Fields of an accounting that are meant for `add_layers`."""
+"""Fields of an accounting that `add_layers` reads."""
 Attribute = str | int | float | bool | Sequence[str]
 PROVIDER = "kintsugi"
 CHAT, COMPLETION = "chat", "text_completion"
-"""`gen_ai.operation.name`."""
+"""Values of `gen_ai.operation.name`."""
 _REQUEST = {
     "model": (str, "gen_ai.request.model"),
     "max_tokens": (int, "gen_ai.request.max_tokens"),
@@ -58,14 +58,14 @@ _REQUEST = {
     "frequency_penalty": (float, "gen_ai.request.frequency_penalty"),
     "presence_penalty": (float, "gen_ai.request.presence_penalty"),
 }
-"""Fields of OpenAI's body, and of vLLM's sampling parameters, with their types."""
+"""Types and attributes of the fields of an OpenAI body and of vLLM's sampling parameters."""
 
 
 def start_export() -> bool:
-    """Exports this process's spans if the environment asks for it; whether it does. Once per process.
+    """Export this process's spans if the environment configures it. Return whether it does.
 
-    An SDK that is set up already, for example by `opentelemetry-instrument`, is left as it is. Raises
-    `Unavailable` if packages are missing, `InvalidField` for an unknown protocol.
+    An SDK that is already configured, for example by `opentelemetry-instrument`, is not changed. Raises
+    `Unavailable` if packages are missing, and `InvalidField` for an unknown protocol.
     """
     if not any(os.environ.get(name) for name in EXPORTED):
         return False
@@ -89,31 +89,31 @@ def start_export() -> bool:
 
 
 def load_exporter_class() -> Any:
-    """The exporter of the protocol that the environment names. Raises `InvalidField` and `ImportError`."""
+    """Return the exporter for the environment's protocol. Raises `InvalidField` and `ImportError`."""
     protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
     if protocol not in EXPORTERS:
-        raise InvalidField(PROTOCOLS[-1], f"{protocol!r} is none of {', '.join(EXPORTERS)}")
+        raise InvalidField(PROTOCOLS[-1], f"{protocol!r} must be one of {', '.join(EXPORTERS)}")
     return import_module(EXPORTERS[protocol]).OTLPSpanExporter
 
 
 class TraceSpan:
-    """A span that is running. Does nothing where nobody traces."""
+    """A running span."""
 
     def __init__(self, span: trace.Span, context: Context) -> None:
-        """``context``: the one of spans below it."""
+        """``context``: the context of the span's children."""
         self._span = span
         self._context = context
 
     @property
     def is_recording(self) -> bool:
-        """Whether it will be exported."""
+        """Whether the span will be exported."""
         return self._span.is_recording()
 
     def record_past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
-        """Records a span that is over, below this one. Times are nanoseconds since 1970."""
-        over = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
-        over.end(max(began_ns, ended_ns))
-        return TraceSpan(over, trace.set_span_in_context(over, self._context))
+        """Record a completed child span. Times are in nanoseconds since 1970."""
+        past = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
+        past.end(max(began_ns, ended_ns))
+        return TraceSpan(past, trace.set_span_in_context(past, self._context))
 
     def set(self, name: str, value: Attribute) -> None:
         self._span.set_attribute(name, value)
@@ -123,7 +123,7 @@ class TraceSpan:
             self.set(name, value)
 
     def headers(self) -> dict[str, str]:
-        """W3C headers that make the next process's spans children of this one."""
+        """Return the W3C headers that make the next process's spans children of this one."""
         carrier: dict[str, str] = {}
         propagate.inject(carrier, self._context)
         return carrier
@@ -134,8 +134,8 @@ class TraceSpan:
 
 @contextmanager
 def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[TraceSpan]:
-    """A span below the one that `incoming` headers name. It does not become the current span: a generator's
-    frames run in their caller's context, where another request's span may be current."""
+    """Run the block in a child of the span that the `incoming` headers name. The new span does not become the
+    current one: a generator runs in its caller's context, where another request's span may be current."""
     parent = propagate.extract(dict(incoming or {}))
     started = trace.get_tracer("kintsugi").start_span(name, context=parent)
     current = TraceSpan(started, trace.set_span_in_context(started, parent))
@@ -149,8 +149,7 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Trace
 
 
 class Timelines:
-    """Chooses the traced answers whose layers are recorded: at most so many a second, whoever traces them.
-    For one event loop."""
+    """Chooses the traced answers whose layers are recorded, at a bounded rate. For one event loop."""
 
     def __init__(self, per_s: float = LAYERS_PER_S_MAX, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -159,7 +158,7 @@ class Timelines:
         self._since_s = clock()
 
     def should_trace_layers(self, request: TraceSpan) -> bool:
-        """Whether the engine is to report when it loaded and computed each layer of this request."""
+        """Return whether the engine shall report when it loaded and computed each layer of a request."""
         if not request.is_recording:
             return False
         now_s = self._clock()
@@ -172,22 +171,22 @@ class Timelines:
 
 
 def without_times(accounting: Mapping[str, Any]) -> dict[str, Any]:
-    """The accounting for a caller who did not ask for times."""
+    """Return the accounting for a caller who did not request times."""
     return {name: value for name, value in accounting.items() if name not in TIMES}
 
 
 def describe(request: TraceSpan, accounting: Mapping[str, Any]) -> None:
-    """Sets an answer's attributes on its request's span."""
+    """Set the accounting's attributes on a request's span."""
     for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
         if name in accounting:
             request.set(f"kintsugi.{name}", accounting[name])
 
 
 def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
-    """Records the blend below its request's `engine` span, and below it the loading and computing of each
-    layer. Does nothing without a recording span or a timeline.
+    """Record the blend as a child of the request's `engine` span, and the loading and computation of each
+    layer as its children. Does nothing without a recording span or a timeline.
 
-    The times are those of the engine's host; its clock may differ from the gateway's.
+    Times are from the clock of the engine's host, which may differ from the gateway's.
     """
     timeline, began_s = accounting.get("timeline"), accounting.get("began_unix_s")
     if not engine.is_recording or not timeline or began_s is None:
@@ -206,8 +205,8 @@ def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
 
 
 def describe_request(path: str, asked: Mapping[str, Any]) -> dict[str, Attribute]:
-    """The attributes of a request: ``path`` is OpenAI's or an RPC's name, ``asked`` its body or sampling
-    parameters. Values of another type, which the engine refuses, are left out."""
+    """Return the attributes of a request. ``path``: OpenAI's path or an RPC's name. ``asked``: the body or
+    the sampling parameters. Values of a wrong type, which the engine refuses, are omitted."""
     found: dict[str, Attribute] = {
         "gen_ai.operation.name": CHAT if path in (CHAT_PATH, RESPONSES_PATH) else COMPLETION,
         "gen_ai.provider.name": PROVIDER,
@@ -223,12 +222,12 @@ def describe_request(path: str, asked: Mapping[str, Any]) -> dict[str, Attribute
 
 
 def describe_answer(
-    usage: Usage | None, model: str | None, response_id: str, finish_reasons: Sequence[str]
+    usage: Usage | None, info: EngineInfo | None, response_id: str, finish_reasons: Sequence[str]
 ) -> dict[str, Attribute]:
-    """The attributes of an answer, as far as the engine told of it."""
+    """Return the attributes of an answer. What the engine has not reported is omitted."""
     found: dict[str, Attribute] = {"gen_ai.response.id": response_id}
-    if model:
-        found["gen_ai.response.model"] = model
+    if info is not None:
+        found["gen_ai.response.model"] = info.model
     if finish_reasons:
         found["gen_ai.response.finish_reasons"] = tuple(finish_reasons)
     if usage is not None:
@@ -241,10 +240,10 @@ def describe_answer(
 
 
 def count_cached(reported: int, accounting: Mapping[str, Any]) -> int:
-    """How many of a prompt's tokens came from a cache: from vLLM's own, or from a stored chunk.
+    """Return the number of a prompt's tokens that came from vLLM's prefix cache or from stored chunks.
 
-    vLLM reports what it did not compute itself, and of a blended prompt that is all but the last token. The
-    question and the missed chunks are among those, and the blend computed them.
+    vLLM reports all tokens that it did not compute itself. In a blended prompt these are all tokens but the
+    last, including the question and missed chunks, which the blend computed.
     """
     if accounting.get("outcome") != Outcome.BLENDED.value:
         return reported

@@ -11,7 +11,7 @@ from kintsugi.core.errors import InvalidField, PermissionDenied, ResourceExhaust
 from kintsugi.core.namespaces.limits import NamespaceLimits
 from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
 from kintsugi.core.namespaces.rules import NamespaceRules
-from kintsugi.gateway import gateway as gateway_module
+from kintsugi.gateway.gateway import Gateway
 from kintsugi.sdk.types import Key
 from tests.fakes.stub_backend import StubDelays
 from tests.integration.serving.gateways import Setup, bundled_tokenize, running
@@ -52,7 +52,7 @@ def test_chunks_that_are_put_cost_their_tokens() -> None:
 
 
 def test_hidden_accounting_is_empty_and_keys_are_no_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_module, "may_see_hidden", lambda caller: False)
+    monkeypatch.setattr(Gateway, "hides_chunks", lambda *_: True)
     setup = ruled(privacy={"acme": NamespacePrivacy(expert=PrivacyExpert(accounting=False))})
     with running(setup) as gateway, Client(gateway.address, "acme") as client:
         (put,) = client.put_chunks([TEXT])

@@ -25,7 +25,7 @@ def test_the_second_miss_is_worth_a_fill() -> None:
     assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED
     assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.QUEUED
     assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE
-    assert queue.take() == [(address(1), TOKENS)]
+    assert [(one, miss.tokens) for one, miss in queue.take()] == [(address(1), TOKENS)]
     assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.DUPLICATE, "it is being filled"
     queue.complete_chunk(address(1), saved=True)
     assert queue.record_miss(address(1), TOKENS, 0.0) is MissDecision.COUNTED, "evicted since, it starts anew"
@@ -171,11 +171,11 @@ def test_a_chunk_is_filled_for_as_long_as_some_request_that_missed_it_allows() -
         queue.record_miss(address(number), TOKENS, 0.0, second)
     batches = []
     while len(queue):
-        ttl_s = queue.next_ttl_s
-        batches.append((ttl_s, [one for one, _ in queue.take()]))
+        batch = queue.take()
+        (ttl_s,) = {miss.ttl_s for _, miss in batch}
+        batches.append((ttl_s, [one for one, _ in batch]))
     assert batches == [
         (60.0, [address(0), address(1)]),
         (None, [address(2), address(3)]),
         (9.0, [address(4)]),
     ]
-    assert queue.next_ttl_s is None

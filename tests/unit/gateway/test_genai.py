@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, Usage
 from kintsugi.gateway.tracing import count_cached, describe_answer, describe_request
-from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend
+from tests.fakes.openai_backend import INFO, JSON, STREAM, Item, ScriptedBackend
 from tests.recorded_spans import recorded
 from tests.unit.gateway.fronts.test_http import client, run
 
@@ -38,7 +39,7 @@ def test_a_request_is_described_by_its_body() -> None:
 
 
 def test_an_answer_is_described_by_its_usage() -> None:
-    assert describe_answer(Usage(100, 5, 76), "m", "id", ["stop"]) == {
+    assert describe_answer(Usage(100, 5, 76), replace(INFO, model="m"), "id", ["stop"]) == {
         "gen_ai.response.id": "id",
         "gen_ai.response.model": "m",
         "gen_ai.response.finish_reasons": ("stop",),

@@ -11,7 +11,7 @@ from kintsugi.core.prompt import FormName, PromptChunk
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import GenerateCall, Prompts
-from kintsugi.gateway.recent_info import RecentInfo, Spaces
+from kintsugi.gateway.recent_info import Recent, Spaces
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.models.prompt_form import PromptForm
@@ -26,7 +26,7 @@ def resolve(form: PromptForm, question: Segment) -> ResolvedPrompt:
     backend = StubBackend(prefix_token_ids=form.head, question_foot=form.foot)
 
     async def run() -> ResolvedPrompt:
-        spaces = Spaces(RecentInfo(backend.info))
+        spaces = Spaces(Recent(backend.info, "no engine answered"))
         resolver = SegmentResolver(form.tokenize, KnownChunks(), None)
         prompts = Prompts(spaces, resolver, GatewayMetrics(), segments_max=8)
         segments = tuple(Segment(text=text) for text in CHUNKS)

@@ -7,7 +7,7 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineInfo
 from kintsugi.gateway import recent_info
-from kintsugi.gateway.recent_info import RecentInfo
+from kintsugi.gateway.recent_info import Recent
 from tests.fakes.openai_backend import INFO
 
 
@@ -30,7 +30,7 @@ class Engine:
 def test_many_who_ask_at_once_and_soon_after_ask_the_engine_once() -> None:
     async def ask() -> None:
         engine = Engine()
-        recent = RecentInfo(engine.info)
+        recent = Recent(engine.info, "no engine answered")
         callers = [asyncio.create_task(recent.get()) for _ in range(50)]
         await asyncio.sleep(0)
         callers[0].cancel()
@@ -48,7 +48,7 @@ def test_what_is_old_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         engine = Engine()
         engine.go.set()
-        recent = RecentInfo(engine.info)
+        recent = Recent(engine.info, "no engine answered")
         assert await recent.get() is INFO
         engine.error = Unavailable("gone")
         assert await recent.get() is INFO, "for a second"
@@ -70,7 +70,7 @@ def test_what_was_said_once_is_known_while_engines_hang_or_fail(
     async def ask() -> None:
         engine = Engine()
         engine.go.set()
-        recent = RecentInfo(engine.info)
+        recent = Recent(engine.info, "no engine answered")
         engine.error = Unavailable("not yet")
         with pytest.raises(Unavailable, match="not yet"):
             await recent.get_stale(60.0)
@@ -101,7 +101,7 @@ def test_an_engine_that_hangs_is_waited_for_a_bounded_time(monkeypatch: pytest.M
         monkeypatch.setattr(recent_info, "ANSWER_S", 0.01)
         engine = Engine()
         with pytest.raises(Unavailable, match="no engine answered within"):
-            await RecentInfo(engine.info).get()
+            await Recent(engine.info, "no engine answered").get()
 
     asyncio.run(ask())
 
@@ -111,7 +111,7 @@ def test_a_defect_is_told_to_who_asked_and_not_kept() -> None:
         engine = Engine()
         engine.go.set()
         engine.error = KeyError("not one of ours")
-        recent = RecentInfo(engine.info)
+        recent = Recent(engine.info, "no engine answered")
         for _ in range(2):
             with pytest.raises(KeyError):
                 await recent.get()

@@ -260,7 +260,7 @@ def test_the_environment_says_in_which_protocol(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
     assert ".proto.grpc." in tracing.load_exporter_class().__module__
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
-    with pytest.raises(InvalidField, match="none of grpc, http/protobuf"):
+    with pytest.raises(InvalidField, match="must be one of grpc, http/protobuf"):
         tracing.load_exporter_class()
 
 

@@ -1,6 +1,7 @@
-"""The console: a page at `/console` that compares full prefill with blends and shows the service live.
+"""The console: a page at `/console` that compares full prefill with blends and shows the state of the
+service.
 
-`assets` holds the page's files, `routes` serves them and the endpoints under `/console/api`, `comparison`
-answers one question both ways, `live` describes the service, `view` describes one blend layer by layer. The
-page's code is vanilla ES modules in `static`.
+`assets` holds the page's files, and `routes` serves them and the endpoints under `/console/api`. `comparison`
+answers one question in both ways, `view` describes a blend layer by layer, and `live` describes the service.
+The page's code is vanilla ES modules in `static`.
 """

@@ -1,4 +1,4 @@
-"""The console's files, read once, and how a browser may use them."""
+"""The console's files, which are read once, and the HTTP headers that restrict their use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEDIA_TYPES: Mapping[str, str] = {
     "svg": "image/svg+xml",
 }
 BYTES_MAX = 400 << 10
-"""All files together, so that the console opens at once over any connection."""
+"""Maximum size of all files together, so that the console opens quickly over any connection."""
 
 HEADERS: Mapping[str, str] = {
     "content-security-policy": (
@@ -28,8 +28,8 @@ HEADERS: Mapping[str, str] = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Sent with every file: nothing is loaded from elsewhere, no script or style is inline, and no text becomes
-markup. Browsers ask again for each file, and get 304 where it has not changed."""
+"""Headers of every file. They forbid other origins, inline scripts and styles, and text that becomes markup.
+Browsers revalidate each file; the answer is 304 if it has not changed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Asset:
 
 @lru_cache(maxsize=1)
 def read_assets() -> Mapping[str, Asset]:
-    """All files by name."""
+    """Return all files by name."""
     folder = files(__package__) / "static"
     found = (entry for entry in folder.iterdir() if entry.name.rpartition(".")[2] in MEDIA_TYPES)
     contents = {entry.name: entry.read_bytes() for entry in found}

@@ -1,9 +1,9 @@
-"""Answers one question by full prefill and by a blend, one after the other, and compares the two.
+"""Answers one question by full prefill and then by a blend, and compares the two answers.
 
-Side by side they would disturb each other's times, so `ComparisonTurns` lets one comparison of a gateway run
-at a time, whoever asks, and for `TURN_S` at most. Neither answer finds anything in the engine's prefix cache:
-a question that is asked again takes as long as the first time. Then the full prefill's answer is scored under
-both: how likely each of its tokens is, which shows what the blend lost even where the two texts agree.
+Concurrent comparisons would distort each other's times, so `ComparisonTurns` runs one at a time in a gateway,
+each for at most `TURN_S`. Neither answer uses the engine's prefix cache: a repeated question takes as long as
+the first time. Afterwards the tokens of the full prefill's answer are scored in both ways: their
+probabilities show what the blend lost even if the two texts are equal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client import Counter, Histogram
-
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions, parse_selector
@@ -28,7 +26,6 @@ from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.identity import needs_credentials
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Resolved
 from kintsugi.gateway.requests import ServedRequest
 from kintsugi.gateway.texts.segments import Segment
@@ -39,16 +36,16 @@ DOCUMENTS_MAX = 128
 TITLE_CHARS_MAX = 200
 ANSWER_TOKENS_MAX = 256
 SCORED_TOKENS_MAX = 16
-"""Leading tokens of the answer that are scored, each by a request of one token for either way."""
+"""Maximum number of the answer's first tokens that are scored, each by one request in either way."""
 WAITING_MAX = 16
-"""Comparisons that wait for their turn; further ones are refused."""
+"""Maximum number of waiting comparisons; further ones are refused."""
 TURN_S = 600.0
-"""A comparison that takes longer is ended: others wait for their turn."""
+"""Maximum duration of a comparison, because others wait for their turn."""
 
 Message = dict[str, Any]
-"""One line of the stream: `event`, and what belongs to it."""
+"""One line of the stream: `event`, and the fields of this kind of event."""
 Authenticate = Callable[[], Caller]
-"""Who asks, found out anew. Raises `Unauthenticated`."""
+"""Authenticates the caller again. Raises `Unauthenticated`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class ConsoleDocument:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is asked."""
+    """The request for a comparison."""
 
     __pydantic_config__ = STRICT
 
@@ -74,7 +71,7 @@ class Comparison:
     ratio: float | None = None
     max_tokens: int = 48
     score: bool = True
-    """Whether to measure what was lost."""
+    """Whether to score the answer in both ways."""
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -83,7 +80,7 @@ class Comparison:
             raise InvalidField("documents", "is empty; add a sample document or drop a text file first")
         if len(self.documents) > DOCUMENTS_MAX:
             raise InvalidField(
-                "documents", f"has {len(self.documents)}; remove some: {DOCUMENTS_MAX} fit at most"
+                "documents", f"has {len(self.documents)}; at most {DOCUMENTS_MAX} are allowed: remove some"
             )
         for index, document in enumerate(self.documents):
             if not document.text.strip():
@@ -94,7 +91,7 @@ class Comparison:
                 )
         if not 1 <= self.max_tokens <= ANSWER_TOKENS_MAX:
             raise InvalidField("max_tokens", f"{self.max_tokens} is outside [1, {ANSWER_TOKENS_MAX}]")
-        _ = self.options  # checks them
+        _ = self.options  # validates them
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> Comparison:
@@ -107,7 +104,7 @@ class Comparison:
         return BlendOptions(self.ratio, None if self.selector is None else parse_selector(self.selector))
 
     def call(self, *, no_blend: bool, explain: bool) -> GenerateCall:
-        """The request for one of the two answers, which finds nothing in the prefix cache."""
+        """Return the request for one of the two answers, which uses no prefix cache."""
         return GenerateCall(
             self.namespace,
             tuple(Segment(text=document.text) for document in self.documents),
@@ -125,61 +122,41 @@ class ComparisonTurns:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._waiting = 0
-        self._callers: set[str | None] = set()
-        """Those whose comparisons run or wait."""
+        self._callers: list[str | None] = []
+        """Callers of the comparisons that run or wait."""
 
     @property
     def is_taken(self) -> bool:
+        """Whether a comparison is running."""
         return self._lock.locked()
 
     @asynccontextmanager
     async def take(self, caller: str | None) -> AsyncIterator[None]:
-        """``caller``: its name, None where callers cannot be told apart. Raises `ResourceExhausted` where the
-        caller has a comparison already or too many wait."""
+        """Wait for the turn and hold it while the block runs. ``caller``: its name; None if callers cannot be
+        told apart. Raises `ResourceExhausted` if the caller has another comparison or too many wait."""
         if caller is not None and caller in self._callers:
             raise ResourceExhausted(
                 f"{caller!r} has a comparison already; wait for its end, or stop it in the tab that runs it"
             )
-        if self._waiting >= WAITING_MAX:
+        if len(self._callers) > WAITING_MAX:
             raise ResourceExhausted(f"{WAITING_MAX} comparisons wait for their turn; try again in a minute")
-        self._callers.add(caller)
+        self._callers.append(caller)
         try:
-            await self._wait()
-            try:
+            async with self._lock:
                 yield
-            finally:
-                self._lock.release()
         finally:
-            self._callers.discard(caller)
-
-    async def _wait(self) -> None:
-        self._waiting += 1
-        try:
-            await self._lock.acquire()
-        finally:
-            self._waiting -= 1
-
-
-_UNREAD_S = Histogram("unread_seconds", "", registry=None)
-_UNCOUNTED = FrontMetrics(
-    Counter("unread_requests", "", ["method", "status"], registry=None),
-    lambda method: _UNREAD_S,
-    Counter("unread_tokens", "", ["result"], registry=None),
-)
-"""For scores and puts, which no client sent: they would shift what the gateway counts."""
+            self._callers.remove(caller)
 
 
 class ScoreAsk(PromptAsk):
-    """Asks how likely one token of an answer is behind the prompt and the answer's tokens before it."""
+    """Requests the probability of an answer's last token after the prompt and the answer's other tokens."""
 
     def __init__(self, gateway: Gateway, caller: Caller, call: GenerateCall, answer: Sequence[int]) -> None:
-        """The last token of ``answer`` is scored."""
         super().__init__(gateway.prompts, caller, call)
-        self.metrics = _UNCOUNTED
-        self.is_counted = False
+        self.is_counted = False  # no client sent it
         self._answer = TokenIds.of(answer)
         self.logprob: float | None = None
+        """Logarithm of the probability; None until, or unless, the engine reports it."""
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         events = await super().prepare(trace)
@@ -195,7 +172,7 @@ class ScoreAsk(PromptAsk):
 
 @dataclass
 class _Way:
-    """One of the two answers as it comes."""
+    """One of the two answers while it arrives."""
 
     name: str
     call: GenerateCall
@@ -215,10 +192,10 @@ class Comparer:
     async def run(
         self, authenticate: Authenticate, asked: Comparison, served: ServedRequest
     ) -> AsyncGenerator[Message, None]:
-        """The comparison's messages as they come. Closing the generator ends the work in the engine.
-        ``served``: the request that asks for it, whose chunks become known here. Raises what the caller is
-        refused with, and `DeadlineExceeded`; what was sent before stays true."""
-        # The work does not wait for who reads of it: others wait for their turn meanwhile.
+        """Stream the comparison's messages. Closing the generator ends the work in the engine. ``served`` is
+        the caller's request; the keys of the chunks are added to it. Raises the error that refuses the
+        request, and `DeadlineExceeded`, possibly after some messages."""
+        # The work does not wait for its reader, because other comparisons wait for their turn.
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         work = asyncio.create_task(self._work(authenticate, asked, served, messages))
         try:
@@ -264,7 +241,7 @@ class Comparer:
         full = _Way("full", asked.call(no_blend=True, explain=False))
         blend = _Way("blend", asked.call(no_blend=False, explain=explain))
         for way in (full, blend):
-            # Between the parts: a token may have expired or been revoked meanwhile.
+            # Authenticate again: the token may have expired or been revoked meanwhile.
             async with aclosing(self._answer(authenticate(), asked, way)) as messages:
                 async for message in messages:
                     yield message
@@ -274,19 +251,19 @@ class Comparer:
         yield {"event": "done"}
 
     def _may_explain(self, caller: Caller, namespace: str) -> bool:
-        """Whether the caller may know which tokens were loaded."""
+        """Return whether the caller may know which tokens were loaded."""
         return caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, namespace)
 
     async def _store(self, caller: Caller, asked: Comparison, served: ServedRequest) -> Message:
-        """Stores the chunks. Where the caller may not, the blend takes what others have stored."""
+        """Store the chunks. If the caller may not, the blend uses the chunks that others have stored."""
         chunks = [Segment(text=document.text) for document in asked.documents]
         caller.authorize(asked.namespace, Verb.GENERATE)
         if not caller.may(Verb.PUT):
             problem = "chunks were not stored: your token lacks the verb put"
             return {"event": "stored", "chunks": [], "problem": problem}
-        put = ServedRequest("PutChunks", served.headers, _UNCOUNTED, "OK", audit=served.audit)
+        # A separate request, with its own verb, in the log and the audit log; metrics do not count it.
+        put = ServedRequest("PutChunks", served.headers, None, "OK", audit=served.audit)
         put.request_id, put.caller, put.namespace = served.request_id, caller.name, asked.namespace
-        # In the log and the audit log it is a request of its own, with the verb that it needs.
         with put.record(grpc_status_of):
             puts = await self._gateway.put_chunks(caller, asked.namespace, chunks)
             put.keys = served.keys = [one.key.hex for one in puts]
@@ -317,7 +294,7 @@ class Comparer:
             yield await asyncio.to_thread(self._describe, ask, asked, way.finished)
 
     def _describe(self, ask: PromptAsk, asked: Comparison, finished: Finished) -> Message:
-        """The blend layer by layer. Decodes every token of the prompt."""
+        """Describe the blend layer by layer. Decodes every token of the prompt."""
         detokenize = self._gateway.detokenize
         decode = (lambda token: f"[{token}]") if detokenize is None else lambda token: detokenize([token])
         titles = [document.title for document in asked.documents]
@@ -325,7 +302,7 @@ class Comparer:
         return {"event": "view", "view": view_of(parts, finished.accounting)}
 
     async def _score(self, caller: Caller, full: _Way, blend: _Way) -> Message:
-        """How likely the full prefill's answer is under both."""
+        """Compare the probabilities of the full prefill's answer in both ways."""
         answer = full.token_ids[:SCORED_TOKENS_MAX]
         scored = [await self._score_under(caller, way.call, answer) for way in (full, blend)]
         rows = [row for row in zip(*scored, strict=True) if None not in row]
@@ -348,10 +325,9 @@ class Comparer:
     async def _score_under(
         self, caller: Caller, call: GenerateCall, answer: Sequence[int]
     ) -> list[float | None]:
-        """Logprobs; None where the engine did not report one."""
+        """Return the logprob of each token; None where the engine did not report one."""
         one = replace(call, sampling={"max_tokens": 1, "temperature": 0.0}, explain=False)
-
-        # One after the other: a comparison takes one place of its tenant's, and a failure ends it.
+        # One after the other: a comparison holds one of its tenant's slots, and a failure ends it.
         found: list[float | None] = []
         for length in range(1, len(answer) + 1):
             ask = ScoreAsk(self._gateway, caller, one, answer[:length])
@@ -363,7 +339,7 @@ class Comparer:
 
 
 def _mean_probability(logprobs: Sequence[float | None]) -> float | None:
-    """The geometric mean; None for no tokens."""
+    """Return the geometric mean of the probabilities; None without any."""
     known = [one for one in logprobs if one is not None]
     return math.exp(sum(known) / len(known)) if known else None
 

@@ -1,7 +1,7 @@
-"""Serves the console's files, and the endpoints under `/console/api` that the page asks.
+"""Serves the console's files, and the page's endpoints under `/console/api`.
 
-The files hold no secrets and need no token: a browser cannot send one when it opens a page. The endpoints
-need one wherever the gateway has tokens, and where it has none they answer callers on this machine alone.
+The files hold no secrets and need no token, because a browser cannot send one when it opens a page. The
+endpoints require a token if the gateway has tokens; otherwise they answer only callers on this machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,8 +23,7 @@ from kintsugi.core.namespaces.parts import narrow_by_headers
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_assets
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
-from kintsugi.gateway.console.live import LiveService
-from kintsugi.gateway.console.samples import find_samples
+from kintsugi.gateway.console.live import describe_live
 from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.errors import LEFT_STATUS
 from kintsugi.gateway.fronts.identity import (
@@ -37,12 +37,17 @@ from kintsugi.gateway.fronts.limits import parse_body, run_beside
 from kintsugi.gateway.fronts.service_routes import describe_caller
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
+from kintsugi.models.bundled import BUNDLED_NAME, showcase
+from kintsugi.models.demo_questions import choose_shown, read_demo_questions
+from kintsugi.models.passages import read_bundled_passages
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.callers import Caller, Verb
 
 API_PATH = f"{CONSOLE_PATH}/api"
 STREAM_TYPE = "application/x-ndjson"
 BODY_BYTES_MAX = 4 << 20
+SAMPLE_DOCUMENTS = 6
+"""The number that the demo uses: about 3,700 tokens."""
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _SELECTORS: Mapping[SelectorName, str] = {
@@ -53,7 +58,7 @@ _SELECTORS: Mapping[SelectorName, str] = {
     SelectorName.CHUNK_HEAD: "the first tokens of each chunk",
     SelectorName.RANDOM: "tokens at random, for comparison",
 }
-"""What the page says of each selector that it offers."""
+"""Selectors that the page offers, with a description of the tokens that each selects."""
 
 
 class Console:
@@ -62,7 +67,6 @@ class Console:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._comparer = Comparer(gateway)
-        self._live = LiveService(gateway)
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -81,7 +85,7 @@ class Console:
         return _send_file(request, request.path_params["name"])
 
     async def _service(self, request: Request) -> Response:
-        """What the page has to know before the first question."""
+        """Describe what the page needs before the first question."""
         caller = identify_here(self._gateway.access, request)
         info = await self._gateway.recent_info.get()
         document = {
@@ -101,7 +105,7 @@ class Console:
     async def _describe_live(self, request: Request) -> Response:
         caller = identify_here(self._gateway.access, request)
         self._gateway.access.check_sees_all(caller)
-        return JSONResponse(await self._live.describe(caller), headers=dict(PRIVATE))
+        return JSONResponse(await describe_live(self._gateway, caller), headers=dict(PRIVATE))
 
     async def _compare(self, request: Request, served: ServedRequest, send: Send) -> None:
         asked = await self._read(request, served)
@@ -112,7 +116,7 @@ class Console:
             await reply(request.scope, request.receive, send)
 
     async def _read(self, request: Request, served: ServedRequest) -> Comparison:
-        """What is asked. Raises what the caller is refused with."""
+        """Read the request. Raises the error that refuses it."""
         caller = identify_here(self._gateway.access, request)
         served.caller = caller.name
         check_is_json(request)
@@ -128,13 +132,13 @@ class Console:
     async def _lines(
         self, request: Request, asked: Comparison, served: ServedRequest
     ) -> AsyncGenerator[bytes, None]:
-        """One JSON object each. A failure is the last."""
+        """Stream the comparison's messages, one JSON object a line. A failure is the last message."""
         access = self._gateway.access
         messages = self._comparer.run(lambda: identify_here(access, request), asked, served)
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    # Some hold every position of a long prompt.
+                    # A view has every position of the prompt, which may be long.
                     is_long = message["event"] == "view"
                     yield await asyncio.to_thread(_encode, message) if is_long else _encode(message)
         except KintsugiError as error:
@@ -144,8 +148,10 @@ class Console:
 
 
 def identify_here(access: Access, request: Request) -> Caller:
-    """Who asks; without tokens, callers on this machine alone. Raises `Unauthenticated` and
-    `PermissionDenied`."""
+    """Return the caller. If the gateway has no tokens, only callers on this machine are accepted.
+
+    Raises `Unauthenticated` and `PermissionDenied`.
+    """
     if not needs_credentials(access) and not (is_from_here(request) and is_named_as_here(request)):
         raise PermissionDenied(
             "the console answers only on the gateway's own machine while the gateway has no tokens; open it "
@@ -159,7 +165,7 @@ def _encode(message: Message) -> bytes:
 
 
 def _least_ratio(name: SelectorName, ratios_min: Mapping[str, float] | None) -> float | None:
-    """The least ratio that the gate allows; None: the selector is not allowed."""
+    """Return the lowest ratio that the gate permits; None: the selector is not permitted."""
     return 0.0 if ratios_min is None else ratios_min.get(name.value)
 
 
@@ -177,3 +183,23 @@ def _send_file(request: Request, name: str) -> Response:
     if request.headers.get("if-none-match") == asset.etag:
         return Response(status_code=304, headers=headers)
     return Response(asset.content, media_type=asset.media_type, headers=headers)
+
+
+def find_samples(model: str, max_model_len: int) -> dict[str, Any]:
+    """Return the documents and questions that the page offers first, as JSON. The bundled model knows only
+    the words of its own chronicles; for other models, the number of passages is small enough for their
+    context."""
+    if model == BUNDLED_NAME:
+        shown = showcase()
+        documents = [{"title": f"Chronicle {n}", "text": text} for n, text in enumerate(shown.chunks, 1)]
+        return {"documents": documents, "questions": [shown.question], "max_tokens": 1}
+    passages = read_bundled_passages()[: max(1, min(SAMPLE_DOCUMENTS, max_model_len // 800))]
+    shown_first = choose_shown(read_demo_questions())
+    titles = {passage.title for passage in passages}
+    others = [one.question for one in read_demo_questions() if one.passage in titles and one != shown_first]
+    first = [shown_first.question] if shown_first.passage in titles else []
+    return {
+        "documents": [{"title": passage.title, "text": passage.text} for passage in passages],
+        "questions": [*first, *others[:8]],
+        "max_tokens": 48,
+    }

@@ -1,4 +1,4 @@
-"""One blend as `static/blend.js` draws it: the prompt's tokens, which of them each layer computed, and when.
+"""One blend as `static/blend.js` draws it: the prompt's tokens, and which of them each layer computed when.
 
 Pure. The console sends a view as JSON.
 """
@@ -17,7 +17,7 @@ DecodeToken = Callable[[int], str]
 
 @dataclass(frozen=True)
 class ViewPart:
-    """A chunk, or what stands before, between or behind the chunks."""
+    """A chunk, or the text before, between or after the chunks."""
 
     title: str
     tokens: list[str]
@@ -26,7 +26,7 @@ class ViewPart:
 def parts_of(
     token_ids: Sequence[int], spans: Sequence[Span], titles: Sequence[str], decode: DecodeToken
 ) -> list[ViewPart]:
-    """The prompt, cut where chunks begin and end. One title for each span."""
+    """Split the prompt at the chunks' boundaries. ``titles`` has one title for each span."""
     cuts: list[tuple[str, int, int]] = []
     end = 0
     for index, (span, title) in enumerate(zip(spans, titles, strict=True)):
@@ -42,8 +42,8 @@ def parts_of(
 
 
 def view_of(parts: Sequence[ViewPart], accounting: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON form. `layers` holds the positions that each layer computed, and like `timeline` it is empty
-    where no blend ran or the answer was not explained."""
+    """Return the view as JSON. `layers` has the positions that each layer computed. `layers` and `timeline`
+    are empty without a blend, and for an answer that was not explained."""
     found = accounting or {}
     by_layer = found.get("recomputed_positions") or {}
     return {

@@ -73,7 +73,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         priority = call.body.get("priority")
         self.is_negative_priority = isinstance(priority, int) and priority < 0
         # Until an engine has reported its model's limit, a caller's number is not trusted.
-        answer_tokens_max = prompts.tokens_max or ANSWER_TOKENS_ASSUMED
+        info = prompts.spaces.known_info
+        answer_tokens_max = ANSWER_TOKENS_ASSUMED if info is None else info.max_model_len
         self.tokens_asked, answer_tokens = estimate_tokens(call.path, call.body, answer_tokens_max)
         self.tokens = self.tokens_asked + answer_tokens
         self._prompts = prompts
@@ -144,7 +145,8 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         return describe_request(self._call.path, self._call.body)
 
     def describe_answer(self) -> Mapping[str, Attribute]:
-        return describe_answer(self._usage, self._prompts.model, self.request_id, self._finish_reasons)
+        info = self._prompts.spaces.known_info
+        return describe_answer(self._usage, info, self.request_id, self._finish_reasons)
 
     def first_token_s(self, first_s: float) -> float:
         """Time to first token. A whole response arrives after its last token, so the engine's own measurement

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.errors import Problem
-from kintsugi.gateway.fronts.limits import Quota, RequestLimits, request_slots
+from kintsugi.gateway.fronts.limits import SLOTS, Quota, RequestLimits
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.store.protocol import callers
 
@@ -125,7 +125,7 @@ def fill(places: Quota, name: str, stack: ExitStack) -> int:
 
 
 def test_a_caller_leaves_places_to_others() -> None:
-    places = request_slots(512, shared=True)
+    places = Quota(512, SLOTS, shared=True)
     with ExitStack() as stack:
         assert [fill(places, f"greedy {number}", stack) for number in range(4)] == [384, 96, 24, 6]
         assert fill(places, "greedy 0", stack) == 0
@@ -135,7 +135,7 @@ def test_a_caller_leaves_places_to_others() -> None:
 
 def test_callers_who_cannot_be_told_apart_share_all_places() -> None:
     with ExitStack() as stack:
-        assert fill(request_slots(5, shared=False), "anyone", stack) == 5
+        assert fill(Quota(5, SLOTS, shared=False), "anyone", stack) == 5
 
 
 def test_one_callers_bodies_leave_memory_for_others() -> None:
