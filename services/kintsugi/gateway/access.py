@@ -1,4 +1,4 @@
-"""Makes the entries of a tokens file, and decides whether a gateway may be reached from other machines."""
+"""Writes the entries of a tokens file, and checks whether a gateway may be reachable from other machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kintsugi.store.protocol.durable_files import lock_folder
 from kintsugi.store.protocol.tls import is_loopback
 
 TOKEN_PREFIX = "kg_"
-"""Lets scanners for leaked secrets recognise a token."""
+"""Prefix by which scanners for leaked secrets recognise a token."""
 
 
 def new_token(
@@ -27,16 +27,16 @@ def new_token(
     verbs: Sequence[Verb] | None = None,
     expires: str | None = None,
 ) -> tuple[str, Grant]:
-    """A new token and its entry for the file. Raises `InvalidField`."""
+    """Return a new token and its entry for the file. Raises `InvalidField`."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     given = None if verbs is None else tuple(verbs)
     return token, Grant(name, token_digest(token), tuple(namespaces), given, expires)
 
 
 def add_grant(path: Path, grant: Grant) -> None:
-    """Appends an entry atomically; a missing file is created, readable by its owner alone.
+    """Append an entry atomically. A missing file is created, readable only by its owner.
 
-    Raises `InvalidField` for an invalid file, and for one that has a token of that name.
+    Raises `InvalidField` for an invalid file, or if the file has a token with the same name.
     """
 
     def add(tokens: list[Any]) -> None:
@@ -48,7 +48,7 @@ def add_grant(path: Path, grant: Grant) -> None:
 
 
 def revoke_grant(path: Path, name: str) -> None:
-    """Marks a token as revoked, atomically. Its entry stays. Raises `InvalidField` for an invalid file, and
+    """Mark a token as revoked, atomically. Its entry stays. Raises `InvalidField` for an invalid file, and
     `NotFound`."""
 
     def revoke(tokens: list[Any]) -> None:
@@ -62,8 +62,8 @@ def revoke_grant(path: Path, name: str) -> None:
 
 
 def _change_tokens(path: Path, change: Callable[[list[Any]], None]) -> None:
-    """Rewrites the file with changed tokens, one process at a time: a change that is lost could be a
-    revocation. What else the file holds stays as it is."""
+    """Rewrite the file's tokens, and keep its other contents. Processes take turns, because a lost change
+    could be a revocation."""
     try:
         with lock_folder(path.parent):
             values = read_values(path) if path.exists() else {"tokens": []}
@@ -78,8 +78,8 @@ def _change_tokens(path: Path, change: Callable[[list[Any]], None]) -> None:
 
 
 def check_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool) -> None:
-    """Raises `InvalidField` for an address beyond loopback without tokens and TLS, unless ``insecure``:
-    anybody can read a token that travels unencrypted."""
+    """Raise `InvalidField` for an address beyond loopback without tokens and TLS, unless ``insecure``:
+    without TLS, a token can be read on its way."""
     if insecure or is_loopback(listen) or (has_tokens and has_tls):
         return
     missing = " and ".join(
@@ -88,5 +88,5 @@ def check_exposure(listen: str, has_tokens: bool, has_tls: bool, insecure: bool)
         if not has
     )
     raise InvalidField(
-        "listen", f"{listen} can be reached from other machines: give {missing}, or say --insecure"
+        "listen", f"{listen} can be reached from other machines: give {missing}, or pass --insecure"
     )

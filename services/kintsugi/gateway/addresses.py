@@ -14,28 +14,28 @@ WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host means all interfaces, so that nobody can connect to it."""
+    """Return whether a host stands for all interfaces; clients cannot connect to such a host."""
     return host in WILDCARDS
 
 
 def format_address(host: str, port: int) -> str:
-    """`host:port`, with brackets around IPv6."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def advertised_address(listen: str, node_ip: str) -> str:
-    """The address at which other hosts reach a server that listens on ``listen``, on a node of Ray."""
+    """Return the address at which other hosts reach a server that listens on ``listen`` on a Ray node."""
     host, _, port = listen.rpartition(":")
     return format_address(_find_host(node_ip), int(port)) if is_wildcard(host) else listen
 
 
 def _find_host(node_ip: str) -> str:
-    """The node's address for others, which a Ray that listens on loopback alone does not know."""
+    """Return the node's address for other hosts. Ray does not know it if Ray listens only on loopback."""
     if not is_loopback(f"{node_ip}:0"):
         return node_ip
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 1))  # sends nothing, but chooses the interface that leads out of here
+            probe.connect(("192.0.2.1", 1))  # sends nothing, but selects the interface with a route to others
         except OSError:
             return node_ip
         host: str = probe.getsockname()[0]
@@ -49,9 +49,9 @@ def tls_of(store: StoreSpec) -> TlsFiles | None:
 
 
 def free_port(host: str, first: int, count: int) -> int:
-    """The first free port of a range.
+    """Return the first free port of a range.
 
-    Raises `Unavailable` if all are taken, and if one cannot be bound for another reason.
+    Raises `Unavailable` if all are in use, or if one cannot be bound for another reason.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, first + count):
@@ -67,5 +67,5 @@ def free_port(host: str, first: int, count: int) -> int:
                 ) from error
             return port
     if count == 1:
-        raise Unavailable(f"{format_address(host, first)} is taken; stop what listens there, or name another")
-    raise Unavailable(f"ports {first} to {first + count - 1} of {host} are all taken; name another first one")
+        raise Unavailable(f"{format_address(host, first)} is in use; name another port")
+    raise Unavailable(f"ports {first} to {first + count - 1} of {host} are in use; name another first port")

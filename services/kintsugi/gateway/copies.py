@@ -1,6 +1,6 @@
-"""The copies of a chunk: clients know it by one key, the store holds it as prepared chunk and plain copy.
+"""The copies of a chunk. Clients know one key; the store holds a prepared chunk and its plain copy.
 
-Without a context a chunk has one copy, and nothing here asks the store more than once. See docs/adr/0010.
+Without a context, a chunk has one copy. See docs/adr/0010.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX, ChunkStore, ErasedPlace
 
 PAGE = 1000
-"""Chunks in one page of a namespace, which is searched where an anchor does not find a chunk's copies."""
+"""Chunks in one page of a namespace, which is searched if an anchor does not find a chunk's copies."""
 
 
 class Copies:
-    """For one event loop."""
+    """Finds, retains and erases all copies of chunks. For one event loop."""
 
     def __init__(
         self, spaces: Spaces, store: ThreadedStore, shared_of: Callable[[str], str] = lambda namespace: ""
     ) -> None:
-        """``shared_of``: the namespace whose chunks another may use, too; empty: none."""
+        """``shared_of`` returns the namespace whose chunks the given one may use, too; empty: none."""
         self._shared_of = shared_of
         self._spaces = spaces
         self._store = store
 
     async def find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
-        """The chunks of which the store lacks a copy that saving would make, also in the namespace that this
-        one shares. Raises `Unavailable`."""
+        """Return the chunks that lack a copy, both in the namespace and in the one that it shares. Raises
+        `Unavailable`."""
         return await self._without_shared(namespace, await self._find_missing(namespace, chunks))
 
     async def _without_shared(self, namespace: str, missing: list[ToSave]) -> list[ToSave]:
-        """Those of the chunks that the namespace which this one shares lacks, too."""
+        """Return the chunks that also lack a copy in the namespace that the given one shares."""
         shared = self._shared_of(namespace)
         if not (shared and missing):
             return missing
@@ -47,16 +47,17 @@ class Copies:
         return [theirs[key] for key, _ in absent]
 
     async def retain(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> list[ToSave]:
-        """Keeps all copies that there are of chunks for ``ttl_s`` more seconds at least; None: as if they
-        were put now. Copies in the namespace that this one shares are left alone. Returns the missing chunks,
-        as `find_missing` does. Raises `Unavailable`."""
+        """Keep all stored copies of chunks for at least ``ttl_s`` more seconds; None: as if they were put
+        now. Copies in the shared namespace are not changed. Return the missing chunks, as `find_missing`.
+        Raises `Unavailable`."""
         keys = await self._keys_of(namespace, chunks)
         kept = await self._store.run(lambda store: store.retain(namespace, keys, ttl_s or 0.0))
         missing = [chunk for index, chunk in enumerate(chunks) if not all(kept[index :: len(chunks)])]
         return await self._without_shared(namespace, missing)
 
     async def _keys_of(self, namespace: str, chunks: Sequence[ToSave]) -> list[ChunkKey]:
-        """Keys of the copies that saving makes, copy by copy."""
+        """Return the keys of all copies of the chunks: first all keys of one kind of copy, then of the
+        next."""
         info, space = await self._spaces.info(), await self._spaces.find(namespace)
         copies = space.copies(info.plain_copies)
         return [
@@ -65,27 +66,25 @@ class Copies:
 
     async def _find_missing(self, namespace: str, chunks: Sequence[ToSave]) -> list[ToSave]:
         keys = await self._keys_of(namespace, chunks)
-        # Not `lookup`: a shard that does not answer would make all it holds look missing.
+        # Not `lookup`: the chunks of a shard that does not answer would look missing.
         tiers = await self._store.run(lambda store: store.tiers(namespace, keys))
         return [chunk for index, chunk in enumerate(chunks) if None in tiers[index :: len(chunks)]]
 
     async def erase(
         self, namespace: str, key: ChunkKey, tokens: TokenIds | None, asked_at_s: float
     ) -> tuple[list[ChunkKey], list[ErasedPlace]]:
-        """Erase all copies of a chunk, which is named by the key of any; returns their keys and where they
-        were.
+        """Erase all copies of a chunk. ``key`` is the key of any copy. Return the copies' keys and places.
 
-        Without its ``tokens``, the other copy is looked for by anchor and length in the store, and every
-        candidate counts. Raises `Unavailable`.
+        Without ``tokens``, all chunks with the same anchor and length count as copies. Raises `Unavailable`.
         """
         try:
             space = await self._spaces.find(namespace)
-        except PermissionDenied:  # its keys were destroyed, and nobody can name the other copy
+        except PermissionDenied:  # the namespace's keys were destroyed, so the other copy's key is unknown
             space = None
 
         def erase(store: ChunkStore) -> tuple[list[ChunkKey], list[ErasedPlace]]:
             others = [] if space is None else _find_others(store, space, key, tokens)
-            # The named copy last: while it is there, a call that failed can be repeated.
+            # The named copy last: as long as it is stored, a failed call can be repeated.
             places = list(store.erase(namespace, others, asked_at_s)) if others else []
             return [*others, key], [*places, *store.erase(namespace, [key], asked_at_s)]
 
@@ -95,7 +94,7 @@ class Copies:
 def _find_others(
     store: ChunkStore, space: ChunkSpace, key: ChunkKey, tokens: TokenIds | None
 ) -> list[ChunkKey]:
-    """The keys of what may be the other copy of a chunk."""
+    """Return the keys of the chunks that may be the other copy of a chunk."""
     if not space.context_token_ids:
         return []
     if tokens is not None:
@@ -103,7 +102,7 @@ def _find_others(
     (manifest,) = store.lookup(space.namespace, [key])
     spaces = {copy.digest for copy in space.copies()} - {manifest.space_digest if manifest else b""}
     if manifest is None or len(spaces) > 1:
-        return []  # not there, or of a space that is no longer served
+        return []  # not stored, or of a space that is not served now
     (digest,) = spaces
     first = manifest.anchors[:1]
     found = [one for some in store.lookup_anchors(space.namespace, digest, first).values() for one in some]

@@ -1,9 +1,9 @@
-"""Erasing chunks, documents and namespaces from all that a service keeps, and the receipt for it.
+"""Erases chunks, documents and namespaces from all places of a service, and writes the receipt.
 
-In this order: saves that wait are dropped; the store deletes the chunks and records the erasure, so that it
-refuses saves that were asked for before; the ledger and the texts that this gateway knows forget. Other
-gateways and engines follow the store's record within `FOLLOWED_S`: they forget, and never erase. A call that
-fails gives no receipt, and can be repeated.
+The steps are: drop waiting saves; let the store delete the chunks and record the erasure, so that it refuses
+earlier saves; forget in the ledger and in this gateway's known texts. Other gateways and engines follow the
+store's record within `FOLLOWED_S`: they forget, and never erase. A failed call returns no receipt, and can be
+repeated.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kintsugi.gateway.texts.learning import Learner
 from kintsugi.gateway.texts.segments import SegmentResolver
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.precompute.documents import DocumentIndex, check_document_id
-from kintsugi.store.protocol.interface import DATA_KEYS, ErasedPlace, Erasure, ErasurePage
+from kintsugi.store.protocol.interface import DATA_KEYS, ErasedPlace, Erasure
 
 FOLLOW_PERIOD_S = 1.0
 FOLLOWED_S = 3.0
-"""A gateway or engine that reaches the store has followed an erasure after this long."""
+"""Time after which gateways and engines that reach the store have followed an erasure."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Where something was, and when it was gone."""
+    """The places of erased data, and the times of its erasure in Unix seconds."""
 
     namespace: str
     asked_at_s: float
-    """Unix seconds, as all times here."""
+    """Time of the request."""
     gone_at_s: float
     places: Sequence[ErasedPlace]
 
@@ -53,7 +53,7 @@ TEXTS, LEDGER, CACHES = "known texts", "ledger", "caches"
 
 @dataclass
 class Remembered:
-    """What a gateway remembers of chunks."""
+    """The parts of a gateway that remember chunks."""
 
     known: KnownChunks
     resolver: SegmentResolver
@@ -63,7 +63,7 @@ class Remembered:
     learner: Learner | None
 
     def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
-        """Forget what only memory holds, and saves that were asked for until `erased_at_s` and still wait."""
+        """Forget chunks that only memory holds, and waiting saves that were requested until `erased_at_s`."""
         self.saver.times.note(namespace, erased_at_s)
         self.saver.drop_erased(namespace, keys, erased_at_s)
         self.resolver.forget(namespace, keys)
@@ -72,7 +72,7 @@ class Remembered:
 
 
 class Eraser(Repeating):
-    """For one event loop. `start` it, so that it follows what others erase, and `close` it."""
+    """Erases, and after `start` also follows the erasures of others. For one event loop."""
 
     def __init__(self, store: ThreadedStore, copies: Copies, remembered: Remembered) -> None:
         super().__init__("kintsugi-follow", self.follow_once, FOLLOW_PERIOD_S)
@@ -81,21 +81,21 @@ class Eraser(Repeating):
         self._remembered = remembered
 
     async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
-        """Erase every copy of a chunk. Does not wait for `FOLLOWED_S`. Raises `Unavailable` if a shard that
-        may hold some does not answer."""
+        """Erase every copy of a chunk, without waiting for `FOLLOWED_S`. Raises `Unavailable` if a shard that
+        may hold a copy does not answer."""
         asked_at_s = self._begin(namespace, [key])
         keys = [key]
         places: list[ErasedPlace] = []
         try:
             tokens = await asyncio.to_thread(self._remembered.known.token_ids, namespace, key)
             keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s)
-        finally:  # even if a shard still holds it: it must not be found or filled meanwhile
+        finally:  # after an error, too: the chunk must not be found or filled meanwhile
             places = [*places, *await self._forget(namespace, keys, asked_at_s)]
         return _seal(namespace, asked_at_s, places)
 
     async def erase_document(self, namespace: str, corpus: str, document_id: str) -> tuple[bool, Receipt]:
-        """Erase a document and the chunks that no other document has; whether it was there. Raises
-        `NotFound` without a ledger, `InvalidField` and `Unavailable`."""
+        """Erase a document and the chunks that no other document has. Return whether it existed, and the
+        receipt. Raises `NotFound` without a ledger, `InvalidField` and `Unavailable`."""
         check_document_id(document_id)
         documents = self._remembered.documents
         if documents is None:
@@ -119,8 +119,8 @@ class Eraser(Repeating):
         return was_there, _seal(namespace, asked_at_s, places)
 
     async def erase_namespace(self, namespace: str) -> Receipt:
-        """Erase everything that is stored of a namespace, and replace its data keys by a new one if they are
-        at hand. Raises `Unavailable` if a shard does not answer."""
+        """Erase all data of a namespace, and replace its data keys by a new one if the gateway has them.
+        Raises `Unavailable` if a shard does not answer."""
         asked_at_s = self._begin(namespace, None)
         places: list[ErasedPlace] = []
         try:
@@ -132,14 +132,13 @@ class Eraser(Repeating):
         return _seal(namespace, asked_at_s, places)
 
     def _begin(self, namespace: str, keys: Collection[ChunkKey] | None) -> float:
-        """Drop what waits to be saved; when the erasure counts as asked for. What is asked for from here on
-        counts as later."""
+        """Drop waiting saves, and return the time of the erasure. Requests from now on count as later."""
         asked_at_s = time.time()
         self._remembered.drop_waiting(namespace, keys, asked_at_s)
         return asked_at_s
 
     async def _name_key(self, namespace: str) -> bytes:
-        """The namespace's; empty once its keys were destroyed, when nobody can name its plain copies."""
+        """Return the namespace's name key; empty if its keys were destroyed, so that no copy can be named."""
         try:
             return await self._store.run(lambda store: store.name_key(namespace))
         except PermissionDenied:
@@ -156,11 +155,11 @@ class Eraser(Repeating):
         places: list[ErasedPlace] = []
         documents = self._remembered.documents
         async with self._unlearning():
-            if documents is not None and keys is None:
-                count = await asyncio.to_thread(documents.erase_namespace, namespace)
-                places.append(ErasedPlace(LEDGER, count, 0, time.time()))
-            elif documents is not None:
-                count = await asyncio.to_thread(documents.erase_chunks, namespace, list(keys or ()))
+            if documents is not None:
+                if keys is None:
+                    count = await asyncio.to_thread(documents.erase_namespace, namespace)
+                else:
+                    count = await asyncio.to_thread(documents.erase_chunks, namespace, keys)
                 places.append(ErasedPlace(LEDGER, count, 0, time.time()))
             return places + await self._forget_texts(namespace, keys, asked_at_s)
 
@@ -171,13 +170,12 @@ class Eraser(Repeating):
         count = await asyncio.to_thread(self._remembered.known.erase, namespace, keys, asked_at_s)
         return [ErasedPlace(TEXTS, count, 0, time.time())]
 
-    # What others erase
-
     async def follow_once(self) -> bool:
-        """Forget a page of what was erased since; whether there may be more. Raises `Unavailable`."""
+        """Forget the chunks in the next page of the store's erasures. Return whether there may be more.
+        Raises `Unavailable`."""
         known = self._remembered.known
         cursor = await asyncio.to_thread(lambda: known.cursor)
-        page: ErasurePage = await self._store.run(lambda store: store.erasures(cursor))
+        page = await self._store.run(lambda store: store.erasures(cursor))
         if page.cursor == cursor:
             return False
         for scope in _group(page.erasures):
@@ -187,7 +185,7 @@ class Eraser(Repeating):
 
 
 def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | None, float]]:
-    """Erasures by namespace, with the latest time: one rewriting of the known texts does for all."""
+    """Group erasures by namespace, with the latest time, so that the known texts are rewritten once."""
     by_namespace: dict[str, list[Erasure]] = {}
     for erasure in erasures:
         by_namespace.setdefault(erasure.namespace, []).append(erasure)
@@ -197,7 +195,7 @@ def _group(erasures: Iterable[Erasure]) -> Iterator[tuple[str, list[ChunkKey] | 
 
 
 def _seal(namespace: str, asked_at_s: float, places: Sequence[ErasedPlace]) -> Receipt:
-    """The receipt: caches have followed `FOLLOWED_S` after the store."""
+    """Return the receipt. Caches have followed the store's erasure after `FOLLOWED_S`."""
     stored_s = max(place.gone_at_s for place in places)
     all_places = [*places, ErasedPlace(CACHES, 0, 0, stored_s + FOLLOWED_S)]
     return Receipt(namespace, asked_at_s, all_places[-1].gone_at_s, all_places)

@@ -1,6 +1,6 @@
-"""Logs lines of JSON to standard error, one of them for each answered request.
+"""Writes the log as lines of JSON to standard error, with one line for each answered request.
 
-Serve configures only its own logger, and Python by default writes nothing below a warning.
+Serve configures only its own logger, and Python's default level is `WARNING`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LEVEL_DEFAULT = "INFO"
 
 
 class RequestLine(dict[str, Any]):
-    """One request: which method, for whom, and how it ended; never what was asked or answered.
+    """The message of a log record about one request: its method, namespace and status, never its contents.
 
-    It is a log record's message. As text it is JSON; in a line of JSON its fields join the line's own.
+    As text it is JSON; in a line of JSON, its fields become fields of the line.
     """
 
     def __str__(self) -> str:
@@ -39,20 +39,20 @@ class _JsonLines(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Our handler; its type tells it apart from others."""
+    """Our handler, recognised by its type."""
 
 
 def write_json_lines(stream: TextIO | None = None) -> None:
-    """Writes this process's log of Kintsugi as JSON, from level `KINTSUGI_LOG_LEVEL` (environment; default
-    `INFO`) upwards. Idempotent.
+    """Write this process's log of Kintsugi as JSON, from the level in the environment variable
+    `KINTSUGI_LOG_LEVEL` (default `INFO`) upwards. Idempotent.
 
     ``stream`` None: the process's original standard error, which Serve may have replaced by its own log.
-    Raises `InvalidField` for a level that does not exist.
+    Raises `InvalidField` for an unknown level.
     """
     level = os.environ.get(LEVEL_ENVIRONMENT, "").upper() or LEVEL_DEFAULT
     names = logging.getLevelNamesMapping()
     if level not in names:
-        raise InvalidField(LEVEL_ENVIRONMENT, f"{level!r} is none of {', '.join(names)}")
+        raise InvalidField(LEVEL_ENVIRONMENT, f"{level!r} must be one of {', '.join(names)}")
     logger = logging.getLogger("kintsugi")
     logger.setLevel(level)
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
@@ -60,5 +60,5 @@ def write_json_lines(stream: TextIO | None = None) -> None:
     handler = _Handler(stream or sys.__stderr__ or sys.stderr)
     handler.setFormatter(_JsonLines())
     logger.addHandler(handler)
-    # Other handlers listen at the root: every line would be written twice.
+    # Handlers of the root logger would write every line a second time.
     logger.propagate = False

@@ -18,7 +18,7 @@ _OWN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
 class FrontMetrics:
-    """What one front end counts of its requests and answers."""
+    """Metrics of one front end's requests and answers."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class FrontMetrics:
         chunk_tokens: Counter,
         outcomes: Counter | None = None,
     ) -> None:
-        """``requests`` has two labels: the method, and how the request ended. ``first_s`` gives a method's
+        """``requests`` has two labels: the method and the status. ``first_s`` returns a method's
         histogram."""
         self._requests = requests
         self._first_s = first_s
@@ -38,11 +38,11 @@ class FrontMetrics:
         self._requests.labels(method, str(status)).inc()
 
     def observe_first(self, method: str, first_s: float) -> None:
-        """The time from a request's last byte to the first piece of its answer."""
+        """Record the time from a request's last byte to the first piece of its answer."""
         self._first_s(method).observe(first_s)
 
     def count_accounting(self, accounting: Mapping[str, Any]) -> None:
-        """What the engine reported of an answer; empty if it reported nothing."""
+        """Count an answer by its accounting, which is empty if the engine reported none."""
         for result in ("hit", "missed"):
             self._chunk_tokens.labels(result).inc(int(accounting.get(f"tokens_{result}", 0)))
         if self._outcomes is not None:
@@ -50,7 +50,7 @@ class FrontMetrics:
 
 
 class CertificateExpiry(Collector):
-    """When the gateway's certificate expires, read at each scrape; no sample without TLS."""
+    """Time at which the gateway's certificate expires, read at each scrape. No sample without TLS."""
 
     def __init__(self) -> None:
         self.read_s: Callable[[], float] | None = None
@@ -58,7 +58,7 @@ class CertificateExpiry(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             "kintsugi_gateway_certificate_expiry_timestamp_seconds",
-            "When the gateway's certificate expires",
+            "Time at which the gateway's certificate expires",
             labels=(),
         )
         if self.read_s is not None:
@@ -67,8 +67,8 @@ class CertificateExpiry(Collector):
 
 
 class ShareMetrics(Collector):
-    """What namespaces use of this gateway beside their limits, read at each scrape. Only namespaces that a
-    rule is about have samples."""
+    """Use and limits of namespaces, read at each scrape. Only namespaces to which a rule applies have
+    samples."""
 
     def __init__(self, shares: FairShares, known: KnownChunks) -> None:
         self._shares = shares
@@ -76,16 +76,14 @@ class ShareMetrics(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         prefix, both = "kintsugi_gateway_namespace", ["namespace", "resource"]
-        use = GaugeMetricFamily(f"{prefix}_use", "What a namespace uses now", labels=both)
-        limit = GaugeMetricFamily(f"{prefix}_limit", "What a namespace may use", labels=both)
-        requests = CounterMetricFamily(
-            f"{prefix}_requests", "Requests that were admitted", labels=["namespace"]
-        )
+        use = GaugeMetricFamily(f"{prefix}_use", "Present use of a namespace", labels=both)
+        limit = GaugeMetricFamily(f"{prefix}_limit", "Limits of a namespace", labels=both)
+        requests = CounterMetricFamily(f"{prefix}_requests", "Admitted requests", labels=["namespace"])
         tokens = CounterMetricFamily(
-            f"{prefix}_tokens", "Tokens of prompts, answers and chunks, as estimated", labels=["namespace"]
+            f"{prefix}_tokens", "Estimated tokens of prompts, answers and chunks", labels=["namespace"]
         )
         refused = CounterMetricFamily(
-            f"{prefix}_refused", "Requests that a limit refused", labels=["namespace", "limit"]
+            f"{prefix}_refused", "Requests refused by a limit", labels=["namespace", "limit"]
         )
         for account in self._shares.accounts:
             name, limits = account.name, account.limits
@@ -104,41 +102,39 @@ class ShareMetrics(Collector):
 
 
 class GatewayMetrics:
-    """Counted where things happen; queues are read when they are scraped."""
+    """All metrics of a gateway."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         ttft_s = histogram(
             "kintsugi_gateway_ttft_seconds",
-            "From a request's arrival to the first piece of its answer",
+            "Time from a request's arrival to the first piece of its answer",
             buckets=(*_FIRST_BUCKETS_S, 60.0),
         )
         self.grpc = FrontMetrics(
             counter(
                 "kintsugi_gateway_requests",
-                "Requests by method and how they ended: OK, or a gRPC status",
+                "Requests by method and gRPC status",
                 ["method", "status"],
             ),
             lambda method: ttft_s,
             counter(
                 "kintsugi_gateway_chunk_tokens",
-                "Chunk tokens of prompts, by whether their KV was loaded",
+                "Chunk tokens of prompts, by result: loaded (hit) or missed",
                 ["result"],
             ),
-            counter(
-                "kintsugi_gateway_outcomes", "Answers by how the engine prefilled their prompt", ["outcome"]
-            ),
+            counter("kintsugi_gateway_outcomes", "Answers by outcome of the prefill", ["outcome"]),
         )
         self.http = FrontMetrics(
             counter(
                 "kintsugi_http_requests",
-                "Answered requests by path and status; 499: the caller left before the answer.",
+                "Answered requests by path and status; 499: the caller disconnected before the answer.",
                 ["path", "status"],
             ),
             histogram(
                 "kintsugi_http_first_piece_seconds",
-                "From a request's last byte to the answer's first: with streaming, the time to first token.",
+                "Time from a request's last byte to the answer's first; with streaming, to the first token.",
                 ["path"],
                 buckets=_FIRST_BUCKETS_S,
             ).labels,
@@ -149,15 +145,15 @@ class GatewayMetrics:
         )
         self.resolve_s = histogram(
             "kintsugi_gateway_resolve_seconds",
-            "From a request's arrival until the engine is asked: checks and tokenising",
+            "Time from a request's arrival until it is sent to an engine: checks and tokenisation",
             buckets=_OWN_BUCKETS_S,
         )
         self.certificate = CertificateExpiry()
         registry.register(self.certificate)
-        self._fills = counter("kintsugi_gateway_fill_events", "Misses and what became of them", ["event"])
+        self._fills = counter("kintsugi_gateway_fill_events", "Misses by decision and result", ["event"])
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Adds a gauge whose value is read when it is scraped."""
+        """Add a gauge whose value is read at each scrape."""
         Gauge(f"kintsugi_gateway_{name}", text, registry=self.registry).set_function(read)
 
     def count_fill(self, event: str) -> None:

@@ -1,4 +1,4 @@
-"""A task of the event loop that does a kind of work again and again, whatever fails."""
+"""A task of the event loop that repeats a step, also after errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class Repeating:
-    """Runs a step as long as it finds work, then waits for a period. `start` it, and `close` it."""
+    """Runs a step until there is no more work, waits for a period, and starts again."""
 
     def __init__(self, name: str, step: Callable[[], Awaitable[object]], period_s: float) -> None:
-        """`name` names the task, and the work in logs. `step` returns whether there may be more to do."""
+        """`name`: name of the task, in logs too. `step` returns whether there may be more work."""
         self._name = name
         self._step = step
         self._period_s = period_s

@@ -1,12 +1,12 @@
-"""Fair shares of a gateway: how much each namespace may ask for, and whose turn it is at the engines.
+"""Limits of each namespace's use of a gateway, and the fair queue for the engines.
 
-Namespaces wait for engines in a fair queue (start-time fair queueing, Goyal et al. 1996): each request costs
-its tokens divided by its namespace's weight, and the request that begins earliest in that virtual time goes
-next. A namespace within its share waits for a request that ends, whatever others have queued. What exceeds a
-limit is refused at once with the time after which to try again.
+The queue is start-time fair queueing (Goyal et al. 1996): a request costs its tokens divided by its
+namespace's weight, and the request with the earliest start in virtual time is next. A namespace within its
+share waits only until one request ends, however many requests of others are queued. Requests beyond a limit
+are refused at once, with the time after which to try again.
 
-Pure bookkeeping for one event loop; the clock is injected. Without rules and places every method returns at
-once and remembers nothing.
+The module does no I/O, and its clock is injected. Without rules and places, every method returns at once and
+remembers nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kintsugi.core.namespaces.limits import NO_LIMITS, NamespaceLimits
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 
 BURST_S = 2.0
-"""A namespace that was idle may at once use what its rates allow in this time."""
+"""A namespace that was idle may use the amount of this time at once."""
 ACCOUNTS_MAX = 4096
-"""Namespaces whose use is remembered; beyond it those that use nothing now are forgotten."""
+"""Number of namespaces beyond which idle ones are forgotten."""
 QUEUED_MAX = 4096
-"""Requests that wait for an engine. Beyond it the namespace with most of them for its weight loses its
-newest one."""
+"""Maximum number of waiting requests. Beyond it, the newest request of the namespace with the longest queue
+for its weight is refused."""
 STALL_S = 5.0
-"""A caller that reads nothing of its answer for this long gives up its place."""
+"""A caller that reads nothing of its answer for this long loses its place."""
 RETRY_S_MIN = 1.0
 RETRY_S_MAX = 60.0
 SERVICE_WEIGHT = 0.1
-"""Weight of the newest request in the moving average of how long one holds its place."""
+"""Weight of the newest request in the moving average of the time for which a request holds its place."""
 
 
 class Bucket:
-    """A rate with a burst. One amount may exceed the burst; what follows waits until that is paid."""
+    """A token bucket. One amount may exceed the burst; later ones wait until the level is positive again."""
 
     def __init__(self, per_s: float, now_s: float) -> None:
         self.per_s = per_s
@@ -48,38 +48,38 @@ class Bucket:
         self._now_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """How long until the amount may be taken; 0: now."""
+        """Return the time until the amount may be taken; 0: now."""
         self._level = min(self._burst, self._level + self.per_s * max(0.0, now_s - self._now_s))
         self._now_s = now_s
         return max(0.0, (min(amount, self._burst) - self._level) / self.per_s)
 
     def take(self, amount: float) -> None:
-        """A negative amount is given back."""
+        """Take an amount; a negative one is given back."""
         self._level = min(self._burst, self._level - amount)
 
 
 @dataclass(eq=False)
 class Account:
-    """What one namespace uses, or all namespaces that share their limits."""
+    """The use of one namespace, or of all namespaces that share their limits."""
 
     name: str
     limits: NamespaceLimits
     is_limited: bool
-    """Whether a rule is about it: metrics show no others."""
+    """Whether a rule applies to it; metrics show only such accounts."""
     requests: Bucket | None = None
     tokens: Bucket | None = None
     in_flight: int = 0
-    """Requests that are being served, including those that wait."""
+    """Number of requests that are being served or wait."""
     waiting: list[_Waiter] = field(default_factory=list)
     """Requests that wait for a place, the newest last."""
     finish: float = 0.0
-    """Virtual time at which all that it asked for has been served."""
+    """Virtual time at which all its requests have been served."""
     requests_total: int = 0
     tokens_charged: int = 0
     tokens_unused: int = 0
     """Part of `tokens_charged` that answers did not need."""
     refused_total: dict[str, int] = field(default_factory=dict)
-    """Refused requests by the limit that refused them."""
+    """Number of refused requests, by the limit that they exceeded."""
 
     @property
     def is_idle(self) -> bool:
@@ -90,7 +90,7 @@ class Account:
         return len(self.waiting) / self.limits.weight
 
     def refuse(self, limit: str, text: str, retry_after_s: float) -> ResourceExhausted:
-        """Counts a refusal; the error to raise."""
+        """Count a refusal and return the error to raise."""
         self.refused_total[limit] = self.refused_total.get(limit, 0) + 1
         retry_after_s = min(RETRY_S_MAX, max(RETRY_S_MIN, retry_after_s))
         return ResourceExhausted(
@@ -102,9 +102,9 @@ class Account:
 class _Waiter:
     account: Account
     begins: float
-    """Virtual time."""
+    """Start in virtual time."""
     cost: float
-    """By how much virtual time it put off what its account asks for next."""
+    """Virtual time that it adds to its account's `finish`."""
     place: asyncio.Future[None]
 
 
@@ -112,14 +112,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class EnginePlace:
-    """A place at the engines. A caller that does not read its answer loses it: the engine is done with the
-    answer long before, and others wait."""
+    """A place at the engines. A caller that does not read its answer loses it, because the engine has
+    finished the answer and others wait."""
 
     def __init__(self, release: Callable[[], None] | None) -> None:
         self._release = release
 
     def lend(self) -> AbstractContextManager[None]:
-        """Gives the place back if the block, in which the caller reads, takes longer than `STALL_S`."""
+        """Release the place if the block, in which the caller reads, takes longer than `STALL_S`."""
         return _NOTHING if self._release is None else self._watch()
 
     @contextmanager
@@ -141,7 +141,7 @@ NO_PLACE = EnginePlace(None)
 
 
 class FairShares:
-    """For one event loop."""
+    """The accounts of all namespaces, and the queue for the engines. For one event loop."""
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class FairShares:
         places: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``places``: requests that engines are asked for at a time; None: any number, so nothing waits."""
+        """``places``: maximum number of concurrent requests to engines; None: no limit and no queue."""
         self._rules = rules
         self._places = places
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._taken = 0
         self._queue: list[tuple[int, float, int, _Waiter]] = []
-        """A heap: requests that may overtake, then by virtual time, then by arrival."""
+        """A heap: requests with a negative priority first, then by virtual start, then by arrival."""
         self._queued = 0
         self._virtual = 0.0
         self._arrivals = itertools.count()
@@ -164,22 +164,17 @@ class FairShares:
 
     @property
     def accounts(self) -> list[Account]:
-        """Those that a rule is about."""
+        """Accounts to which a rule applies."""
         return [account for account in self._accounts.values() if account.is_limited]
 
     @property
     def has_places(self) -> bool:
-        """Whether requests may have to wait."""
+        """Whether the number of concurrent requests to engines is limited."""
         return self._places is not None
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait for a place."""
-        return self._queued
 
     @contextmanager
     def admit(self, namespace: str) -> Iterator[None]:
-        """Counts a request while the block runs. Raises `ResourceExhausted`."""
+        """Count a request while the block runs. Raises `ResourceExhausted`."""
         account = self._account(namespace)
         if account is None:
             yield
@@ -195,7 +190,7 @@ class FairShares:
     def _check_request(self, account: Account) -> None:
         limits, bucket = account.limits, account.requests
         if limits.concurrent is not None and account.in_flight >= limits.concurrent:
-            text = f"has {account.in_flight} requests in progress, as many as it may"
+            text = f"has {account.in_flight} requests in progress, which is its limit"
             raise account.refuse("concurrent", text, self._service_s)
         if bucket is not None:
             wait_s = bucket.wait_s(1, self._clock())
@@ -206,7 +201,7 @@ class FairShares:
             bucket.take(1)
 
     def charge(self, namespace: str, tokens: int) -> None:
-        """Takes tokens from the namespace's rate. Raises `ResourceExhausted`; then none are taken."""
+        """Take tokens from the namespace's rate. Raises `ResourceExhausted` and then takes none."""
         account = self._account(namespace)
         if account is None:
             return
@@ -215,13 +210,13 @@ class FairShares:
             wait_s = bucket.wait_s(tokens, self._clock())
             if wait_s > 0:
                 raise account.refuse(
-                    "tokens_per_s", f"asks for more than {bucket.per_s:g} tokens a second", wait_s
+                    "tokens_per_s", f"requests more than {bucket.per_s:g} tokens a second", wait_s
                 )
             bucket.take(tokens)
         account.tokens_charged += tokens
 
     def settle(self, namespace: str, unused: int) -> None:
-        """Gives tokens back that were charged and not used; below 0: charges more that were."""
+        """Return charged tokens that were not used; if ``unused`` is negative, charge further tokens."""
         account = self._account(namespace)
         if account is not None:
             account.tokens_unused += unused
@@ -232,7 +227,7 @@ class FairShares:
     async def place(
         self, namespace: str, tokens: int, is_negative_priority: bool = False
     ) -> AsyncIterator[EnginePlace]:
-        """Waits for a place at the engines and holds it while the block runs. Raises `ResourceExhausted`."""
+        """Wait for a place at the engines, and hold it while the block runs. Raises `ResourceExhausted`."""
         if self._places is None:
             yield NO_PLACE
             return
@@ -266,24 +261,24 @@ class FairShares:
             await waiter.place
         except asyncio.CancelledError:
             if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
-                self._release_place()  # granted, and nobody is there to take it
+                self._release_place()  # the place was granted, but the caller has left
             elif waiter.place.cancelled():
                 self._give_up(waiter)
             raise
 
     def _check_queue(self, account: Account) -> None:
-        """Makes room in the queue for a request of the account. Raises `ResourceExhausted`."""
+        """Make room in the queue for a request of the account. Raises `ResourceExhausted`."""
         if self._queued < QUEUED_MAX:
             return
         largest = max(self._accounts.values(), key=lambda one: one.relative_queue)
         if largest is account or not largest.waiting:
             raise self._shed(account)
         newest = largest.waiting[-1]
-        if newest.place.done():  # its caller has left, and it leaves the queue with it
+        if newest.place.done():  # its caller has left, and the request is about to leave the queue
             return
         newest.place.set_exception(self._shed(largest))
         self._give_up(newest)
-        if len(self._queue) > 2 * QUEUED_MAX:  # mostly of requests that gave up
+        if len(self._queue) > 2 * QUEUED_MAX:  # most entries belong to requests that gave up
             self._queue = [entry for entry in self._queue if not entry[-1].place.done()]
             heapq.heapify(self._queue)
 
@@ -292,7 +287,7 @@ class FairShares:
         active = sum(one.limits.weight for one in self._accounts.values() if not one.is_idle)
         share = account.limits.weight / max(active, account.limits.weight)
         retry_s = (len(account.waiting) + 1) * self._service_s / (self._places * share)
-        text = f"has {len(account.waiting)} requests that wait for an engine, as many as it may"
+        text = f"has {len(account.waiting)} requests waiting for an engine, which is its limit"
         return account.refuse("queue", text, retry_s)
 
     def _leave_queue(self, waiter: _Waiter) -> None:
@@ -300,12 +295,12 @@ class FairShares:
         self._queued -= 1
 
     def _give_up(self, waiter: _Waiter) -> None:
-        """The request does not wait any more. Its entry in the heap is skipped when its turn comes."""
+        """Remove a request from the queue. Its entry in the heap is skipped later."""
         self._leave_queue(waiter)
         waiter.account.finish -= waiter.cost
 
     def _release_place(self) -> None:
-        """Gives the place to the next request that still waits."""
+        """Pass the place to the next waiting request."""
         self._taken -= 1
         while self._queue:
             _, begins, _, waiter = heapq.heappop(self._queue)
@@ -318,7 +313,7 @@ class FairShares:
             return
 
     def _account(self, namespace: str) -> Account | None:
-        """None where nothing has to be counted."""
+        """Return the namespace's account; None if nothing has to be counted."""
         rules = self._rules()
         limits = rules.limits_of(namespace)
         if limits is None and self._places is None:
@@ -345,7 +340,7 @@ class FairShares:
 
 
 def _bucket(before: Bucket | None, per_s: float | None, now_s: float) -> Bucket | None:
-    """The bucket of a rate; the one from before where the rate is the same."""
+    """Return the bucket of a rate; the existing one if the rate is the same."""
     if per_s is None:
         return None
     return before if before is not None and before.per_s == per_s else Bucket(per_s, now_s)

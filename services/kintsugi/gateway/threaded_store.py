@@ -1,4 +1,4 @@
-"""The store, for an event loop: its clients block, so each call runs in a thread."""
+"""The store for an event loop. Store clients block, so each call runs in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 Result = TypeVar("Result")
 
 THREADS_MAX = 32
-"""Maximum number of calls at a time; more wait, as many as there are requests."""
+"""Maximum number of concurrent calls; further ones wait. The limits of requests bound their number."""
 
 
 class ThreadedStore:
@@ -24,10 +24,10 @@ class ThreadedStore:
         self._pool = ThreadPoolExecutor(threads_max, "kintsugi-store")
 
     async def run(self, call: Callable[[ChunkStore], Result]) -> Result:
-        """The result of `call` on the store. Raises what it raises, and `Unavailable` once this is closed.
+        """Return the result of `call` on the store. Raises its errors, and `Unavailable` after `close`.
 
-        A caller that is cancelled does not wait. Its call never runs if it has no thread yet; one that has
-        begun ends by its own deadline, and its result is dropped.
+        A cancelled caller does not wait. Its call is dropped if it has not started; otherwise the call ends
+        by its own deadline.
         """
         try:
             running = asyncio.get_running_loop().run_in_executor(self._pool, call, self._store)
@@ -36,11 +36,11 @@ class ThreadedStore:
         return await running
 
     def run_here(self, call: Callable[[ChunkStore], Result]) -> Result:
-        """As `run`, in the caller's thread, which is none of an event loop."""
+        """As `run`, in the caller's thread. Call it from a thread without an event loop."""
         return call(self._store)
 
     async def close(self) -> None:
-        """Close the store, which ends calls under way, and wait for them. Idempotent."""
+        """Close the store, which ends running calls, and wait for them. Idempotent."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

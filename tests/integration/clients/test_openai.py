@@ -242,7 +242,9 @@ def test_what_is_not_served_says_what_is(client: openai.OpenAI, service: Service
         client.embeddings.create(model=service.model, input="text")
     with pytest.raises(openai.NotFoundError, match=r"GET /v1/responses/one is not served.*/v1/responses"):
         client.responses.retrieve("one")
-    with pytest.raises(openai.BadRequestError, match=r"previous_response_id: names what is not kept here"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"previous_response_id: names an answer, but none is stored here"
+    ):
         client.responses.create(model=service.model, input="text", previous_response_id="one")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="another", messages=ASKED)

@@ -96,9 +96,9 @@ CASES = {
     "a ratio that is none": ({"ratio": 1.5}, "ratio: 1.5 is outside [0, 1]"),
     "a ratio that is no number": ({"ratio": float("nan")}, "ratio"),
     "a selector that is none": ({"selector": "best"}, "selector: 'best' is not one of"),
-    "JSON that is none": ({"sampling": pb.Sampling(extra_json="{")}, "sampling.extra_json: is no JSON"),
-    "JSON too deep": ({"sampling": pb.Sampling(extra_json="[" * 60_000)}, "sampling.extra_json: is no JSON"),
-    "JSON too long": ({"sampling": pb.Sampling(extra_json=" " * 70_000)}, "at most 65536 are read"),
+    "JSON that is none": ({"sampling": pb.Sampling(extra_json="{")}, "sampling.extra_json: is not JSON"),
+    "JSON too deep": ({"sampling": pb.Sampling(extra_json="[" * 60_000)}, "sampling.extra_json: is not JSON"),
+    "JSON too long": ({"sampling": pb.Sampling(extra_json=" " * 70_000)}, "at most 65536 are allowed"),
     "JSON of another kind": ({"sampling": pb.Sampling(extra_json="[1]")}, "is a list, not an object"),
     "an unknown field in JSON": (
         {"sampling": pb.Sampling(extra_json='{"temprature": 1}')},
@@ -106,7 +106,7 @@ CASES = {
     ),
     "half a surrogate pair in JSON": (
         {"sampling": pb.Sampling(extra_json='{"\\ud800": 1}')},
-        "sampling.extra_json: is no JSON",
+        "sampling.extra_json: is not JSON",
     ),
     "a prompt beyond the context": (
         {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 510))]},
@@ -114,7 +114,7 @@ CASES = {
     ),
     "segments beyond the context": (
         {"segments": [pb.Segment(tokens=pb.TokenIds(ids=[5] * 300))] * 2},
-        "segments: 600 tokens up to segments[1]; at most 512 are read in all",
+        "segments: 600 tokens up to segments[1]; at most 512 are allowed",
     ),
     "an answer beyond the context": (
         {"sampling": pb.Sampling(max_tokens=512)},
@@ -301,7 +301,7 @@ def test_tokens_bind_callers_to_their_namespaces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (GatewaySpec(host="0.0.0.0", grpc_port=0), "or say --insecure"),
+        (GatewaySpec(host="0.0.0.0", grpc_port=0), "or pass --insecure"),
         (GatewaySpec(host="", grpc_port=0), "is not host:port"),
         (
             GatewaySpec(grpc_port=0, expert=GatewaySpecExpert(tls_client_ca="ca.pem")),

@@ -198,7 +198,7 @@ def test_one_erasure_beside_saves_at_two_gateways_is_made_once(service: MarkedSe
         stop.set()
         for one in running:
             one.result(10)
-        assert eventually(lambda: all(not one.gateway._saver._futures for one in service.gateways), 60.0)
+        assert eventually(lambda: all(one.gateway._saver.is_idle for one in service.gateways), 60.0)
         later = {key for keys, count in zip(put, after, strict=True) for key in keys[count:]}
         stored = {chunk.key for chunk in client.list_chunks()}
     assert receipt.deleted

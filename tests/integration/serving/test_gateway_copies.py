@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -96,7 +97,7 @@ def test_deleting_a_chunk_deletes_both_copies(text: str, named: int, forgotten: 
         client.put_chunks([text, PASSAGES[2]])
         keys, others = copies_of(gateway, text), copies_of(gateway, PASSAGES[2])
         if forgotten:
-            gateway.gateway.known.forget(NAMESPACE, [keys[0]])
+            gateway.gateway.known.erase(NAMESPACE, [keys[0]], math.inf)
         assert client.delete_chunk(keys[named].hex)
         assert held(gateway, keys) == [False, False]
         assert held(gateway, others) == [True, True]

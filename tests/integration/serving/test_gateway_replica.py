@@ -110,7 +110,9 @@ def test_a_text_that_no_model_reads_is_refused_by_its_length() -> None:
 
     async def ask() -> None:
         async with opened() as gateway:
-            assert f"at most {LONG_CHARS} are read" in await asyncio.to_thread(refused, gateway.grpc.address)
+            assert f"a text has at most {LONG_CHARS} here" in await asyncio.to_thread(
+                refused, gateway.grpc.address
+            )
 
     asyncio.run(ask())
 

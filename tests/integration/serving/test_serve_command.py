@@ -177,6 +177,6 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         )
     assert finished.returncode == 4
     message = json.loads(finished.stdout)["error"]["message"]
-    assert f"127.0.0.1:{port} is taken" in message
+    assert f"127.0.0.1:{port} is in use" in message
     assert "--http-port 0" in message
     assert "kintsugi status" in message

@@ -237,8 +237,8 @@ def test_two_gateways_are_refused_on_one_machine(no_ray: None, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("gateway", "options", "says"),
     [
-        ("host: 0.0.0.0", [], "give --tokens-file and --tls-cert with --tls-key, or say --insecure"),
-        ("host: '::'", ["--tokens-file", "{tokens}"], "give --tls-cert with --tls-key, or say --insecure"),
+        ("host: 0.0.0.0", [], "give --tokens-file and --tls-cert with --tls-key, or pass --insecure"),
+        ("host: '::'", ["--tokens-file", "{tokens}"], "give --tls-cert with --tls-key, or pass --insecure"),
         ("replicas: 1", ["--tokens-file", "nowhere.json"], "nowhere.json cannot be read"),
         ("replicas: 1", ["--tls-cert", "c.pem"], "give tls_cert and tls_key together"),
         ("replicas: 1", ["--tls-cert", "c.pem", "--tls-key", "k.pem"], "c.pem cannot be read"),

@@ -191,7 +191,7 @@ def test_beyond_loopback_tokens_and_tls_are_needed() -> None:
     check_exposure("127.0.0.1:7500", False, False, False)
     check_exposure("0.0.0.0:7500", True, True, False)
     check_exposure("0.0.0.0:7500", False, False, True)
-    with pytest.raises(InvalidField, match="--tokens-file and --tls-cert with --tls-key, or say --insecure"):
+    with pytest.raises(InvalidField, match="--tokens-file and --tls-cert with --tls-key, or pass --insecure"):
         check_exposure("0.0.0.0:7500", False, False, False)
     with pytest.raises(InvalidField, match="give --tls-cert with --tls-key"):
         check_exposure("0.0.0.0:7500", True, False, False)

@@ -49,7 +49,7 @@ def test_a_taken_port_is_passed_over() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(Unavailable, match=f"127.0.0.1:{port} is taken"):
+        with pytest.raises(Unavailable, match=f"127.0.0.1:{port} is in use"):
             free_port("127.0.0.1", port, 1)
         assert free_port("127.0.0.1", port, 16) > port
 

@@ -82,7 +82,7 @@ def test_a_level_that_there_is_not_is_refused(
     logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LEVEL_ENVIRONMENT, "loud")
-    with pytest.raises(InvalidField, match=r"KINTSUGI_LOG_LEVEL.*'LOUD' is none of .*WARNING"):
+    with pytest.raises(InvalidField, match=r"KINTSUGI_LOG_LEVEL.*'LOUD' must be one of .*WARNING"):
         write_json_lines(io.StringIO())
 
 

@@ -230,7 +230,7 @@ def test_a_caller_that_leaves_gives_its_turn_and_its_place_back() -> None:
         await asyncio.sleep(0)
         assert len(engine.began) == 2
         assert not third.done()
-        assert engine.shares.queued == 0
+        assert engine.shares._queued == 0
 
     run(test, places=1)
 
@@ -278,6 +278,6 @@ def test_a_full_queue_whose_newest_caller_is_leaving(monkeypatch: pytest.MonkeyP
         for _ in range(4):
             await asyncio.sleep(0)
         assert not calm.done()
-        assert (flood[2].cancelled(), engine.shares.queued) == (True, 2)
+        assert (flood[2].cancelled(), engine.shares._queued) == (True, 2)
 
     run(test, places=1)

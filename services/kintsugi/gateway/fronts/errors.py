@@ -1,7 +1,5 @@
-"""How errors are reported over gRPC and HTTP.
-
-`store.protocol.grpc_status` has the gRPC half of the table, which every service uses; the HTTP half is here.
-"""
+"""The HTTP status of each error; `store.protocol.grpc_status` has the gRPC statuses, which all services
+use."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
 from kintsugi.store.protocol.grpc_status import status_of
 
 LEFT_STATUS = 499
-"""The caller left before the answer."""
+"""Status of a request whose caller disconnected before the answer."""
 RETRY_AFTER_S = 1
 
 _HTTP: tuple[tuple[type[errors.KintsugiError], int, str], ...] = (
-    # HTTP status and OpenAI's error type. The first row that an error is an instance of counts.
+    # HTTP status and OpenAI's error type. The first row of which an error is an instance applies.
     (BodyTooLarge, 413, "RequestEntityTooLargeError"),
     (BodyTooSlow, 408, "RequestTimeoutError"),
     (errors.InvalidField, 400, "BadRequestError"),
@@ -40,7 +38,7 @@ _HTTP: tuple[tuple[type[errors.KintsugiError], int, str], ...] = (
 
 @dataclass(frozen=True)
 class Problem:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's format."""
 
     status: int
     kind: str
@@ -51,13 +49,14 @@ class Problem:
 
     @staticmethod
     def of(error: Exception, request_id: str = "") -> Problem:
-        """Defects are not explained to callers: their message names the request, which the log explains."""
+        """Return the problem of an error. The message of a defect names only the request; the log explains
+        it."""
         for cls, status, kind in _HTTP:
             if isinstance(error, cls):
                 field = error.field if isinstance(error, errors.InvalidField) else None
                 retry_after_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
                 return Problem(status, kind, str(error), field, retry_after_s)
-        text = f"the server failed; its log has the cause, under request {request_id}"
+        text = f"the server failed; see its log for request {request_id}"
         return Problem(500, "InternalServerError", text)
 
     @property
@@ -81,12 +80,12 @@ class Problem:
 
 
 def http_status_of(error: BaseException) -> int:
-    """The HTTP status of a request that ended with an error."""
+    """Return the HTTP status of a request that ended with an error."""
     return Problem.of(error).status if isinstance(error, Exception) else LEFT_STATUS
 
 
 def grpc_status_of(error: BaseException) -> str:
-    """The name of the gRPC status of a call that ended with an error."""
+    """Return the name of the gRPC status of a call that ended with an error."""
     if isinstance(error, errors.KintsugiError):
         return str(status_of(error).name)
     return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"

@@ -45,13 +45,13 @@ SERVICE = "kintsugi.rpc.v1.Kintsugi"
 HEALTH_CHECK = f"/{HEALTH_SERVICE}/Check"
 HEALTH_PERIOD_S = 1.0
 STOP_GRACE_S = 10.0
-"""Time in which answers under way may end before they are cancelled."""
+"""Maximum time for which a stop waits for answers before it cancels them."""
 STREAMS_MAX = 768
-"""Streams of one connection: more than a caller has places, so that it is told which bound it has met. A call
-that is refused for its missing token takes 16 KiB until it is: those of one connection take 12 MiB."""
+"""Maximum number of streams of one connection. It exceeds the slots of one caller, so that a refusal names
+the limit. A call without a valid token needs 16 KiB until it is refused, so all streams of a connection need
+12 MiB."""
 IDLE_S = 30.0
-"""A connection without a call is closed after this long, whatever it has sent of one. Clients connect again
-by themselves with their next call."""
+"""Time after which a connection without a complete call is closed. Clients reconnect automatically."""
 PAGE_DEFAULT = 100
 KEY_CHARS = 64
 """Length of a chunk key in hexadecimal."""
@@ -60,9 +60,9 @@ KEY_CHARS = 64
 class KintsugiService:
     """The handlers of the service's RPCs.
 
-    To gRPC all of them are streams, which look the same on the wire: it reads a unary request's message
-    before it calls the handler, and a stranger's message is to be neither kept nor waited for. Messages are
-    bytes: gRPC's own decoding would report a malformed one as a server error.
+    All of them are registered as streams, which look the same on the wire. For a unary RPC, gRPC would
+    receive the message before it calls the handler, and thus before the caller is authenticated. Messages are
+    decoded here, because gRPC would report a malformed one as a server error.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -117,7 +117,8 @@ class KintsugiService:
     async def _receive(
         self, served: ServedRequest, message: Any, context: Any
     ) -> AsyncIterator[tuple[Caller, Any]]:
-        """Who calls, and what they ask; they have a place and the message's memory while the block runs."""
+        """Authenticate a call and receive its message. The call has a slot and the message's memory while the
+        block runs."""
         caller = self._authenticate(served, context)
         with self._slots.hold(caller.name):
             data = await _read_message(context)
@@ -133,8 +134,8 @@ class KintsugiService:
     async def serve(
         self, method: str, context: Any
     ) -> AsyncIterator[tuple[ServedRequest, asyncio.Task[None]]]:
-        """Serves one call; the task sends its initial metadata, which go before everything else. An error
-        that the block raises becomes the call's status."""
+        """Record one call while the block runs. An error of the block becomes the call's status. Yields the
+        request, and the task that sends the initial metadata, which must precede all messages."""
         metadata = _texts(context.invocation_metadata())
         served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK", audit=self.gateway.audit)
         announcement = context.send_initial_metadata(((REQUEST_ID, served.request_id),))
@@ -145,7 +146,7 @@ class KintsugiService:
         except KintsugiError as error:
             await abort_call(context, error)
         except Exception:  # noqa: BLE001  # `record` has logged it
-            text = f"a defect of the gateway; its log has request {served.request_id}"
+            text = f"the gateway has a defect; see its log for request {served.request_id}"
             await context.abort(grpc.StatusCode.INTERNAL, text)
 
     async def _generate(self, requests: Any, context: Any) -> None:
@@ -156,7 +157,7 @@ class KintsugiService:
             call = wire.call_of(request, served.request_id, served.trace)
             async with (
                 aclosing(self.gateway.generate(caller, call)) as events,
-                # The engine is asked while the first message is on its way.
+                # The first message is sent while the request goes to the engine.
                 _run_beside(_write_first(context, announced, resolved := await anext(events))) as first,
             ):
                 served.keys = _find_keys(resolved)
@@ -173,7 +174,7 @@ class KintsugiService:
         return pb.PutChunksResponse(results=results)
 
     async def _put(self, caller: Caller, request: Any, chunks: Sequence[Segment]) -> list[pb.PutResult]:
-        """``request`` is a `PutChunkRequest` or a `PutChunksRequest`."""
+        """Put chunks. ``request`` is a `PutChunkRequest` or a `PutChunksRequest`."""
         puts = await self.gateway.put_chunks(
             caller,
             request.namespace,
@@ -239,7 +240,8 @@ async def _write_first(
 
 @asynccontextmanager
 async def _run_beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs ``work`` beside the block and waits for its end. Raises its error unless the block raised one."""
+    """Run ``work`` concurrently with the block, and wait for its end. Raises its error unless the block
+    raises."""
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -249,7 +251,7 @@ async def _run_beside(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]
 
 
 def _find_keys(message: Any) -> list[str]:
-    """The chunks that a request names, or the answer to a put or a prompt; hexadecimal."""
+    """Return the hexadecimal keys of the chunks that a request, or the answer to a put or prompt, names."""
     match message:
         case pb.GetChunkRequest() | pb.DeleteChunkRequest():
             return [message.key[:KEY_CHARS]]
@@ -263,7 +265,7 @@ def _find_keys(message: Any) -> list[str]:
 
 
 async def _read_message(context: Any) -> bytes:
-    """The one message of a request. Raises `InvalidField` if there is none, `DeadlineExceeded`."""
+    """Return the message of a request. Raises `InvalidField` if there is none, and `DeadlineExceeded`."""
     try:
         async with asyncio.timeout(BODY_READ_S):
             data = await context.read()
@@ -289,16 +291,16 @@ def _parse_message(message: Any, data: bytes) -> Any:
 
 
 def _texts(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    """Metadata by name, without binary values."""
+    """Return the metadata by name, without binary values."""
     return {name: value for name, value in metadata or () if isinstance(value, str)}
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Asks for a token where the service itself does not: health and reflection.
+    """Requires a token for health and reflection, whose services do not require one themselves.
 
-    Kubernetes' probes have no token and may check the health; everything else needs one, also of a caller
-    whom a certificate stands for: that is seen only with the call itself. Watches and reflection streams can
-    stay open forever, so callers have places for them apart from those for requests.
+    Only the health check needs no token, because Kubernetes' probes have none. Client certificates do not
+    count, because an interceptor cannot see them. Watches and reflection streams can stay open forever, so
+    they have their own slots.
     """
 
     def __init__(self, gateway: Gateway, health: Any) -> None:
@@ -320,7 +322,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._bound(handler, caller)
 
     async def _answer_health(self, requests: Any, context: Any) -> None:
-        """The whole gateway's health, whatever the stranger's message asks for."""
+        """Report the gateway's health without reading the message of the unauthenticated caller."""
         await context.write(await self._health.Check(HealthCheckRequest(), context))
 
     def _bound(self, handler: Any, caller: Caller) -> Any:
@@ -336,7 +338,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def _run_handler(handler: Any, requests: Any, context: Any) -> None:
-    """Runs a handler of grpcio's own services. Raises `InvalidField` and `DeadlineExceeded`."""
+    """Run a handler of grpcio's own services. Raises `InvalidField` and `DeadlineExceeded`."""
     if handler.request_streaming:
         async for response in handler.stream_stream(requests, context):
             await context.write(response)
@@ -362,8 +364,8 @@ def _refuse_with(error: KintsugiError) -> Callable[[Any, Any], Awaitable[None]]:
 def _build_handler(
     answer: Callable[[Any, Any], Awaitable[None]], serialize: Any = None, parse: Any = None
 ) -> Any:
-    """A handler that is called before a message is received. A stream's messages are held back by flow
-    control until they are asked for."""
+    """Build a handler that is called before a message is received. Flow control holds a stream's messages
+    back until they are read."""
     return grpc.stream_stream_rpc_method_handler(answer, parse, serialize)
 
 
@@ -395,7 +397,7 @@ class GatewayServer:
     """One gRPC server around a gateway, on the running event loop."""
 
     def __init__(self, gateway: Gateway, spec: GatewaySpec) -> None:
-        """Raises `InvalidField` for an address that is invalid, or beyond loopback without tokens and TLS."""
+        """Raises `InvalidField` for an invalid address, or one beyond loopback without tokens and TLS."""
         self.gateway = gateway
         self._listen = format_address(spec.host, spec.grpc_port)
         parse_address("gateway", self._listen)
@@ -437,7 +439,7 @@ class GatewayServer:
         self._health = asyncio.create_task(self._report_health())
 
     async def _report_health(self) -> None:
-        """Reports `SERVING` while an engine answers."""
+        """Report `SERVING` while an engine answers."""
         while True:
             try:
                 await self.gateway.recent_info.get(INFO_TTL_S)
@@ -452,19 +454,19 @@ class GatewayServer:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Waits up to ``grace_s`` for answers to end. Idempotent."""
+        """Stop the server, and wait up to ``grace_s`` for answers to end. Idempotent."""
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
             self._health = None
             stopped = asyncio.create_task(self._server.stop(grace_s))
-            await asyncio.sleep(0)  # from here on there are no new watches
+            await asyncio.sleep(0)  # from now on no watch begins
             self._watched.end()
             await stopped
 
 
 def load_gateway_tls(spec: GatewaySpec) -> TlsFiles | None:
-    """The gateway's TLS files; None without TLS. Raises `InvalidField`."""
+    """Return the gateway's TLS files; None without TLS. Raises `InvalidField`."""
     if not (spec.tls_cert or spec.tls_key or spec.expert.tls_client_ca):
         return None
     if not (spec.tls_cert and spec.tls_key):

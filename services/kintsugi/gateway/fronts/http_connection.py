@@ -1,10 +1,10 @@
-"""HTTP connections, bounded before anybody knows who is calling.
+"""HTTP connections with limits that apply before a caller is authenticated.
 
-uvicorn bounds neither the bytes of a request's head nor the time that it may take, and httptools keeps a
-header until it is complete. A connection therefore counts what it has fed to the parser without getting a
-head or a piece of a body out of it. A connection on which no caller was authenticated yet is a *stranger*:
-there are few of them at a time. Those who have asked without a token give way first, then the oldest, so that
-somebody who only holds connections open never keeps a caller out.
+uvicorn limits neither the size nor the duration of a request's head, and httptools buffers a header until it
+is complete. A connection therefore counts the bytes that the parser has consumed without returning a head or
+a piece of a body. A connection without an authenticated caller is a *stranger*. The number of strangers is
+limited: beyond the limit, strangers that have sent a request without a token are closed first, then the
+oldest, so that idle connections never keep callers out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES_MAX = 16 << 10
-"""Largest head: request line and headers."""
+"""Maximum size of a head: request line and headers."""
 HEADERS_MAX = 100
 HEAD_READ_S = 10.0
-"""Time in which a whole head has to arrive, and a TLS handshake has to end."""
+"""Maximum time until a whole head has arrived, and maximum time of a TLS handshake."""
 PIPELINED_MAX = 8
-"""Requests that wait on one connection behind the one that is being answered."""
+"""Maximum number of requests on one connection that wait for the current answer."""
 UNREAD_S = 10.0
-"""A closed connection whose peer does not read the answer is cut after this long."""
+"""Time after which a closing connection is aborted if its peer does not read the answer."""
 TOO_LARGE = b"431 Request Header Fields Too Large"
 _CONNECTION = "kintsugi.connection"
 
@@ -37,34 +37,35 @@ class Connections:
     def __init__(self, connections_max: int, strangers_max: int) -> None:
         self._connections_max = connections_max
         self._strangers_max = strangers_max
-        # Dictionaries as ordered sets, the oldest first.
+        # Dictionaries are used as ordered sets, the oldest first.
         self._strangers: dict[BoundedConnection, None] = {}
         self._refused: dict[BoundedConnection, None] = {}
         self._callers: dict[BoundedConnection, None] = {}
 
     def add(self, connection: BoundedConnection) -> None:
-        """Takes in a stranger. Cuts another connection off where there are too many."""
+        """Add a stranger. If there are too many connections, abort one."""
         self._strangers[connection] = None
         num_strangers = len(self._strangers) + len(self._refused)
         if num_strangers > self._strangers_max or len(self) > self._connections_max:
             self._find_least_wanted().cut()
 
     def _find_least_wanted(self) -> BoundedConnection:
-        """The oldest stranger, before all others one who has asked; if there is none but the last one, the
-        caller's connection that has waited longest for a request; else the last stranger."""
+        """Return the connection to abort: the oldest stranger that was refused, or else the oldest stranger.
+        The newest stranger is aborted only if no caller's connection is idle; otherwise the oldest of these
+        is."""
         oldest = next(iter(self._refused or self._strangers))
         if self._refused or len(self._strangers) > 1:
             return oldest
         return next((one for one in self._callers if one.is_waiting), oldest)
 
     def expect_token(self, connection: BoundedConnection) -> None:
-        """A whole head has arrived: unless the connection is admitted now, its peer has no token."""
+        """Note that a whole head has arrived. Unless `admit` follows, the peer has no token."""
         if connection in self._strangers:
             self.remove(connection)
             self._refused[connection] = None
 
     def admit(self, connection: BoundedConnection) -> None:
-        """A caller has authenticated on the connection; moves it behind the others."""
+        """Note that a caller has authenticated on the connection, which becomes the newest."""
         if connection in self._refused or connection in self._callers:
             self.remove(connection)
             self._callers[connection] = None
@@ -80,17 +81,17 @@ class Connections:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection, as uvicorn serves it, with bounds."""
+    """uvicorn's connection with limits."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._connections = connections
         self._reads_head = True
         self._unused_bytes = 0
-        """Bytes fed to the parser since it last gave something back."""
+        """Bytes that the parser has consumed since it last returned something."""
         self._num_headers = 0
         self._refusal = b""
-        """Status and reason of the answer, if a limit refused the request."""
+        """Status and reason of the answer if a limit refused the request."""
         self._late: TimerHandle | None = None
 
     @property
@@ -99,17 +100,17 @@ class BoundedConnection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def admit(self) -> None:
-        """A caller has authenticated on this connection."""
+        """Note that a caller has authenticated on this connection."""
         self._connections.admit(self)
 
     def cut(self) -> None:
-        """Closes the connection at once, whatever is under way. Idempotent."""
+        """Abort the connection. Idempotent."""
         self._connections.remove(self)
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        with suppress(AttributeError):  # asyncio's own transports read 256 KiB at a time; others say nothing
+        with suppress(AttributeError):  # only asyncio's own transports, which read 256 KiB at a time
             transport.max_size = HEAD_BYTES_MAX  # type: ignore[attr-defined]
         self._expect_head()
         self._connections.add(self)
@@ -144,12 +145,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._late = None
         if self.is_waiting:
             self.cut()
-        else:  # blanks behind a request look like the next head; the answer goes on
+        else:  # blank lines after a request look like the next head; the answer continues
             self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
         status = self._refusal or b"400 Bad Request"
-        if self.is_waiting:  # in the middle of an answer, the status of another would be taken for its text
+        if self.is_waiting:  # during an answer, the client would take this status for a part of it
             head = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(head % status)
         self._close()
@@ -159,7 +160,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self.loop.call_later(UNREAD_S, self.cut)
 
-    # The parser's callbacks. What they raise ends the connection with `send_400_response`.
+    # The parser's callbacks. An exception ends the connection with `send_400_response`.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -171,7 +172,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._num_headers > HEADERS_MAX:
             self._refusal = TOO_LARGE
             raise httptools.HttpParserError(f"more than {HEADERS_MAX} headers")
-        if self._reads_head:  # nobody asks for trailers
+        if self._reads_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -202,7 +203,7 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def admit_connection(scope: Scope) -> None:
-    """Tells the server that a caller has authenticated. Other servers have nothing to be told."""
+    """Tell a `BoundedConnection` that a caller has authenticated on it. Does nothing with other servers."""
     connection = scope.get("state", {}).get(_CONNECTION)
     if isinstance(connection, BoundedConnection):
         connection.admit()

@@ -1,18 +1,18 @@
-"""Who sent a request over HTTP, and whether a web page had a browser send it.
+"""Identifies the callers of HTTP requests, and refuses requests of foreign web pages.
 
-A gateway without tokens trusts whoever reaches it over loopback, and a browser on this machine sends there
-what any page tells it to. Two things keep pages out:
+A gateway without tokens trusts every caller over loopback, and a browser on this machine sends requests there
+for any web page. Two checks keep pages out:
 
-- A page may have its own name resolve to loopback (DNS rebinding). To the browser the gateway is then the
-  page's own server, whose answers it may read. But the name stays in the `Host` header.
-- A page may post a form or plain text anywhere without asking first, and make engines work although it
-  cannot read their answers. But browsers say in `Origin` that a page is behind it.
+- A page may make its own name resolve to loopback (DNS rebinding). The browser then treats the gateway as the
+  page's own server and lets the page read its answers. But the `Host` header still has the page's name.
+- A page may post a form or plain text to any server, and cause work although it cannot read the answer. But
+  browsers then send the header `Origin`.
 
-This concerns everything that tells or does something: completions, models, what routers ask, the service,
-metrics, and the console's endpoints. It leaves out `/healthz`, `/health` and `/readyz`, whose probes come
-under any name and learn next to nothing, and the console's files, which are the same everywhere. With tokens
-it is not needed, as browsers send none by themselves; and where a gateway is reached by another address, it
-cannot know its own names.
+The checks apply to completions, models, the routers' endpoints, the service's state, metrics and the
+console's endpoints. They do not apply to `/healthz`, `/health` and `/readyz`, whose probes use any name and
+which reveal little, nor to the console's files, which are public. Tokens make them unnecessary, because
+browsers do not send tokens automatically. A gateway that is reached by another address cannot know its own
+names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JSON_TYPE = "application/json"
 
 
 def identify(access: Access, request: Request) -> Caller:
-    """Who asks. Raises `Unauthenticated`, and what `check_no_page` raises."""
+    """Return the caller. Raises `Unauthenticated`, and as `check_no_page`."""
     token = parse_bearer(request.headers.get("authorization"))
     caller = access.caller(token, identities_of_scope(request.scope))
     check_no_page(access, request)
@@ -43,38 +43,38 @@ def identify(access: Access, request: Request) -> Caller:
 
 
 def check_no_page(access: Access, request: Request) -> None:
-    """Raises `PermissionDenied` and `InvalidField` for a request that a foreign page may have had a browser
-    send to a gateway without tokens."""
+    """Raise `PermissionDenied` or `InvalidField` for a request to a gateway without tokens that a browser may
+    have sent for a foreign page."""
     if needs_credentials(access) or not _is_here(request.scope.get("server")):
         return
     if not is_named_as_here(request):
         raise PermissionDenied(
-            "this gateway has no tokens, and over loopback it answers to localhost and loopback addresses "
-            f"alone: the name {request.headers.get('host', '')[:100]!r} may be a web page's; ask for "
-            "http://127.0.0.1, have a proxy send `Host: localhost`, or start the gateway with --tokens-file"
+            "this gateway has no tokens, so over loopback it accepts only localhost and loopback addresses as "
+            f"its name: {request.headers.get('host', '')[:100]!r} may be a web page's; use http://127.0.0.1, "
+            "let the proxy send `Host: localhost`, or start the gateway with --tokens-file"
         )
     if request.method == "POST" and "origin" in request.headers:
         check_is_json(request)
 
 
 def check_is_json(request: Request) -> None:
-    """Raises `InvalidField` for a body that a page may send without asking first."""
+    """Raise `InvalidField` for a body that a browser sends for a page without a preflight request."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:
         raise InvalidField("content-type", f"must be {JSON_TYPE}")
 
 
 def needs_credentials(access: Access) -> bool:
-    """Whether callers need a token or a certificate."""
+    """Return whether callers need a token or a certificate."""
     return access.has_tokens or access.has_certificates
 
 
 def is_from_here(request: Request) -> bool:
-    """Whether the caller is on this machine."""
+    """Return whether the caller is on this machine."""
     return _is_here(request.scope.get("client"))
 
 
 def is_named_as_here(request: Request) -> bool:
-    """Whether the caller asked for the gateway by a name of this machine."""
+    """Return whether the `Host` header has a name of this machine."""
     try:
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     except ValueError:
@@ -83,5 +83,6 @@ def is_named_as_here(request: Request) -> bool:
 
 
 def _is_here(address: tuple[str, int | None] | None) -> bool:
-    """IPv4 addresses may come in the form that sockets for both versions give them."""
+    """Return whether an address is loopback. Dual-stack sockets write IPv4 addresses with the prefix
+    `::ffff:`."""
     return address is not None and is_loopback(f"{address[0].removeprefix('::ffff:')}:0")

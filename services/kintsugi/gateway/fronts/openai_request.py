@@ -1,8 +1,7 @@
-"""Turns the JSON of an OpenAI request into a call of the engine. Pure.
+"""Turns the JSON of an OpenAI request into a call to the engine. Pure.
 
-It takes out what is ours: `kintsugi` (constraints of the blend), the marks of chunks in content parts, and
-chunk texts that the gateway knows, wherever messages, instructions, input or prompt hold them. vLLM reads,
-and refuses, everything else.
+It removes the field `kintsugi` (constraints of the blend) and the marks of chunks in content parts, and finds
+known chunk texts in messages, instructions, input and prompt. vLLM validates all other fields.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from kintsugi.core.namespaces.parts import NARROWING_FIELDS
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, TTL_S_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21
-"""Maximum length of the text that is searched for known chunks: no model reads more."""
+"""Maximum length of the text that is searched for known chunks; it exceeds any model's context."""
 ANSWERS_MAX = 256
-"""Maximum of `n` times the prompts of one request: each is a request in the engine, and all begin at once."""
+"""Maximum number of answers, `n` times the prompts: each is a request in the engine, and all start at
+once."""
 DOCUMENT_TEXT_KEYS = ("text", "contents", "content")
 
 ANSWER_LIMITS = {
@@ -28,45 +28,45 @@ ANSWER_LIMITS = {
     COMPLETIONS_PATH: ("max_tokens",),
     RESPONSES_PATH: ("max_output_tokens",),
 }
-"""Fields that say how long an answer may be; the first one given counts."""
+"""Fields that limit the length of an answer; the first one that is set applies."""
 _PROMPT_FIELDS = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input"}
 _TEXT_FIELDS = ("content", "output")
-"""Fields of a message or an item that hold its text, or parts with texts; `output` is a tool's."""
+"""Fields of a message or item that hold its text or its parts; `output` is a tool's result."""
 
 Finder = Callable[[str], Sequence[tuple[int, int]]]
 """Finds known chunks in a text: `[start, end)` in characters."""
 
 _RESERVED = {
-    "kv_transfer_params": "is set here; say what you want of blending in `kintsugi`",
+    "kv_transfer_params": "is set by the gateway; set blend options in `kintsugi`",
 }
 
 _KEPT = {
-    "background": "is not served here, as answers are not kept; leave it out and wait for the answer",
-    "conversation": "is not kept here; send all of it in `input`",
-    "previous_response_id": "names what is not kept here; send the whole conversation in `input`",
-    "previous_input_messages": "are read for one kind of model alone; send the whole conversation in `input`",
+    "background": "is not supported, because answers are not stored; omit it and wait for the answer",
+    "conversation": "is not stored here; send the whole conversation in `input`",
+    "previous_response_id": "names an answer, but none is stored; send the whole conversation in `input`",
+    "previous_input_messages": "are only supported for one kind of model; send the whole conversation",
 }
-"""Fields by which a request to `RESPONSES_PATH` needs an answer to be kept. What vLLM keeps has no bound and
-knows no namespace."""
+"""Fields of a request to `RESPONSES_PATH` that need a stored answer. vLLM's storage of answers has no bound
+and no namespaces."""
 
 _GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
-"""Parameters that follow from the namespace's privacy."""
+"""Parameters that the gateway derives from the namespace's privacy."""
 RETENTION, OPTIONS, TTL = "prompt_cache_retention", "prompt_cache_options", "ttl"
 IN_MEMORY = ("in_memory", "in-memory")
-"""Both spellings are in use: the one of OpenAI's service, and the one of its client's types."""
+"""Both spellings are in use: OpenAI's service has one, and the types of its client the other."""
 IN_MEMORY_S = 3600.0
-"""The most for which OpenAI keeps what it keeps in memory."""
+"""OpenAI's maximum lifetime of a cache in memory."""
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 @dataclass
 class _Chunks:
-    """Chunk texts, each once, in the order of the prompt."""
+    """Chunk texts, without duplicates, in the order of the prompt."""
 
     find: Finder
     where: str
-    """The field of the body that most texts are in."""
+    """The body's field with the prompt, for errors."""
     texts: dict[str, None] = field(default_factory=dict)
     searched_chars: int = 0
 
@@ -75,7 +75,7 @@ class _Chunks:
             raise InvalidField(where, "is an empty chunk; leave it out")
         self.texts[text] = None
         if len(self.texts) > SPANS_MAX:
-            raise InvalidField(where, f"there are more than {SPANS_MAX} chunks; send fewer or longer ones")
+            raise InvalidField(where, f"more than {SPANS_MAX} chunks; send fewer or longer ones")
 
     def search(self, text: str) -> None:
         self.searched_chars += len(text)
@@ -93,10 +93,10 @@ def parse_openai_call(
     trace: Mapping[str, str] | None = None,
     allow_negative_priority: bool = False,
 ) -> OpenAICall:
-    """``body`` is an OpenAI request's JSON object; it is not changed. ``allow_negative_priority``: its
+    """Parse the JSON object of an OpenAI request; ``body`` is not changed. ``allow_negative_priority``: the
     priority may be below 0.
 
-    Raises `InvalidField`, naming the field, for what is ours and invalid. Malformed messages are passed on.
+    Raises `InvalidField` for invalid fields of ours. Malformed messages are passed to vLLM.
     """
     for name, problem in _RESERVED.items():
         if body.get(name) is not None:
@@ -105,11 +105,11 @@ def parse_openai_call(
     for name in ANSWER_LIMITS[path]:
         _check_whole_number(body.get(name), name)
     _check_priority(body.get("priority"), allow_negative_priority)
-    find_retention_s(body)  # checks it
+    find_retention_s(body)  # validates it
     if body.get("use_beam_search") not in (None, False):
-        # vLLM's beam search sends the engine a request for every token of every beam, with parameters of its
-        # own: none of them would be blended or accounted for.
-        raise InvalidField("use_beam_search", "is not served here; leave it out, or sample `n` answers")
+        # vLLM's beam search sends the engine a request for every token of every beam, without our parameters:
+        # these requests would neither be blended nor be accounted for.
+        raise InvalidField("use_beam_search", "is not supported; omit it, or sample `n` answers")
     params = _params_of(body.get(PARAMS_KEY), namespace)
     dropped = (PARAMS_KEY, *_RESERVED, *NARROWING_FIELDS)
     passed = {name: value for name, value in body.items() if name not in dropped}
@@ -119,8 +119,8 @@ def parse_openai_call(
 
 
 def _take_chunks(path: str, body: dict[str, Any], chunks: _Chunks) -> None:
-    """Finds the chunks of a body, and takes their marks out of it. Raises `InvalidField`, also for what needs
-    an answer to be kept."""
+    """Find the chunks of a body, and remove their marks. Raises `InvalidField`, also for fields that need a
+    stored answer."""
     if path == CHAT_PATH:
         if body.get("documents") is not None:
             body["documents"] = _documents(body["documents"], chunks)
@@ -141,8 +141,8 @@ def _take_chunks(path: str, body: dict[str, Any], chunks: _Chunks) -> None:
 
 
 def _check_answers(body: Mapping[str, Any]) -> None:
-    """Raises `InvalidField` for more than `ANSWERS_MAX`, and for an `n` of another type, which vLLM would
-    convert. A prompt of another type is left for vLLM to refuse."""
+    """Raise `InvalidField` for more than `ANSWERS_MAX` answers, or an `n` of another type, which vLLM would
+    convert. vLLM refuses a prompt of another type."""
     n, prompt = body.get("n"), body.get("prompt")
     _check_whole_number(n, "n")
     each = 1 if n is None else n
@@ -150,25 +150,25 @@ def _check_answers(body: Mapping[str, Any]) -> None:
     if each * prompts > ANSWERS_MAX:
         raise InvalidField(
             "prompt" if prompts > 1 else "n",
-            f"{each * prompts} answers; at most {ANSWERS_MAX} are given at once: send fewer",
+            f"{each * prompts} answers; at most {ANSWERS_MAX} are allowed: request fewer",
         )
 
 
 def _check_priority(priority: Any, allow_negative_priority: bool) -> None:
-    """Raises `InvalidField`."""
+    """Raise `InvalidField` for an invalid priority."""
     _check_whole_number(priority, "priority")
     if priority is not None:
         check_priority(priority, allow_negative_priority)
 
 
 def _check_whole_number(value: Any, name: str) -> None:
-    """Raises `InvalidField` for another type, which vLLM would convert."""
+    """Raise `InvalidField` for another type, which vLLM would convert."""
     if not isinstance(value, int | None):
         raise InvalidField(name, "must be a whole number")
 
 
 def find_requested_namespace(body: Mapping[str, Any], header: str | None) -> str | None:
-    """The namespace that a caller asks for, in the header or in `kintsugi`. Raises `InvalidField`."""
+    """Return the namespace in the header or in `kintsugi`. Raises `InvalidField` if they differ."""
     extension = body.get(PARAMS_KEY)
     named = extension.get("namespace") if isinstance(extension, Mapping) else None
     if named is not None and not isinstance(named, str):
@@ -188,16 +188,14 @@ def _params_of(extension: Any, namespace: str) -> KintsugiParams:
     for name in _GATEWAYS_OWN:
         if name in extension:
             raise InvalidField(f"{PARAMS_KEY}.{name}", "is set by the gateway; leave it out")
-    if extension.get("op") == Op.SAVE:
-        raise InvalidField(f"{PARAMS_KEY}.op", "save belongs to PutChunk; use blend or off")
-    if extension.get("op") == Op.AUDIT:
-        raise InvalidField(f"{PARAMS_KEY}.op", "audit belongs to shadowing; use blend or off")
+    for op, user in ((Op.SAVE, "PutChunk"), (Op.AUDIT, "shadowing")):
+        if extension.get("op") == op:
+            raise InvalidField(f"{PARAMS_KEY}.op", f"{op.value} belongs to {user}; use blend or off")
     return KintsugiParams.from_mapping({**extension, "namespace": namespace})
 
 
 def _items(items: Any, chunks: _Chunks) -> Any:
-    """Messages, and whatever else `input` may hold, without our marks. Searches their texts, those of tool
-    results among them."""
+    """Return messages or items of `input` without our marks. Search their texts and their tools' results."""
     if not isinstance(items, list):
         return items
     passed = []
@@ -232,7 +230,8 @@ def _part(part: Any, where: str, chunks: _Chunks) -> Any:
 
 
 def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
-    """The documents as vLLM passes them to a chat template: mappings of strings, each with a `text`."""
+    """Return the documents as vLLM passes them to a chat template: mappings of strings, each with a
+    `text`."""
     if not isinstance(documents, list):
         raise InvalidField("documents", 'must be a list of texts, or of objects such as {"text": "…"}')
     passed = []
@@ -244,22 +243,22 @@ def _documents(documents: Any, chunks: _Chunks) -> list[dict[str, str]]:
             raise InvalidField(where, 'must be a text, or an object of strings such as {"text": "…"}')
         text = next((document[name] for name in DOCUMENT_TEXT_KEYS if name in document), None)
         if text is None:
-            raise InvalidField(where, f"has none of {', '.join(DOCUMENT_TEXT_KEYS)}")
+            raise InvalidField(where, f"must have one of {', '.join(DOCUMENT_TEXT_KEYS)}")
         chunks.mark(text, where)
         passed.append({**document, "text": text})
     return passed
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """The texts among ``prompt``, or it alone. The engine finds chunks in token ids itself."""
+    """Yield the prompt's texts, and skip token ids: the engine finds chunks in token ids itself."""
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one
 
 
 def find_retention_s(body: Mapping[str, Any]) -> float | None:
-    """Seconds for which an OpenAI request asks to keep its cache; None where it does not say. The options'
-    `ttl` goes before the retention. Raises `InvalidField`."""
+    """Return the cache lifetime in seconds that an OpenAI request sets; None if it sets none. The options'
+    `ttl` takes precedence over the retention. Raises `InvalidField`."""
     retention, options = body.get(RETENTION), body.get(OPTIONS)
     kept_s = None
     if retention is not None:

@@ -23,11 +23,11 @@ from kintsugi.store.protocol.tls import TlsFiles
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 16
-"""Connections that are accepted before those that were accepted earlier are read from: a caller's head must
-have been read before many strangers come behind it."""
+"""Maximum number of connections that are accepted before earlier ones are read: a caller's head must be read
+before many strangers follow it."""
 CONNECTIONS_MAX = 4096
 STRANGERS_MAX = 256
-"""Connections on which nobody has authenticated yet. Each costs up to 60 KiB."""
+"""Maximum number of connections without an authenticated caller. Each needs up to 60 KiB."""
 POLL_S = 0.01
 _IDENTITIES = "kintsugi.identities"
 
@@ -36,16 +36,16 @@ class _Tls:
     """A TLS context that reads its files at every handshake, as `store.protocol.tls.ServerTls` does."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises `InvalidField` if a file cannot be read or is not what its name says."""
+        """Raises `InvalidField` if a file cannot be read or has other contents."""
         self._files = files
         self._stamp = files.stamp()
         self.context = self._current = self._read()
         self.context.sni_callback = self._on_hello
 
     def _read(self) -> ssl.SSLContext:
-        self._files.read()  # names a file that cannot be read
+        self._files.read()  # raises an error that names the file
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A resumed session shows no certificate: a client whose authority was removed could go on.
+        # A resumed session shows no certificate, so a client whose authority was removed could continue.
         context.num_tickets, context.options = 0, context.options | ssl.OP_NO_TICKET
         try:
             context.load_cert_chain(self._files.cert, self._files.key)
@@ -53,21 +53,21 @@ class _Tls:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(self._files.ca)
         except (ssl.SSLError, OSError) as error:
-            raise InvalidField("tls", f"{self._files.cert} and what belongs to it: {error}") from error
+            raise InvalidField("tls", f"{self._files.cert}, its key or its authority: {error}") from error
         return context
 
     def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
-        """Called at each handshake, whether or not the client names a server."""
+        """Use the present files for a handshake. Called whether or not the client names a server."""
         stamp = self._files.stamp()
         if stamp and stamp != self._stamp:
-            with suppress(InvalidField):  # they are being replaced; the next handshake reads them again
+            with suppress(InvalidField):  # files that are being replaced are read at the next handshake
                 self._current = self._read()
                 self._stamp = stamp
         connection.context = self._current
 
 
 class _CertifiedConnection(BoundedConnection):
-    """Puts the identities of the connection's client certificate into the scope of its requests."""
+    """Adds the identities of the client certificate to the scope of the connection's requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -76,16 +76,16 @@ class _CertifiedConnection(BoundedConnection):
 
 
 def identities_of_scope(scope: Scope) -> tuple[str, ...]:
-    """The identities of the client certificate behind a request; none without mutual TLS."""
+    """Return the identities of a request's client certificate; none without mutual TLS."""
     identities: tuple[str, ...] = scope.get("state", {}).get(_IDENTITIES, ())
     return identities
 
 
 class _Server(uvicorn.Server):
-    """Serves `BoundedConnection`s, and leaves signals to the process that runs it."""
+    """Serves `BoundedConnection`s, and does not handle the process's signals."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does it, with a bound on the time of a TLS handshake."""
+        """As uvicorn's, with a time limit for a TLS handshake."""
         connections = Connections(CONNECTIONS_MAX, STRANGERS_MAX)
         connection_of = _CertifiedConnection if self.config.ssl else BoundedConnection
 
@@ -138,7 +138,7 @@ class HttpServer:
         """`host:port`, once started."""
 
     async def start(self) -> None:
-        """Returns once it listens. Raises `Unavailable` if the address cannot be bound."""
+        """Start to listen. Raises `Unavailable` if the address cannot be bound."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -159,7 +159,8 @@ class HttpServer:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Waits up to ``grace_s`` for answers to end, in whole seconds. Idempotent."""
+        """Stop the server, and wait up to ``grace_s``, rounded up to seconds, for answers to end.
+        Idempotent."""
         if self._task is not None:
             self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
             self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""Translates gRPC messages to and from the gateway's types. Malformed messages raise `InvalidField`."""
+"""Converts gRPC messages to and from the gateway's types. Malformed messages raise `InvalidField`."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def ttl_of(wire: pb.GenerateRequest | pb.PutChunkRequest | pb.PutChunksRequest) 
 
 
 def sampling_of(wire: pb.Sampling) -> dict[str, Any]:
-    """vLLM's `SamplingParams` by name, without those that the client left out."""
+    """Return the fields that the client has set, by their names in vLLM's `SamplingParams`."""
     sampling = _extra(wire.extra_json)
-    for descriptor, value in wire.ListFields():  # those that were set
+    for descriptor, value in wire.ListFields():  # only fields that were set
         if descriptor.name != "extra_json":
             sampling[descriptor.name] = list(value) if descriptor.name.startswith("stop") else value
     return sampling
@@ -99,13 +99,13 @@ def _extra(text: str) -> dict[str, Any]:
         return {}
     if len(text) > EXTRA_JSON_BYTES_MAX:
         raise InvalidField(
-            "sampling.extra_json", f"has {len(text)} characters; at most {EXTRA_JSON_BYTES_MAX} are read"
+            "sampling.extra_json", f"has {len(text)} characters; at most {EXTRA_JSON_BYTES_MAX} are allowed"
         )
     try:
         values = json.loads(text)
-        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        json.dumps(values, ensure_ascii=False).encode()  # raises for an unpaired surrogate
     except (ValueError, RecursionError) as error:
-        raise InvalidField("sampling.extra_json", f"is no JSON ({error})") from None
+        raise InvalidField("sampling.extra_json", f"is not JSON ({error})") from None
     if not isinstance(values, dict):
         raise InvalidField("sampling.extra_json", f"is a {type(values).__name__}, not an object")
     return values
@@ -113,7 +113,7 @@ def _extra(text: str) -> dict[str, Any]:
 
 def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateResponse:
     if isinstance(event, EngineDelta):
-        response = pb.GenerateResponse()  # filled in place: nothing is made for every token only to be copied
+        response = pb.GenerateResponse()  # filled in place, to avoid a copy for every token
         response.delta.token_ids.extend(event.token_ids)
         response.delta.text = event.text
         return response
@@ -141,14 +141,14 @@ def _finish_to_wire(event: Finished) -> pb.Finished:
 
 
 def _struct(accounting: Mapping[str, Any]) -> Struct:
-    """Value by value: `Struct.update` takes three times as long."""
+    """Return the accounting as a `Struct`. `Struct.update` would take three times as long."""
     struct = Struct()
     for name, value in accounting.items():
         if isinstance(value, str):
             struct.fields[name].string_value = value
         elif type(value) in (int, float):  # not a bool
             struct.fields[name].number_value = value
-        else:  # through JSON: layers are numbers in Python and names in JSON
+        else:  # through JSON, which turns layer numbers into strings
             struct[name] = json.loads(json.dumps(value))
     return struct
 

@@ -1,7 +1,7 @@
-"""The table of chunks that a gateway knows: tokens and text by namespace and key, in one SQLite database.
+"""The table of a gateway's known chunks: tokens and text by namespace and key, in one SQLite database.
 
-The table bounds itself. Triggers count what each namespace holds, and every change ends with the deletion of
-the least recently used chunks of whichever namespace holds too much.
+Triggers count the chunks and tokens of each namespace. Every change ends with the deletion of the least
+recently used chunks of the namespaces that exceed a bound.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kintsugi.precompute.database import Database
 SCHEMA_VERSION = 1
 FILE_NAME = "chunks.sqlite"
 NAMESPACE_SHARE_MAX = 0.5
-"""Largest share of all chunks, and of all tokens, that one namespace may hold: two tenants never notice each
-other. Where more of them fill the table, the one that holds most gives way, so a namespace with less than an
-even share loses nothing to others. Shares are even between namespaces, not callers: a caller that may use a
-thousand namespaces has a thousand shares."""
+"""Maximum share of all chunks, and of all tokens, that one namespace may hold, so that two tenants never
+affect each other. If more namespaces fill the table, chunks of the largest one are evicted, so a namespace
+with less than an even share loses none to others. Shares are even between namespaces, not callers: a caller
+that may use a thousand namespaces has a thousand shares."""
 _CHECKSUM_BYTES = 8
 _REMEDY = "remove the folder, which costs hits but no answers, or name another gateway.expert.data_dir"
 
@@ -66,7 +66,7 @@ SELECT namespace, max(1.0 * chunks / ?, 1.0 * tokens / ?) AS held FROM (
 ORDER BY held DESC LIMIT 1
 """
 _USED_MAX = 1 << 62
-"""A larger number is damage, and would leave none for later uses."""
+"""A larger number is damage, and would leave no numbers for later uses."""
 _LAST_USED = "SELECT ifnull(max(used), 0) FROM chunk WHERE typeof(used) = 'integer' AND used < ?"
 _DELETE_OLDEST = """
 DELETE FROM chunk WHERE id = (SELECT id FROM chunk WHERE namespace = ? ORDER BY used LIMIT 1)
@@ -75,7 +75,7 @@ RETURNING text, length(tokens)
 
 Address = tuple[str, ChunkKey]
 Removed = tuple[str, ChunkText]
-"""The namespace and the text of a chunk that has left the table."""
+"""Namespace and text of a removed chunk."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,11 @@ class Record:
 
 
 class ChunkTable:
-    """Thread-safe; reads do not wait for commits to a file. Errors: `Unavailable`, `ResourceExhausted`,
-    `Corrupted`, and `VersionMismatch` when a newer version has written the file."""
+    """The table. Thread-safe; reads do not wait for commits to a file.
+
+    Raises `Unavailable`, `ResourceExhausted`, `Corrupted`, and `VersionMismatch` if a newer version has
+    written the file.
+    """
 
     def __init__(self, folder: Path | None, chunks_max: int, tokens_max: int) -> None:
         """Open or create the file in `folder`; without a folder the table lives in memory."""
@@ -106,13 +109,13 @@ class ChunkTable:
             self._evict(db)
 
     def texts(self) -> Iterator[Removed]:
-        """The namespace and text of every chunk whose text is known and undamaged."""
+        """Yield the namespace and text of every chunk whose text is known and undamaged."""
         with self._reads.open_read() as db:
             for namespace, text in db.execute("SELECT namespace, text FROM chunk WHERE text IS NOT NULL"):
                 yield from _parse_texts(namespace, [text])
 
     def get(self, address: Address) -> Record | None:
-        """The chunk's record; None if it is absent or damaged."""
+        """Return the chunk's record; None if it is absent or damaged."""
         namespace, key = address
         with self._reads.open_read() as db:
             row = db.execute(
@@ -121,39 +124,44 @@ class ChunkTable:
         return None if row is None else _parse_record(address, *row)
 
     def share(self, namespace: str) -> tuple[int, int]:
-        """Chunks and tokens that the namespace holds."""
+        """Return the number of the namespace's chunks, and of their tokens."""
         with self._reads.open_read() as db:
             row = db.execute(_SHARE, (namespace,)).fetchone()
         return (0, 0) if row is None else row
 
     def parts(self, namespace: str) -> list[str]:
-        """The parts of a namespace that hold chunks."""
+        """Return the parts of a namespace that hold chunks."""
         with self._reads.open_read() as db:
             names = [
                 name for (name,) in db.execute("SELECT namespace FROM share WHERE typeof(namespace) = 'text'")
             ]
         return [name for name in names if name != namespace and is_within(name, namespace)]
 
-    def apply(
-        self, touched: Iterable[Address], changes: Iterable[tuple[Address, Record | None]]
-    ) -> list[Removed]:
-        """Move touched chunks to the end of the eviction order, apply changes (None deletes a chunk), and
-        evict: all of it or nothing. Returns the texts of chunks that left."""
+    def apply(self, touched: Iterable[Address], added: Iterable[tuple[Address, Record]]) -> list[Removed]:
+        """Move touched chunks to the end of the eviction order, add or replace chunks, and evict, in one
+        transaction. Return the texts of removed chunks."""
         removed: list[Removed] = []
         with self._writes.transaction() as db:
             for namespace, key in touched:
                 self._used += 1
                 moved = (self._used, namespace, key.digest)
                 db.execute("UPDATE chunk SET used = ? WHERE namespace = ? AND key = ?", moved)
-            for address, record in changes:
-                removed += self._replace(db, address, record)
+            for address, record in added:
+                removed += self._delete(db, address)
+                self._used += 1
+                tokens = _checksum(address, record.tokens) + record.tokens
+                text = None if record.text is None else record.text.to_bytes()
+                db.execute(
+                    "INSERT INTO chunk (namespace, key, used, tokens, text) VALUES (?, ?, ?, ?, ?)",
+                    (address[0], address[1].digest, self._used, tokens, text),
+                )
             return removed + self._evict(db)
 
     def erase(
         self, namespace: str, keys: Collection[ChunkKey] | None, spared: Collection[ChunkKey]
     ) -> list[Removed]:
-        """Delete chunks, all of the namespace for None, except those spared, and leave nothing of them in
-        files, nor of what was deleted before. Returns their texts."""
+        """Delete chunks except the spared ones, and overwrite all deleted chunks in files; ``keys`` None: all
+        of the namespace. Return the texts of removed chunks."""
         removed: list[Removed] = []
         with self._writes.transaction() as db:
             if keys is None:
@@ -161,13 +169,13 @@ class ChunkTable:
                 keys = [ChunkKey(key) for (key,) in rows]
             for key in keys:
                 if key not in spared:
-                    removed += self._replace(db, (namespace, key), None)
+                    removed += self._delete(db, (namespace, key))
             self._evict(db)
         self._writes.scrub()
         return removed
 
     def read_cursor(self) -> str:
-        """Which erasures were followed so far; empty: none yet."""
+        """Return the position up to which erasures were followed; empty: none."""
         with self._reads.open_read() as db:
             row = db.execute("SELECT cursor FROM followed").fetchone()
         return "" if row is None else str(row[0])
@@ -176,23 +184,15 @@ class ChunkTable:
         with self._writes.transaction() as db:
             db.execute("INSERT OR REPLACE INTO followed VALUES (0, ?)", (cursor,))
 
-    def _replace(self, db: sqlite3.Connection, address: Address, record: Record | None) -> list[Removed]:
-        where = (address[0], address[1].digest)
+    def _delete(self, db: sqlite3.Connection, address: Address) -> list[Removed]:
         gone = db.execute(
-            "DELETE FROM chunk WHERE namespace = ? AND key = ? RETURNING text", where
+            "DELETE FROM chunk WHERE namespace = ? AND key = ? RETURNING text",
+            (address[0], address[1].digest),
         ).fetchall()
-        if record is not None:
-            self._used += 1
-            tokens = _checksum(address, record.tokens) + record.tokens
-            text = None if record.text is None else record.text.to_bytes()
-            db.execute(
-                "INSERT INTO chunk (namespace, key, used, tokens, text) VALUES (?, ?, ?, ?, ?)",
-                (*where, self._used, tokens, text),
-            )
         return _parse_texts(address[0], [text for (text,) in gone])
 
     def _evict(self, db: sqlite3.Connection) -> list[Removed]:
-        """Delete the oldest chunks of the namespace that holds most, until every bound holds."""
+        """Delete the oldest chunks of the largest namespace until every bound holds."""
         removed: list[Removed] = []
         bounds = (self._chunks_max, self._tokens_max)
         chunks, tokens = self._read_total(db)
@@ -207,12 +207,12 @@ class ChunkTable:
         return removed
 
     def _read_total(self, db: sqlite3.Connection) -> tuple[int, int]:
-        """Chunks and tokens in the table. Raises `Corrupted`."""
+        """Return the number of chunks and tokens in the table. Raises `Corrupted`."""
         chunks, tokens = self._expect_row(db.execute(_TOTAL).fetchone())
         return self._expect_row((chunks, tokens) if chunks >= 0 and tokens >= 0 else None)
 
     def _expect_row(self, row: tuple[Any, Any] | None) -> tuple[Any, Any]:
-        """The row, which is there where the counts are right. Raises `Corrupted`."""
+        """Return the row, which exists if the counts are right. Raises `Corrupted`."""
         if row is None:
             raise Corrupted(f"{self._folder} counts chunks that it does not hold; {_REMEDY}")
         return row
@@ -224,7 +224,7 @@ class ChunkTable:
 
 
 def _parse_texts(namespace: object, texts: Iterable[object]) -> list[Removed]:
-    """The undamaged ones of a column of texts, which is empty for chunks without a text."""
+    """Return the undamaged texts of a column. The column is empty for chunks without a text."""
     found: list[Removed] = []
     for text in texts:
         with suppress(Corrupted):
@@ -233,7 +233,7 @@ def _parse_texts(namespace: object, texts: Iterable[object]) -> list[Removed]:
 
 
 def _parse_record(address: Address, tokens: object, text: object) -> Record | None:
-    """None if the tokens are damaged. A damaged text is none."""
+    """Return the record, without its text if that is damaged; None if the tokens are damaged."""
     if not isinstance(tokens, bytes) or len(tokens) % ID_BYTES:
         return None
     ids = tokens[_CHECKSUM_BYTES:]
@@ -244,5 +244,5 @@ def _parse_record(address: Address, tokens: object, text: object) -> Record | No
 
 
 def _checksum(address: Address, tokens: bytes) -> bytes:
-    """xxh3-64 over key and tokens: a damaged row is a miss, not another prompt."""
+    """Return xxh3-64 of key and tokens, with which a damaged row becomes a miss and not a wrong prompt."""
     return xxhash.xxh3_64_digest(address[1].digest + tokens)

@@ -1,12 +1,11 @@
-"""Chunks that a gateway has seen: a key's tokens, and known chunk texts inside a longer text.
+"""The chunks that a gateway has seen: their tokens by key, and an index of their texts.
 
-The store knows chunks by key and holds neither text nor tokens. A request may name a chunk by its key alone,
-and an unmodified RAG framework pastes chunk texts into a message; both need what only the client that put the
-chunk knew.
+The store knows chunks by key and holds neither text nor tokens. But a request may name a chunk by its key
+alone, and an unmodified RAG framework pastes chunk texts into a message.
 
-This is a cache of what clients sent: a missing entry costs a hit, never an answer. It is bounded in total and
-for each namespace, and drops a namespace's least recently used chunks first (`gateway.texts.chunk_table`).
-Texts are found by an index in memory (`gateway.texts.known_texts`).
+This is a cache of the chunks that clients sent: a missing entry costs a hit, never an answer. It is bounded
+in total and for each namespace, and evicts a namespace's least recently used chunks first
+(`gateway.texts.chunk_table`). An index in memory finds texts (`gateway.texts.known_texts`).
 """
 
 from __future__ import annotations
@@ -27,38 +26,42 @@ from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextInde
 log = logging.getLogger(__name__)
 
 CHUNKS_MAX = 200_000
-"""Maximum number of chunks. Their index takes up to 200 MB of memory, their table 2 KiB for each chunk of 512
-tokens: on disk, or in memory without a folder."""
+"""Maximum number of chunks. Their index needs up to 200 MB of memory, and their table 2 KiB for each chunk of
+512 tokens: on disk, or in memory without a folder."""
 TOKENS_MAX = 128 << 20
-"""Maximum number of tokens in all chunks together, 512 MiB: chunks may be long."""
+"""Maximum number of tokens of all chunks together, 512 MiB."""
 RECENT_MAX = 10_000
-"""Chunks whose time of the last `remember` is known. Erasures are heard of within seconds."""
+"""Number of chunks whose time of the last `remember` is kept. Erasures are followed within seconds."""
 TOUCHED_MAX = 10_000
-"""Maximum number of uses that wait for the next write; beyond it the oldest are dropped."""
+"""Maximum number of uses that wait for the next write; further ones replace the oldest."""
 
 
 class KnownChunks:
-    """Thread-safe. Lookups take microseconds and do not wait for writes to a folder. `remember`, `forget` and
-    `close` write to it: an event loop calls them in a thread."""
+    """The known chunks of one gateway. Thread-safe.
+
+    Lookups take microseconds and do not wait for writes to a folder. `remember`, `erase` and `close` write to
+    it, so an event loop calls them in a thread.
+    """
 
     def __init__(
         self, folder: Path | None = None, chunks_max: int = CHUNKS_MAX, tokens_max: int = TOKENS_MAX
     ) -> None:
-        """Open or create the table in `folder`. Raises as `ChunkTable` does."""
+        """Open or create the table in `folder`. Raises as `ChunkTable`."""
         self._chunks_max = chunks_max
         self._tokens_max = tokens_max
         self._writing = threading.Lock()
-        """Held over a write and the index's update after it."""
+        """Held during a write and the following update of the index."""
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the attributes below."""
         self._indexes: dict[str, TextIndex] = {}
-        """By namespace, those with texts."""
+        """Indexes of the namespaces with texts."""
         self._text_users: Counter[tuple[str, ChunkText]] = Counter()
-        """How many chunks have a text: each model's chunk of it has another key."""
+        """Number of chunks with a text: a text has another key for each model."""
         self._touched: OrderedDict[Address, None] = OrderedDict()
         """Chunks used since the last write, the oldest use first."""
         self._recent: OrderedDict[Address, float] = OrderedDict()
-        """When chunks were remembered last, the latest last: an erasure spares what came after it."""
+        """Time of each chunk's last `remember`, the latest last: an erasure spares chunks remembered after
+        it."""
         self._table = ChunkTable(folder, chunks_max, tokens_max)
         for namespace, text in self._table.texts():
             self._add_text(namespace, text)
@@ -68,17 +71,17 @@ class KnownChunks:
 
     @property
     def room(self) -> int:
-        """Number of chunks that fit without an eviction; 0 once half of the tokens are in use."""
+        """Number of chunks that fit without an eviction; 0 as soon as half of the tokens are in use."""
         is_half_full = 2 * self._table.num_tokens >= self._tokens_max
         return 0 if is_half_full else self._chunks_max - self._table.num_chunks
 
     def num_chunks(self, namespace: str) -> int:
-        """Chunks that are known in a namespace."""
+        """Return the number of a namespace's chunks."""
         return self._table.share(namespace)[0]
 
     def has_room(self, namespace: str) -> bool:
-        """Whether one more chunk of the namespace fits without an eviction; false once the namespace uses
-        half of the tokens that it may have."""
+        """Return whether another chunk of the namespace fits without an eviction; false as soon as the
+        namespace uses half of its share of tokens."""
         chunks, tokens = self._table.share(namespace)
         few_tokens = 2 * tokens < NAMESPACE_SHARE_MAX * self._tokens_max
         return few_tokens and chunks + 1 <= NAMESPACE_SHARE_MAX * self._chunks_max
@@ -86,7 +89,7 @@ class KnownChunks:
     def remember(
         self, namespace: str, key: ChunkKey, token_ids: Sequence[int], text: str | None = None
     ) -> None:
-        """Remember a chunk, and its text if that is what it was tokenised from. A later text replaces it."""
+        """Remember a chunk, and the text that tokenises to it if there is one. A later text replaces it."""
         address, known = (namespace, key), None if text is None else ChunkText.of(text)
         with self._lock:
             self._recent[address] = time.time()
@@ -100,7 +103,7 @@ class KnownChunks:
             self._write([(address, Record(TokenIds.of(token_ids).data, known))])
 
     def token_ids(self, namespace: str, key: ChunkKey) -> TokenIds | None:
-        """The chunk's tokens; None if it was never seen in this namespace, or too long ago."""
+        """Return the chunk's tokens; None if it is not known in this namespace."""
         record = self._get((namespace, key))
         if record is None:
             return None
@@ -108,32 +111,31 @@ class KnownChunks:
         return TokenIds(record.tokens)
 
     def knows(self, namespace: str, key: ChunkKey) -> bool:
-        """Whether `token_ids` would return tokens. Does not count as a use."""
+        """Return whether `token_ids` would return tokens. Does not count as a use."""
         return self._get((namespace, key)) is not None
 
     def find(self, namespace: str, text: str) -> list[tuple[int, int]]:
-        """`[start, end)` of known chunk texts inside `text`, in characters: disjoint and in order. Where they
-        overlap, those that cover most are chosen."""
+        """Find known chunk texts inside `text`. Return `[start, end)` in characters, disjoint and in order;
+        of overlapping texts, the choice that covers most."""
         if len(text) < WINDOW_CHARS or namespace not in self._indexes:
             return []
-        windows = window_hashes(text)  # most of the time, and others need the lock
+        windows = window_hashes(text)  # without the lock, because this takes most of the time
         with self._lock:
             index = self._indexes.get(namespace)
             found = [] if index is None else index.matches(text, windows)
         return disjoint(found)
 
-    def forget(self, namespace: str, keys: Sequence[ChunkKey]) -> None:
-        self._write([((namespace, key), None) for key in keys])
-
     def erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
-        """Forget chunks, all of the namespace and its parts for None, and leave nothing of them in files.
-        Chunks that were remembered after ``asked_at_s`` (Unix seconds) stay. Returns how many went. Raises as
-        `ChunkTable` does: then some may be left."""
+        """Forget chunks, and overwrite them in files; None: all of the namespace and its parts.
+
+        Chunks that were remembered after ``asked_at_s`` (Unix seconds) stay. Returns the number of erased
+        chunks. Raises as `ChunkTable`; then some chunks may remain.
+        """
         names = [namespace, *(self.parts(namespace) if keys is None else ())]
         return sum(self._erase(name, keys, asked_at_s) for name in names)
 
     def parts(self, namespace: str) -> list[str]:
-        """The parts of a namespace of which chunks are known."""
+        """Return the parts of a namespace that have known chunks."""
         return self._table.parts(namespace)
 
     def _erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
@@ -155,7 +157,8 @@ class KnownChunks:
 
     @property
     def cursor(self) -> str:
-        """Which of the store's erasures were followed; empty: none yet. Raises as `ChunkTable` does."""
+        """Position in the store's erasures up to which they were followed; empty: none. Raises as
+        `ChunkTable`."""
         return self._table.read_cursor()
 
     def set_cursor(self, cursor: str) -> None:
@@ -175,19 +178,19 @@ class KnownChunks:
             if len(self._touched) > TOUCHED_MAX:
                 self._touched.popitem(last=False)
 
-    def _write(self, changes: Sequence[tuple[Address, Record | None]]) -> None:
-        """Write changes and all uses so far. What cannot be written is lost, with a warning."""
+    def _write(self, added: Sequence[tuple[Address, Record]]) -> None:
+        """Write chunks, and all uses so far. If this fails, they are lost, with a warning."""
         with self._writing:
             with self._lock:
                 touched, self._touched = self._touched, OrderedDict()
             try:
-                removed = self._table.apply(touched, changes)
+                removed = self._table.apply(touched, added)
             except KintsugiError as error:
-                log.warning("%d known chunks cannot be written: %s", len(changes), error)
+                log.warning("%d known chunks cannot be written: %s", len(added), error)
                 return
             with self._lock:
-                for (namespace, _), record in changes:
-                    if record is not None and record.text is not None:
+                for (namespace, _), record in added:
+                    if record.text is not None:
                         self._add_text(namespace, record.text)
                 for namespace, text in removed:
                     self._remove_text(namespace, text)
@@ -199,7 +202,7 @@ class KnownChunks:
 
     def _remove_text(self, namespace: str, text: ChunkText) -> None:
         if (namespace, text) not in self._text_users:
-            return  # of a chunk that another gateway wrote to the folder
+            return  # another gateway wrote the chunk to the folder
         self._text_users[namespace, text] -= 1
         if not self._text_users[namespace, text]:
             del self._text_users[namespace, text]
@@ -208,7 +211,7 @@ class KnownChunks:
                 del self._indexes[namespace]
 
     def close(self) -> None:
-        """Write the uses that wait. Idempotent."""
+        """Write the waiting uses. Idempotent."""
         if self._touched:
             self._write([])
         self._table.close()

@@ -1,18 +1,19 @@
 """Finds the texts of known chunks inside a longer text.
 
-Windows of `WINDOW_CHARS` characters hash to numbers that can be computed for every offset of a text at once
-(numpy, five passes). The index keeps the hashes of a chunk's first and last window, its length and its
-xxh3-128. Where a known first window occurs and the matching last window follows, the digests are compared.
+A window is `WINDOW_CHARS` consecutive characters. The hashes of all windows of a text are computed together,
+in five numpy passes. The index holds the hashes of a chunk's first and last window, its length and its
+xxh3-128. Digests are compared only where a known first window occurs and the matching last window follows.
 
-Documents of a corpus often begin alike (a path, a title, a licence). Up to `ALIKE_TRIED_MAX` such chunks are
-tried one by one. If there are more, the text is searched once for their last windows, and each stretch from a
-first to a last window is looked up by its length: the cost depends on the text, not on the corpus.
+Documents of a corpus often begin alike (a path, a title, a licence). Up to `ALIKE_TRIED_MAX` chunks that
+begin alike are compared one by one. If there are more, the text is searched once for their last windows, and
+each range from a first to a last window is looked up by its length: the cost depends on the text, not on the
+corpus.
 
-The cost of a search is linear in the length of the text, with at most `COMPARISONS_MAX` look-ups, each a
-bisection, and at most `COMPARED_CHARS_MAX` characters digested, however many chunks begin or end alike.
-Measured with 100,000 known chunks: 0.3 to 0.8 ms for 16,000 characters with 25 of them, whether all begin
-alike or none do; 2 to 8 ms for 100,000 characters made to cost. Adding or removing a chunk takes 10 to 40 us
-among 100,000 that begin alike, else 2 to 7. Chunks with texts shorter than a window are found by key alone.
+The cost of a search is linear in the length of the text, with at most `COMPARISONS_MAX` bisections and at
+most `COMPARED_CHARS_MAX` digested characters. Measured with 100,000 known chunks: 0.3 to 0.8 ms for 16,000
+characters with 25 chunks, whether or not they begin alike; 2 to 8 ms for 100,000 adversarial characters.
+Adding or removing a chunk takes 2 to 7 us, or 10 to 40 us among 100,000 that begin alike. Chunks with texts
+shorter than a window are found only by key.
 """
 
 from __future__ import annotations
@@ -31,25 +32,22 @@ from kintsugi.core.errors import Corrupted
 from kintsugi.core.request import FOUND_CHARS_MIN
 
 WINDOW_CHARS = FOUND_CHARS_MIN
-"""A power of two: the hash of a window is computed from those of its halves."""
+"""A power of two, because the hash of a window is computed from the hashes of its halves."""
 ALIKE_TRIED_MAX = 16
-"""Maximum number of chunks that begin alike for which each is tried."""
+"""Maximum number of chunks that begin alike and are compared one by one."""
 COMPARISONS_MAX = 4096
-"""Maximum number of comparisons in one text. A text made to match everywhere loses hits, not our time."""
+"""Maximum number of comparisons in one text. An adversarial text loses hits but costs bounded time."""
 COMPARED_CHARS_MAX = 1 << 21
-"""Maximum number of characters that are digested for one text."""
+"""Maximum number of digested characters of one text."""
 
 _MULTIPLIERS = (
     *(0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0xD6E8FEB86659FD93, 0xA0761D6478BD642F, 0xE7037ED1A0B428DB),
 )
-"""Odd numbers, one for characters and one for each doubling. Stored hashes depend on them."""
+"""Odd numbers: one for characters, and one for each doubling of the width. Stored hashes depend on them."""
 _FILTER_SLOTS_MIN = 1 << 10
 _SLOTS_PER_WINDOW = 16
 """One offset in sixteen is a false positive."""
-_UNKNOWN = 0
-"""Stands for the hash of a last window that an early version did not store. Such a text is found only while
-few texts begin alike."""
 
 _STORED = struct.Struct("<QI16sQ")
 
@@ -59,30 +57,30 @@ _Known = tuple[int, int, bytes]
 
 @dataclass(frozen=True)
 class ChunkText:
-    """What identifies a chunk's text."""
+    """Identity of a chunk's text."""
 
     window: int
     """Hash of its first `WINDOW_CHARS` characters."""
     chars: int
     digest: bytes
     """xxh3-128 of its UTF-8."""
-    last_window: int = _UNKNOWN
+    last_window: int
     """Hash of its last `WINDOW_CHARS` characters."""
 
     @staticmethod
     def from_bytes(data: object) -> ChunkText:
-        """Raises `Corrupted` for what `to_bytes` does not make."""
+        """Inverse of `to_bytes`. Raises `Corrupted`."""
         if not isinstance(data, bytes) or len(data) != _STORED.size:
             raise Corrupted("a known text is damaged; it is found again once a client sends it")
         return ChunkText(*_STORED.unpack(data))
 
     def to_bytes(self) -> bytes:
-        """36 bytes, as the table of chunks stores them."""
+        """Return 36 bytes for the table of chunks."""
         return _STORED.pack(self.window, self.chars, self.digest, self.last_window)
 
     @staticmethod
     def of(text: str) -> ChunkText | None:
-        """Identify a text; None for one that is too short to be found."""
+        """Return a text's identity; None if it is shorter than a window."""
         if len(text) < WINDOW_CHARS:
             return None
         hashes = window_hashes(text[:WINDOW_CHARS] + text[-WINDOW_CHARS:])
@@ -94,7 +92,7 @@ def _digest(text: str) -> bytes:
 
 
 def window_hashes(text: str) -> NDArray[np.uint64]:
-    """The hash of each window of `WINDOW_CHARS` characters: `[len(text) - WINDOW_CHARS + 1]`, or empty."""
+    """Return the hash of each window of a text: `[len(text) - WINDOW_CHARS + 1]`, or empty."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     hashes: NDArray[np.uint64] = points * np.uint64(_MULTIPLIERS[0])
     width = 1
@@ -108,13 +106,13 @@ def window_hashes(text: str) -> NDArray[np.uint64]:
 
 
 class _WindowFilter:
-    """Finds the windows of a set in a text. A bitmap over hashes; the caller holds the set."""
+    """A bitmap over hashes, which finds the windows of a set in a text. The caller holds the set."""
 
     def __init__(self) -> None:
         self._slots = np.zeros(0, np.bool_)
 
     def add(self, window: int, all_windows: Collection[int]) -> None:
-        """Add a window; ``all_windows`` is the set, which already holds it."""
+        """Add a window. ``all_windows`` is the set, which already contains the window."""
         if len(all_windows) * _SLOTS_PER_WINDOW > len(self._slots):
             self._slots = np.zeros(max(_FILTER_SLOTS_MIN, 2 * len(self._slots)), np.bool_)
             added = np.fromiter(all_windows, np.uint64, len(all_windows))
@@ -126,13 +124,12 @@ class _WindowFilter:
         return windows >> np.uint64(65 - len(self._slots).bit_length())
 
     def find(self, windows: NDArray[np.uint64], all_windows: Container[int]) -> Iterator[tuple[int, int]]:
-        """Offset and hash of each of the set in a text's `window_hashes`, in order."""
+        """Yield the offset and hash of each window of the set in a text's `window_hashes`, in order."""
         if not len(self._slots):
             return
         offsets = np.flatnonzero(self._slots[self._slot(windows)])
-        for first in range(
-            0, len(offsets), COMPARISONS_MAX
-        ):  # a caller that stops early does not pay for all
+        # In batches, because a caller may stop early.
+        for first in range(0, len(offsets), COMPARISONS_MAX):
             some = offsets[first : first + COMPARISONS_MAX]
             for offset, window in zip(some.tolist(), windows[some].tolist(), strict=True):
                 if window in all_windows:
@@ -144,10 +141,10 @@ class TextIndex:
 
     def __init__(self) -> None:
         self._alike: dict[int, list[_Known]] = {}
-        """By first window, sorted."""
+        """Texts by their first window, each list sorted."""
         self._starts = _WindowFilter()
         self._last_windows: dict[int, int] = {}
-        """How many texts end with it, among those that more than `ALIKE_TRIED_MAX` texts begin alike with."""
+        """Last windows of the texts in lists longer than `ALIKE_TRIED_MAX`, with the number of such texts."""
         self._ends = _WindowFilter()
 
     def __len__(self) -> int:
@@ -165,7 +162,7 @@ class TextIndex:
             self._ends.add(last, self._last_windows)
 
     def remove(self, text: ChunkText) -> None:
-        """Remove a text. Its slots stay set until the filter is rebuilt: one more false positive."""
+        """Remove a text. Its slots stay set until the filter is rebuilt, as a false positive."""
         alike = self._alike.get(text.window, [])
         known = (text.chars, text.last_window, text.digest)
         if not _holds(alike, known):
@@ -179,7 +176,7 @@ class TextIndex:
             del self._alike[text.window]
 
     def matches(self, text: str, windows: NDArray[np.uint64]) -> list[tuple[int, int]]:
-        """`[start, end)` of every known text inside `text`, by start, as far as the bounds allow comparisons.
+        """Return `[start, end)` of every known text inside `text`, by start, until a bound is reached.
         ``windows`` are the text's `window_hashes`."""
         found: list[tuple[int, int]] = []
         ends: list[tuple[int, int]] | None = None
@@ -206,24 +203,25 @@ class TextIndex:
         return found
 
     def _find_ends(self, windows: NDArray[np.uint64]) -> list[tuple[int, int]]:
-        """Where last windows end in a text, and their hashes; at most `COMPARISONS_MAX`."""
+        """Return the ends and hashes of last windows in a text; at most `COMPARISONS_MAX`."""
         places = self._ends.find(windows, self._last_windows)
         return [(offset + WINDOW_CHARS, last) for offset, last in islice(places, COMPARISONS_MAX)]
 
 
 def _select_last_windows(alike: Sequence[_Known], known: _Known) -> Sequence[_Known]:
-    """The texts whose last windows start or cease to be searched when `known`, one of them, comes or goes."""
+    """Return the texts of `alike` whose last windows are added to, or removed from, the searched windows when
+    `known`, one of them, is added or removed."""
     if len(alike) <= ALIKE_TRIED_MAX:
         return ()
     return tuple(alike) if len(alike) == ALIKE_TRIED_MAX + 1 else (known,)
 
 
 def _find_endings(alike: Sequence[_Known], start: int, windows: NDArray[np.uint64]) -> set[tuple[int, int]]:
-    """Lengths and last windows of the texts whose last window follows in the text at the right distance."""
+    """Return lengths and last windows of the texts whose last window is at its place after ``start``."""
     return {
         (chars, last)
         for chars, last, _ in alike
-        if (at := start + chars - WINDOW_CHARS) < len(windows) and last in (_UNKNOWN, int(windows[at]))
+        if (at := start + chars - WINDOW_CHARS) < len(windows) and last == int(windows[at])
     }
 
 
@@ -242,13 +240,13 @@ def _holds(alike: Sequence[_Known], known: _Known) -> bool:
 
 
 def disjoint(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Choose from spans that may overlap those that together cover most, in order; of equals the fewer."""
+    """Choose disjoint spans that together cover most, in order; among equal choices, the fewest spans."""
     ordered = sorted(spans, key=lambda span: (span[1], -span[0]))
     ends = [end for _, end in ordered]
     best: list[tuple[int, int]] = [(0, 0)]
-    """Characters covered, and minus the number of spans, for each number of spans from the first on."""
+    """For the first n spans: the number of covered characters, and the negative number of chosen spans."""
     taken: list[int] = []
-    """How many spans end before this one where it is taken; -1 where it is left out."""
+    """For each span that is chosen: the number of spans that end before it; -1 for other spans."""
     for index, (start, end) in enumerate(ordered):
         before = bisect_right(ends, start, 0, index)
         with_it = (best[before][0] + end - start, best[before][1] - 1)

@@ -1,7 +1,7 @@
-"""Teaches a gateway the chunks of precomputed corpora: they are found by key, and by text inside messages.
+"""Adds the chunks of precomputed corpora to a gateway's known chunks.
 
-A ledger holds tokens, not text. The tokenizer's own decoding is used if it tokenises back to the same ids;
-otherwise the chunk is found by key alone.
+A ledger holds tokens but no texts. A chunk's decoded text is used if it tokenises to the same ids; otherwise
+the chunk is found only by key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kintsugi.gateway.texts.segments import Tokenize
 from kintsugi.precompute.documents import DocumentIndex, IndexedChunk
 
 PAGE = 64
-"""Chunks per step; between steps the thread is free for others."""
+"""Maximum number of chunks in one step; the thread is free between steps."""
 PERIOD_S = 30.0
-"""Wait between two searches for chunks that a job has added."""
+"""Time between two searches for new chunks."""
 
 Detokenize = Callable[[Sequence[int]], str]
 
 
 class Learner(Repeating):
-    """Reads an index once, then what is added to it, on an event loop."""
+    """Reads a document index, and the chunks that are added to it. For one event loop."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class Learner(Repeating):
         self._fingerprint = ""
         self._after = 0
         self.pause = asyncio.Lock()
-        """Held while a page is learnt: whoever erases from the index holds it meanwhile."""
+        """Held while a page is learnt, and while chunks are erased from the index."""
 
     async def step(self) -> int:
-        """Learn a page; return its number of chunks. Raises `Unavailable` if no engine names its model."""
+        """Learn a page and return its number of chunks. Raises `Unavailable` if no engine reports its
+        model."""
         info = await self._info()
         if info.fingerprint != self._fingerprint:
             self._fingerprint, self._after = info.fingerprint, 0
@@ -54,7 +55,7 @@ class Learner(Repeating):
             return await asyncio.to_thread(self._learn_page)
 
     def _learn_page(self) -> int:
-        if self._known.room <= 0:  # what clients use now is worth more than what a corpus holds besides
+        if self._known.room <= 0:  # the chunks that clients use now must not be evicted
             return 0
         page = self._documents.chunks(self._fingerprint, self._after, min(PAGE, self._known.room))
         for chunk in page:

@@ -1,7 +1,7 @@
-"""Resolves the segments of a prompt, however a client names them, to token ids, spans and chunk keys.
+"""Resolves the segments of a prompt to token ids, spans and chunk keys.
 
-Each text is tokenised alone, so its ids are the ones that precompute found. Tokenising 3,000 tokens takes
-milliseconds and the same chunks come again and again, so their ids are cached.
+A segment is a text, token ids, a chunk key or a document's chunk. Each text is tokenised alone, as precompute
+does. The ids are cached, because tokenising 3,000 tokens takes milliseconds and most chunks recur.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
 
 INLINE_CHARS_MAX = 4096
-"""Maximum number of a request's characters that are tokenised on the event loop; a thread does the rest."""
+"""Maximum number of a request's characters that are tokenised on the event loop; the rest is tokenised on a
+thread."""
 THREADS = 2
 LONG_CHARS = 1 << 18
-"""Texts of more characters are tokenised one at a time: this takes 250 bytes a character (65 MB and up to
-half a second at this length), and leaves the second thread to all others. Only such a text is refused for
-its length: a tokenizer may make one token of any number of characters that it drops or does not know."""
+"""Number of characters above which texts are tokenised one at a time, so that the second thread is free for
+shorter texts. Tokenisation needs 250 bytes a character: 65 MB and up to half a second at this length. Shorter
+texts are never refused for their length, because a tokenizer may map any number of unknown or ignored
+characters to one token."""
 TEXT_CHARS_MAX = 1 << 21
-"""Maximum length of one text, half a gigabyte while it is tokenised. No model reads so much."""
+"""Maximum length of one text, which needs half a gigabyte during tokenisation and exceeds any model's
+context."""
 TOGETHER_TOKENS_MAX = 8 << 20
-"""Maximum number of tokens in one request's segments where they do not form a prompt. A chunk is named by 64
-characters and has up to `TOKENS_MAX` tokens."""
+"""Maximum number of tokens in the segments of a request that is not a prompt. A key of 64 characters can name
+a chunk of `TOKENS_MAX` tokens."""
 CACHED_TOKENS_MAX = 8 << 20
 """Maximum number of tokens of cached texts, 32 MiB."""
 
 Tokenize = Callable[[str], Sequence[int]]
 _Address = tuple[str, bytes, bytes, int]
-"""A namespace, a chunk space, the digest of a text, and what its chunk's length is a multiple of."""
+"""Namespace, digest of the chunk space, digest of the text, and the number that divides the chunk's
+length."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,9 @@ class Segment:
     token_ids: TokenIds | None = None
     key: ChunkKey | None = None
     document: tuple[str, DocumentRef] | None = None
-    """Corpus, and a chunk in it."""
+    """Name of a corpus, and a chunk in it."""
     plain: bool = False
-    """Whether it is part of the prompt but not a chunk."""
+    """Whether the segment is prompt text but not a chunk."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ class ResolvedSegment:
     """A segment's tokens and key."""
 
     token_ids: TokenIds
-    """The chunk's."""
+    """Tokens of the chunk."""
     key: ChunkKey
     tail: TokenIds = field(default_factory=TokenIds)
-    """Tokens behind the chunk that the prompt has and no chunk holds: chunks have quantised lengths."""
+    """Further tokens of the segment, which are not in the chunk, because chunks have quantised lengths."""
     is_chunk: bool = True
-    """False where the segment is shorter than the shortest chunk."""
+    """False if the segment is shorter than the shortest chunk."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +85,7 @@ class ResolvedPrompt:
     space: ChunkSpace
     token_ids: TokenIds
     spans: tuple[Span, ...]
-    """Where each segment lies; the spans of plain segments have no key."""
+    """Spans of the segments; the spans of plain segments have no key."""
     pieces: tuple[ResolvedSegment, ...]
     """The segments, in order."""
 
@@ -91,7 +95,7 @@ class ResolvedPrompt:
 
 
 class SegmentResolver:
-    """Resolves the segments of requests, on one event loop."""
+    """Resolves the segments of requests. For one event loop."""
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class SegmentResolver:
         privacy_of: Callable[[str], NamespacePrivacy] = lambda namespace: NO_PRIVACY,
         name_key: Callable[[str], bytes] = lambda namespace: b"",
     ) -> None:
-        """``token_chars_max``: length of the tokenizer's longest token in characters, if it is known.
-        ``privacy_of``: the privacy of a namespace. ``name_key``: `ChunkStore.name_key`."""
+        """``token_chars_max``: length of the tokenizer's longest token in characters; None: unknown.
+        ``privacy_of`` returns a namespace's privacy. ``name_key``: `ChunkStore.name_key`."""
         self.privacy_of = privacy_of
         self._name_key = name_key
         self._tokenize = tokenize
@@ -113,7 +117,7 @@ class SegmentResolver:
         self._known = known
         self._documents = documents
         self._pieces: OrderedDict[_Address, ResolvedSegment] = OrderedDict()
-        """Cache of tokenised texts, the least recently used first."""
+        """Cache of tokenised texts; the least recently used is first."""
         self._cached_tokens = 0
 
     async def prompt(
@@ -124,13 +128,12 @@ class SegmentResolver:
         tokens_max: int,
         question_foot: str = "",
     ) -> ResolvedPrompt:
-        """Resolve a whole prompt. ``question_foot`` is written behind a question of text; other questions are
-        taken as they are.
+        """Resolve a whole prompt. ``question_foot`` is appended to a question that is a text.
 
-        Raises `InvalidField`, also if the segments or the question alone have more than `tokens_max` tokens,
-        `ForeignChunkKey` and `NotFound`; each names the segment.
+        Raises `InvalidField`, also if the segments or the question alone have more than ``tokens_max``
+        tokens, `ForeignChunkKey` and `NotFound`. The errors name the segment.
         """
-        pieces = await self._resolve_segments(space, segments, "segments", tokens_max)
+        pieces = await self.pieces(space, segments, "segments", tokens_max)
         end = len(space.prefix_token_ids)
         spans = []
         for segment, piece in zip(segments, pieces, strict=True):
@@ -139,22 +142,16 @@ class SegmentResolver:
             end += len(piece.tail)
         if question.text:
             question = replace(question, text=question.text + question_foot)
-        asked = await self._resolve_segments(space, [question], "question", tokens_max)
+        asked = await self.pieces(space, [question], "question", tokens_max)
         prefix = TokenIds.of(space.prefix_token_ids)
         parts = [part for piece in (*pieces, *asked) for part in (piece.token_ids, piece.tail) if part]
         token_ids = TokenIds.join([prefix, *parts])
         return ResolvedPrompt(space, token_ids, tuple(spans), tuple(pieces))
 
-    async def pieces(
-        self, space: ChunkSpace, segments: Sequence[Segment], where: str = "segments"
-    ) -> list[ResolvedSegment]:
-        """Resolve segments that form no prompt, in order. ``where`` is the request's name for them."""
-        return await self._resolve_segments(space, segments, where, TOGETHER_TOKENS_MAX)
-
     async def learn(
         self, space: ChunkSpace, segments: Sequence[Segment], pieces: Sequence[ResolvedSegment]
     ) -> None:
-        """Remember the chunks of a request that was accepted: a refused one must not evict others' chunks."""
+        """Remember the chunks of an accepted request. A refused request must not evict others' chunks."""
         new = []
         multiple = self.privacy_of(space.namespace).expert.chunk_tokens_multiple
         for segment, piece in zip(segments, pieces, strict=True):
@@ -175,7 +172,7 @@ class SegmentResolver:
             await asyncio.to_thread(remember)
 
     def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
-        """Drop cached texts of chunks, all of the namespace and its parts for None."""
+        """Remove cached texts of chunks; None: all of the namespace and its parts."""
         gone = [
             address
             for address, piece in self._pieces.items()
@@ -185,9 +182,14 @@ class SegmentResolver:
         for address in gone:
             self._cached_tokens -= _count_held(self._pieces.pop(address))
 
-    async def _resolve_segments(
-        self, space: ChunkSpace, segments: Sequence[Segment], where: str, tokens_max: int
+    async def pieces(
+        self,
+        space: ChunkSpace,
+        segments: Sequence[Segment],
+        where: str = "segments",
+        tokens_max: int = TOGETHER_TOKENS_MAX,
     ) -> list[ResolvedSegment]:
+        """Resolve segments, in order. ``where`` is the request's field, for errors. Raises as `prompt`."""
         privacy = self.privacy_of(space.namespace)
         shared = self._space_in(space, privacy.shared) if privacy.shared else None
         documents = await self._look_up_documents(space, shared, segments, where)
@@ -221,23 +223,23 @@ class SegmentResolver:
             tokens += piece.num_tokens + len(piece.tail)
             if tokens > tokens_max:
                 raise InvalidField(
-                    where, f"{tokens} tokens up to {name}; at most {tokens_max} are read in all: send fewer"
+                    where, f"{tokens} tokens up to {name}; at most {tokens_max} are allowed: send fewer"
                 )
             pieces.append(piece)
         return pieces
 
     def _space_in(self, space: ChunkSpace, namespace: str) -> ChunkSpace:
-        """The space of the same model in another namespace, which has keys of its own."""
+        """Return the space of the same model in another namespace; its chunks have other keys."""
         return replace(space, namespace=namespace, name_key=self._name_key(namespace))
 
     def _check_length(self, text: str, name: str, tokens_max: int) -> None:
-        """Raise `InvalidField` for a text that must have too many tokens, before they are counted."""
+        """Raise `InvalidField` for a text whose length alone implies too many tokens."""
         chars_max = TEXT_CHARS_MAX
         if self._token_chars_max is not None:
             chars_max = min(chars_max, max(tokens_max * self._token_chars_max, LONG_CHARS))
         if len(text) > chars_max:
             raise InvalidField(
-                name, f"has {len(text)} characters; at most {chars_max} are read here as one text: cut it"
+                name, f"has {len(text)} characters; a text has at most {chars_max} here: cut it"
             )
 
     async def _of_text(
@@ -284,15 +286,15 @@ class SegmentResolver:
         if ChunkKey.of(space, ids) != key:
             raise ForeignChunkKey(
                 name,
-                f"chunk {key} belongs to another chunk space: its model or system prompt is not the one that "
-                "is served now; put it again",
+                f"chunk {key} belongs to another chunk space: its model or system prompt is not served now; "
+                "put it again",
             )
         return ResolvedSegment(ids, key)
 
     async def _look_up_documents(
         self, space: ChunkSpace, shared: ChunkSpace | None, segments: Sequence[Segment], where: str
     ) -> dict[int, ResolvedSegment]:
-        """Resolve the segments that name a document's chunk; by their index."""
+        """Resolve the segments that name a document's chunk. Return them by their index."""
         by_corpus: dict[str, dict[int, DocumentRef]] = {}
         for index, segment in enumerate(segments):
             if segment.document is not None:
@@ -306,7 +308,7 @@ class SegmentResolver:
                 found = await asyncio.to_thread(
                     self._documents.resolve, corpus, list(refs.values()), self._name_key
                 )
-            except NotFound:  # reported as for a corpus of another namespace
+            except NotFound:  # the same error as for a corpus of another namespace
                 found = [None] * len(refs)
             for (index, ref), chunk in zip(refs.items(), found, strict=True):
                 pieces[index] = _piece_of(space, shared, chunk, ref, f"{where}[{index}]", corpus)
@@ -323,7 +325,8 @@ def _address(space: ChunkSpace, text: str, multiple: int) -> _Address:
 
 
 def _cut_chunk(space: ChunkSpace, token_ids: TokenIds, multiple: int) -> ResolvedSegment:
-    """The segment of these tokens: a chunk of as many as a multiple allows, and the rest behind it."""
+    """Return the segment of these tokens: a chunk whose length is a multiple of ``multiple``, and the
+    tail."""
     if multiple == 1:
         return ResolvedSegment(token_ids, ChunkKey.of(space, token_ids))
     length = len(token_ids) - len(token_ids) % multiple
@@ -341,9 +344,9 @@ def _piece_of(
     name: str,
     corpus: str,
 ) -> ResolvedSegment:
-    """The segment of a document's chunk.
+    """Return the segment of a document's chunk.
 
-    Raises `NotFound` also for a corpus of another namespace: other callers learn nothing of it.
+    Raises `NotFound` also for a corpus of another namespace, so that callers learn nothing about it.
     """
     token_ids = TokenIds() if chunk is None else TokenIds.of(chunk.token_ids)
     keys = [ChunkKey.of(one, token_ids) for one in (space, shared) if one is not None]

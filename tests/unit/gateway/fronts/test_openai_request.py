@@ -220,7 +220,7 @@ def test_the_namespace_is_named_once() -> None:
     ],
 )
 def test_answers_of_one_request_are_bounded(body: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidField, match="at most 256 are given at once") as caught:
+    with pytest.raises(InvalidField, match="at most 256 are allowed") as caught:
         parse_openai_call("r", COMPLETIONS_PATH, body, "acme", lambda text: ())
     assert caught.value.field == field
     for fine in ({"prompt": [5] * 1000}, {"prompt": ["x"] * 64, "n": 4}, {"n": None}):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import sqlite3
@@ -72,10 +73,10 @@ def test_what_is_forgotten_is_not_found(known: KnownChunks) -> None:
     text = words(4, 100)
     known.remember("tenant", key_of(1), (1,), text)
     known.remember("tenant", key_of(2), (2,), text)
-    known.forget("tenant", [key_of(1)])
+    known.erase("tenant", [key_of(1)], math.inf)
     assert token_ids(known, "tenant", key_of(1)) is None
     assert known.find("tenant", text) == [(0, 100)], "another chunk has the same text"
-    known.forget("tenant", [key_of(2)])
+    known.erase("tenant", [key_of(2)], math.inf)
     assert known.find("tenant", text) == []
 
 
@@ -134,7 +135,7 @@ def test_long_chunks_count_by_their_tokens(tmp_path: Path) -> None:
     assert len(bounded) == 2
     assert not bounded.has_room("tenant")
     assert bounded.has_room("other")
-    bounded.forget("tenant", [key_of(4)])
+    bounded.erase("tenant", [key_of(4)], math.inf)
     assert bounded.has_room("tenant")
     bounded.close()
     reopened = KnownChunks(tmp_path / "bounded", tokens_max=2000)
@@ -182,7 +183,7 @@ def test_chunks_that_begin_alike_are_all_found(known: KnownChunks) -> None:
     assert [message[start:end] for start, end in known.find("tenant", message)] == texts
     left = ALIKE_TRIED_MAX + 2
     for gone in range(59, left - 4, -1):
-        known.forget("tenant", [key_of(gone)])
+        known.erase("tenant", [key_of(gone)], math.inf)
         assert [message[start:end] for start, end in known.find("tenant", message)] == texts[:gone]
 
 
@@ -203,7 +204,7 @@ def test_two_gateways_share_a_folder_while_one_replaces_the_other(tmp_path: Path
     old.remember("tenant", key_of(1), (1,))
     new.remember("tenant", key_of(2), (2,), words(1, 64))
     assert [token_ids(new, "tenant", key_of(number)) for number in (1, 2)] == [(1,), (2,)]
-    old.forget("tenant", [key_of(2)])
+    old.erase("tenant", [key_of(2)], math.inf)
     assert token_ids(new, "tenant", key_of(2)) is None
     old.remember("tenant", key_of(2), (2,), words(1, 64))
     assert old.find("tenant", words(1, 64)) == [(0, 64)]

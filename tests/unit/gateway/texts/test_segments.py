@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -88,7 +89,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
     async def ask() -> None:
         long = Segment(text="x" * (LONG_CHARS + 1))
         with pytest.raises(
-            InvalidField, match=f"question: has {LONG_CHARS + 1} char.* at most {LONG_CHARS} are"
+            InvalidField, match=f"question: has {LONG_CHARS + 1} char.* at most {LONG_CHARS} here"
         ):
             await bounded.prompt(SPACE, [], long, 4096)
         with pytest.raises(InvalidField, match=r"segments\[0\]: has .* cut it"):
@@ -155,7 +156,7 @@ def test_a_text_that_was_deleted_and_comes_again_is_known_again() -> None:
 
     async def ask() -> None:
         (piece,) = await learned(resolve, Segment(text=TEXT))
-        known.forget("tenant", [piece.key])
+        known.erase("tenant", [piece.key], math.inf)
         with pytest.raises(NotFound):
             await resolve.pieces(SPACE, [Segment(key=piece.key)])
         await learned(resolve, Segment(text=TEXT))
