@@ -49,9 +49,9 @@ def check_no_page(access: Access, request: Request) -> None:
         return
     if not is_named_as_here(request):
         raise PermissionDenied(
-            "this gateway has no tokens, so over loopback it accepts only localhost and loopback addresses as "
-            f"its name: {request.headers.get('host', '')[:100]!r} may be a web page's; use http://127.0.0.1, "
-            "let the proxy send `Host: localhost`, or start the gateway with --tokens-file"
+            "this gateway has no tokens, so over loopback it accepts only localhost and loopback addresses "
+            f"as its name: {request.headers.get('host', '')[:100]!r} may be a web page's; use "
+            "http://127.0.0.1, let the proxy send `Host: localhost`, or start the gateway with --tokens-file"
         )
     if request.method == "POST" and "origin" in request.headers:
         check_is_json(request)
