@@ -6,20 +6,21 @@
     answer = client.generate(chunks, "\\nQuestion: what follows?\\nAnswer:", max_tokens=64)
     print(answer.text, answer.outcome)
 
-Both clients are one body of coroutines over a transport (see `sdk.transport`). Errors are those of
-`kintsugi.core.errors`. A call is sent again only where the gateway cannot be reached or says UNAVAILABLE, and
-where nothing can happen twice: puts, deletes and reads are idempotent, and a question is sent again only if
-nothing of its answer has arrived. No torch.
+Both clients share one set of coroutines over a transport (see `sdk.transport`). Errors are in
+`kintsugi.core.errors`. A call is retried only if the gateway cannot be reached or reports UNAVAILABLE, and if
+a repetition has no effect: puts, deletes and reads are idempotent, and a question is retried only before its
+answer begins. Needs no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 from tenacity import (
@@ -54,45 +55,47 @@ from kintsugi.sdk.types import (
 PAGE = 1000
 ERASE_TIMEOUT_S = 600.0
 LAST_ATTEMPT_S = 0.001
-"""gRPC refuses a deadline that has passed."""
+"""Minimum time for an attempt, because gRPC refuses a deadline that has passed."""
 RETRY_WAIT_S = 0.1
-"""Wait before the second attempt, doubled before each further one, plus up to as much at random."""
+"""Wait before the second attempt. It doubles for each further attempt, and a random time of up to
+`RETRY_WAIT_S` is added."""
 
 Answered = TypeVar("Answered")
+Given = ParamSpec("Given")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of `generate` and `stream`; the engine's calibrated defaults hold for what is left out."""
+    """Keywords of `generate` and `stream`. The defaults are the engine's calibrated ones."""
 
     max_tokens: int
-    """Longest answer, in tokens."""
+    """Maximum length of the answer, in tokens."""
     sampling: Sampling
-    """How tokens are chosen."""
+    """Sampling parameters."""
     ratio: float
     """Share of the chunks' tokens to recompute, 0 to 1."""
     selector: str
-    """Which tokens to recompute, by the selector's name."""
+    """Name of the selector, which chooses the tokens to recompute."""
     adaptive_mass: float
-    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
-    signal."""
+    """Share of the selector's signal, 0 to 1. Recomputes only as many tokens as hold this share; the ratio
+    remains the upper limit."""
     explain: bool
-    """Positions and times per layer in the accounting."""
+    """Report the recomputed positions and the times of each layer in the accounting."""
     no_blend: bool
-    """An ordinary full prefill."""
+    """Run a full prefill."""
     priority: int
-    """vLLM's: lower goes first; below 0 only where the gateway allows it."""
+    """vLLM's priority: lower values run first; values below 0 only if the gateway allows them."""
     model: str
-    """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for any
-    other. Default: whichever is served."""
+    """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for
+    another model. Default: any model."""
     ttl_s: float
-    """How long chunks are kept at most that the gateway stores because this request missed them, in seconds.
-    Default: until the store needs their room."""
+    """Maximum lifetime, in seconds, of chunks that are stored because this request missed them. Default:
+    until the store needs their space."""
     timeout_s: float
-    """For the whole call with all its attempts, in seconds."""
+    """Maximum time in seconds for the whole call, including all attempts."""
 
 
 class _Calls:
-    """The body of both clients, as coroutines."""
+    """The calls of both clients, as coroutines."""
 
     def __init__(self, transport: Transport, namespace: str) -> None:
         self._transport = transport
@@ -101,7 +104,7 @@ class _Calls:
     async def _resend(
         self, call: Callable[..., Awaitable[Answered]], *arguments: Any, timeout_s: float
     ) -> Answered:
-        """The call's result. The call is sent again while that is safe and time is left."""
+        """Return the call's result. Retries the call while this is safe and time is left."""
         options = self._transport.options
         deadline_s = time.monotonic() + timeout_s
 
@@ -131,12 +134,13 @@ class _Calls:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> list[PutChunk]:
-        """Have chunks prefilled and stored; with `wait`, return once they are committed. A chunk that fails
-        says so in its `state`.
+        """Prefill and store chunks. With `wait`, return when they are committed. The `state` of a chunk
+        reports whether it failed.
 
-        `ttl_s` is how long they are kept at most, in seconds; by default until the store needs their room. A
-        chunk that is there already is kept for so long from now at least: a put never shortens a lifetime.
-        Raises `InvalidField` for a lifetime that is not above 0, or longer than ten years."""
+        `ttl_s` is the maximum lifetime in seconds; by default, chunks stay until the store needs their space.
+        A chunk that is already stored is kept for at least this time: a put never shortens a lifetime. Raises
+        `InvalidField` for a lifetime that is not above 0, or longer than ten years.
+        """
         if isinstance(chunks, str):
             raise InvalidField("chunks", "is one string; give a list of chunks")
         results: list[PutChunk] = []
@@ -149,25 +153,25 @@ class _Calls:
         return results
 
     async def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
-        """Start to bring chunks into RAM: call it when retrieval returns, before the prompt exists."""
+        """Start to load chunks into RAM. Call it when retrieval returns, before the prompt is written."""
         wire = messages.segments_to_wire(segments)
         request = pb.PrefetchChunksRequest(namespace=self._namespace, segments=wire)
         response = await self._unary("Prefetch", request, pb.PrefetchChunksResponse)
         return Prefetched(tuple(response.keys), response.accepted)
 
     async def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """Ids and chunk keys of texts, each alone."""
+        """Return the token ids and the chunk key of each text, tokenised alone."""
         request = pb.TokenizeRequest(namespace=self._namespace, texts=texts)
         response = await self._unary("Tokenize", request, pb.TokenizeResponse)
         return [TokenizedText(tuple(text.token_ids), text.key) for text in response.texts]
 
     async def list_models(self) -> list[ServedModel]:
-        """The models that are served, each with every name that it answers to."""
+        """Return the served models with all their names."""
         response = await self._unary("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse)
         return [messages.model_of_wire(model) for model in response.models]
 
     async def get_chunk(self, key: str) -> StoredChunk | None:
-        """The chunk that the store holds under a key, or None."""
+        """Return the stored chunk with a key, or None."""
         request = pb.GetChunkRequest(namespace=self._namespace, key=key)
         try:
             response = await self._unary("GetChunk", request, pb.GetChunkResponse)
@@ -176,8 +180,8 @@ class _Calls:
         return messages.chunk_of_wire(response.chunk)
 
     async def delete_chunk(self, key: str) -> bool:
-        """Erase a chunk and return whether it was there. Raises `Unavailable` where a shard that may hold it
-        does not answer: try again once it does."""
+        """Erase a chunk and return whether it was stored. Raises `Unavailable` if a shard that may hold it
+        does not answer; try again later."""
         request = pb.DeleteChunkRequest(namespace=self._namespace, key=key)
         response = await self._unary("DeleteChunk", request, pb.DeleteChunkResponse)
         return bool(response.deleted)
@@ -185,25 +189,22 @@ class _Calls:
     async def delete_document(
         self, corpus: str, document_id: str, *, timeout_s: float | None = None
     ) -> ErasureReceipt:
-        """Erase a document of a precomputed corpus, and every chunk of it that no other document has. Raises
-        `NotFound` where the gateway has no ledger, and `Unavailable` as `delete_chunk` does."""
+        """Erase a document of a precomputed corpus, and its chunks that no other document has. Raises
+        `NotFound` if the gateway has no ledger, and `Unavailable` as `delete_chunk`."""
         request = pb.DeleteDocumentRequest(namespace=self._namespace, corpus=corpus, document_id=document_id)
         wait_s = timeout_s or ERASE_TIMEOUT_S
         response = await self._unary("DeleteDocument", request, pb.DeleteDocumentResponse, wait_s)
         return messages.receipt_of_wire(response.receipt, response.deleted)
 
     async def erase_namespace(self, *, timeout_s: float | None = None) -> ErasureReceipt:
-        """Erase everything that is stored of the namespace. Raises `Unavailable` as `delete_chunk` does."""
+        """Erase all data of the namespace. Raises `Unavailable` as `delete_chunk`."""
         request = pb.EraseNamespaceRequest(namespace=self._namespace)
         wait_s = timeout_s or ERASE_TIMEOUT_S
         response = await self._unary("EraseNamespace", request, pb.EraseNamespaceResponse, wait_s)
         return messages.receipt_of_wire(response.receipt)
 
-    def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
-        """Every chunk of the namespace, in key order."""
-        return self._list_pages()
-
-    async def _list_pages(self) -> AsyncGenerator[StoredChunk, None]:
+    async def list_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+        """Yield every chunk of the namespace, in key order."""
         token = ""
         while True:
             request = pb.ListChunksRequest(namespace=self._namespace, page_size=PAGE, page_token=token)
@@ -214,15 +215,11 @@ class _Calls:
             if not token:
                 return
 
-    def stream(
+    async def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Delta | Answer, None]:
-        """The answer as it comes, and the whole answer last. Closing the generator stops the engine."""
-        return self._stream(segments, question, options)
-
-    async def _stream(
-        self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
-    ) -> AsyncGenerator[Delta | Answer, None]:
+        """Yield the answer's parts as they arrive, and then the whole answer. Closing the generator stops the
+        engine."""
         request = self._request(segments, question, options)
         timeout_s = options.get("timeout_s") or self._transport.options.timeout_s
         answer = messages.Assembled()
@@ -238,12 +235,12 @@ class _Calls:
     async def _begin_answer(
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> tuple[pb.GenerateResponse, AsyncGenerator[Any, None]]:
-        """The first message of an answer and the others."""
+        """Return the first message of an answer, and a generator of the others."""
         stream = self._transport.stream("Generate", request, pb.GenerateResponse, timeout_s)
         try:
             return await anext(stream), stream
         except StopAsyncIteration:
-            raise Unavailable(f"{self._transport.address}: answered nothing") from None
+            raise Unavailable(f"{self._transport.address}: the answer was empty") from None
 
     def _request(
         self, segments: Iterable[Segment], question: str | Tokens, options: GenerateOptions
@@ -267,13 +264,13 @@ class _Calls:
     async def generate(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
     ) -> Answer:
-        """The whole answer to a question over ordered segments. A question of text is the rest of the user's
-        message, which the service's prompt form ends; one of tokens is taken as it is."""
-        async with aclosing(self._stream(segments, question, options)) as events:
+        """Return the whole answer to a question over ordered segments. A question that is a text is the rest
+        of the user's message, and the service's prompt form completes it. Token ids are used unchanged."""
+        async with aclosing(self.stream(segments, question, **options)) as events:
             async for event in events:
                 if isinstance(event, Answer):
                     return event
-        raise Unavailable(f"{self._transport.address}: the answer had no end")
+        raise Unavailable(f"{self._transport.address}: the answer is incomplete")
 
     async def close(self) -> None:
         """Idempotent."""
@@ -286,7 +283,7 @@ class AsyncClient(_Calls):
     def __init__(
         self, address: str, namespace: str, *, token: str | None = None, options: ClientOptions | None = None
     ) -> None:
-        """``address`` is `host:port`, ``namespace`` the chunks' tenant. Raises `InvalidField`."""
+        """``address``: `host:port`. ``namespace``: the chunks' namespace. Raises `InvalidField`."""
         super().__init__(Transport(address, _options(token, options), is_blocking=False), namespace)
 
     async def __aenter__(self) -> Self:
@@ -296,6 +293,18 @@ class AsyncClient(_Calls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _blocking(
+    call: Callable[Concatenate[_Calls, Given], Coroutine[Any, Any, Answered]],
+) -> Callable[Concatenate[Client, Given], Answered]:
+    """Return a method of `Client` that runs a coroutine of `_Calls` to its end."""
+
+    @functools.wraps(call)
+    def run(self: Client, *arguments: Given.args, **options: Given.kwargs) -> Answered:
+        return run_to_completion(call(self._calls, *arguments, **options))
+
+    return run
 
 
 class Client:
@@ -308,29 +317,16 @@ class Client:
         transport = Transport(address, _options(token, options), is_blocking=True)
         self._calls = _Calls(transport, namespace)
 
-    def put_chunks(
-        self,
-        chunks: Iterable[str | Tokens],
-        *,
-        tier: str = "auto",
-        wait: bool = True,
-        ttl_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> list[PutChunk]:
-        """As `AsyncClient.put_chunks`."""
-        return run_to_completion(
-            self._calls.put_chunks(chunks, tier=tier, wait=wait, ttl_s=ttl_s, timeout_s=timeout_s)
-        )
-
-    def prefetch(self, segments: Iterable[Segment]) -> Prefetched:
-        """As `AsyncClient.prefetch`."""
-        return run_to_completion(self._calls.prefetch(segments))
-
-    def generate(
-        self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
-    ) -> Answer:
-        """As `AsyncClient.generate`."""
-        return run_to_completion(self._calls.generate(segments, question, **options))
+    put_chunks = _blocking(_Calls.put_chunks)
+    prefetch = _blocking(_Calls.prefetch)
+    generate = _blocking(_Calls.generate)
+    tokenize = _blocking(_Calls.tokenize)
+    list_models = _blocking(_Calls.list_models)
+    get_chunk = _blocking(_Calls.get_chunk)
+    delete_chunk = _blocking(_Calls.delete_chunk)
+    delete_document = _blocking(_Calls.delete_document)
+    erase_namespace = _blocking(_Calls.erase_namespace)
+    close = _blocking(_Calls.close)
 
     def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
@@ -338,39 +334,9 @@ class Client:
         """As `AsyncClient.stream`."""
         return iterate(self._calls.stream(segments, question, **options))
 
-    def tokenize(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """As `AsyncClient.tokenize`."""
-        return run_to_completion(self._calls.tokenize(texts))
-
-    def list_models(self) -> list[ServedModel]:
-        """As `AsyncClient.list_models`."""
-        return run_to_completion(self._calls.list_models())
-
     def list_chunks(self) -> Iterator[StoredChunk]:
         """As `AsyncClient.list_chunks`."""
         return iterate(self._calls.list_chunks())
-
-    def get_chunk(self, key: str) -> StoredChunk | None:
-        """As `AsyncClient.get_chunk`."""
-        return run_to_completion(self._calls.get_chunk(key))
-
-    def delete_chunk(self, key: str) -> bool:
-        """As `AsyncClient.delete_chunk`."""
-        return run_to_completion(self._calls.delete_chunk(key))
-
-    def delete_document(
-        self, corpus: str, document_id: str, *, timeout_s: float | None = None
-    ) -> ErasureReceipt:
-        """As `AsyncClient.delete_document`."""
-        return run_to_completion(self._calls.delete_document(corpus, document_id, timeout_s=timeout_s))
-
-    def erase_namespace(self, *, timeout_s: float | None = None) -> ErasureReceipt:
-        """As `AsyncClient.erase_namespace`."""
-        return run_to_completion(self._calls.erase_namespace(timeout_s=timeout_s))
-
-    def close(self) -> None:
-        """Idempotent."""
-        run_to_completion(self._calls.close())
 
     def __enter__(self) -> Self:
         return self
@@ -387,11 +353,11 @@ def _options(token: str | None, options: ClientOptions | None) -> ClientOptions:
 
 
 def _is_safe_to_resend(error: BaseException) -> bool:
-    """Whether a call that failed with `error` may be sent again.
+    """Return whether a call that failed with `error` may be retried.
 
-    `Unavailable` alone does not decide: failures inside a gateway (INTERNAL, UNKNOWN) and cancelled calls are
-    read as `Unavailable` too, and may have had an effect. RESOURCE_EXHAUSTED names no time to wait: further
-    attempts would only add to the load.
+    Not every `Unavailable` may: failures inside a gateway (INTERNAL, UNKNOWN) and cancelled calls become
+    `Unavailable` too, and may have had an effect. RESOURCE_EXHAUSTED is not retried, because it names no
+    waiting time and retries would add to the load.
     """
     status = error.__cause__
     if not isinstance(error, Unavailable) or not isinstance(status, grpc.RpcError):

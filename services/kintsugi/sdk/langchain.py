@@ -1,6 +1,7 @@
-"""LangChain's `TextSplitter` over our chunker, and a retriever that prefetches what another one finds.
+"""A LangChain `TextSplitter` that uses our chunker, and a retriever that prefetches another retriever's
+documents.
 
-Every chunk's metadata carries its key.
+The metadata of every chunk has its key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kintsugi.sdk.prefetching import Prefetcher
 
 
 class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
-    """Use it where the vector store is filled: what is retrieved is then what is cached."""
+    """Splits texts into chunks. Fill the vector store with it, so that retrieved texts equal cached
+    chunks."""
 
     def __init__(self, chunker: Chunker, space: ChunkSpace, markdown: bool = False) -> None:
         super().__init__(
@@ -40,7 +42,8 @@ class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
     def create_documents(
         self, texts: list[str], metadatas: list[dict[Any, Any]] | None = None
     ) -> list[Document]:
-        """One document per chunk: the source's metadata, `start_index` and `Chunk.metadata`."""
+        """Return a document for each chunk, with the source's metadata, `start_index` and
+        `Chunk.metadata`."""
         return [
             Document(
                 page_content=chunk.text,
@@ -56,20 +59,21 @@ class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
 
 
 class KintsugiRetriever(BaseRetriever):  # type: ignore[misc]
-    """Wraps a retriever: what it finds is brought into RAM while the chain writes its prompt.
+    """Wraps a retriever, and prefetches its documents while the chain writes the prompt.
 
         retriever = KintsugiRetriever(retriever=store.as_retriever(), client=kintsugi.Client(…))
 
-    Documents pass through unchanged. A gateway that does not answer costs nothing but the prefetch.
+    Documents are returned unchanged. If the gateway does not answer, only the prefetch is lost.
     """
 
     retriever: BaseRetriever
     client: Any
-    """A `kintsugi.Client`, whose namespace the prompts are sent to."""
+    """A `kintsugi.Client` for the namespace of the prompts."""
     put: bool = False
-    """Also store chunks that are not stored yet, in the background."""
+    """Also store chunks that are not stored, in the background."""
     ttl_s: float | None = None
-    """With `put`: how long they are kept at most, in seconds; None: until the store needs their room."""
+    """Maximum lifetime in seconds of chunks stored because of `put`; None: until the store needs their
+    space."""
     _prefetcher: Prefetcher = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:

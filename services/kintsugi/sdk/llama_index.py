@@ -1,6 +1,6 @@
-"""LlamaIndex's `NodeParser` over our chunker, and what prefetches the nodes that a query has found.
+"""A LlamaIndex `NodeParser` that uses our chunker, and a postprocessor and a retriever that prefetch nodes.
 
-Every node's metadata carries its key.
+The metadata of every node has its key.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kintsugi.sdk.prefetching import Prefetcher
 
 
 class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
-    """Use it where the index is built: what is retrieved is then what is cached.
+    """Splits documents into chunks. Build the index with it, so that retrieved texts equal cached chunks.
 
-    Our keys are left out of what LlamaIndex embeds and sends to the model: in the prompt they would be
-    tokens that the stored chunk does not have.
+    The chunk keys in the metadata are excluded from embeddings and prompts: in a prompt they would be tokens
+    that the stored chunk does not have.
     """
 
     _chunker: Chunker = PrivateAttr()
@@ -38,7 +38,7 @@ class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
 
     @classmethod
     def class_name(cls) -> str:
-        """The name under which LlamaIndex serialises it."""
+        """Return the name for LlamaIndex's serialisation."""
         return "KintsugiNodeParser"
 
     def _parse_nodes(
@@ -60,19 +60,19 @@ class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
 
 
 class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
-    """Brings the nodes of a query into RAM while the prompt is written. Put it last: then exactly the nodes
-    that reach the prompt are prefetched.
+    """Prefetches the nodes of a query while the prompt is written. As the last postprocessor, it prefetches
+    exactly the nodes of the prompt.
 
         index.as_query_engine(node_postprocessors=[reranker, KintsugiPrefetch(kintsugi.Client(…))])
 
-    Nodes pass through unchanged. A gateway that does not answer costs nothing but the prefetch.
+    Nodes are returned unchanged. If the gateway does not answer, only the prefetch is lost.
     """
 
     _prefetcher: Prefetcher = PrivateAttr()
 
     def __init__(self, client: Client, put: bool = False, ttl_s: float | None = None, **kwargs: Any) -> None:
-        """``put``: also store chunks that are not stored yet, in the background, for ``ttl_s`` seconds at
-        most; None: until the store needs their room."""
+        """``put``: also store chunks that are not stored, in the background. ``ttl_s``: their maximum
+        lifetime in seconds; None: until the store needs their space."""
         super().__init__(**kwargs)
         self._prefetcher = Prefetcher(client, put, ttl_s)
 
@@ -88,7 +88,7 @@ class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
 
 
 class KintsugiPrefetchRetriever(BaseRetriever):  # type: ignore[misc]
-    """Wraps a retriever: what it finds is prefetched, before postprocessors run."""
+    """Wraps a retriever, and prefetches its nodes before postprocessors run."""
 
     def __init__(
         self, retriever: BaseRetriever, client: Client, put: bool = False, ttl_s: float | None = None
@@ -110,5 +110,5 @@ class KintsugiPrefetchRetriever(BaseRetriever):  # type: ignore[misc]
 
 
 def _texts_of(nodes: Sequence[NodeWithScore]) -> list[str]:
-    """The texts as they were put: without the metadata that a template writes around them."""
+    """Return the texts of nodes as they were put, without the metadata that a template adds."""
     return [found.node.get_content(MetadataMode.NONE) for found in nodes]

@@ -1,4 +1,4 @@
-"""The SDK's types to and from the gateway's messages."""
+"""Converts the SDK's types to and from the gateway's messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kintsugi.sdk.types import (
 
 BATCH_CHUNKS = 128
 BATCH_BYTES = 2 << 20
-"""Maximum size of one `PutChunks` call, which a gateway holds in memory."""
+"""Maximum size of one `PutChunks` call, because a gateway holds it in memory."""
 
 _STATES = {
     pb.PUT_STATE_PRESENT: "present",
@@ -40,7 +40,7 @@ _STATES = {
 
 
 def segment_to_wire(segment: Segment, where: str) -> pb.Segment:
-    """Raises `InvalidField`."""
+    """Convert a segment. Raises `InvalidField`."""
     match segment:
         case str():
             return pb.Segment(text=segment)
@@ -57,7 +57,7 @@ def segment_to_wire(segment: Segment, where: str) -> pb.Segment:
         case _:
             raise InvalidField(
                 where,
-                f"a {type(segment).__name__} is no segment; give a string, or one of kintsugi.sdk's types",
+                f"a {type(segment).__name__} is not a segment; give a string, or one of kintsugi.sdk's types",
             )
 
 
@@ -85,7 +85,7 @@ def sampling_to_wire(sampling: Sampling) -> pb.Sampling:
 
 
 def batches(chunks: Iterable[str | Tokens | Sequence[int]]) -> Iterator[list[pb.Content]]:
-    """Chunks in calls of a bounded size; one chunk may exceed it alone."""
+    """Group chunks into calls of bounded size. A single chunk may exceed the bound."""
     batch: list[pb.Content] = []
     size = 0
     for chunk in chunks:
@@ -123,7 +123,7 @@ class Assembled:
         self._finished: pb.Finished | None = None
 
     def take(self, message: pb.GenerateResponse) -> Delta | None:
-        """Add a message. Returns its part of the answer, if it has one."""
+        """Add a message and return its part of the answer, if any."""
         kind = message.WhichOneof("event")
         if kind == "resolved":
             self._resolved = message.resolved
@@ -136,9 +136,9 @@ class Assembled:
         return None
 
     def answer(self) -> Answer:
-        """Raises `Unavailable` where the stream ended before it said how."""
+        """Return the whole answer. Raises `Unavailable` if its last message is missing."""
         if self._finished is None:
-            raise Unavailable("the answer ended without its last message; ask again")
+            raise Unavailable("the answer ended without its last message; send the request again")
         finished, usage = self._finished, self._finished.usage
         return Answer(
             text="".join(self._texts),
@@ -155,7 +155,7 @@ class Assembled:
 
 
 def _value(value: Any) -> Any:
-    """A `google.protobuf.Value` as a JSON value. Its numbers are all floating; whole ones become integers."""
+    """Convert a `google.protobuf.Value` to a JSON value. Whole numbers become integers."""
     kind = value.WhichOneof("kind")
     if kind == "struct_value":
         return {name: _value(inner) for name, inner in value.struct_value.fields.items()}
@@ -167,7 +167,7 @@ def _value(value: Any) -> Any:
 
 
 def receipt_of_wire(wire: pb.ErasureReceipt, deleted: bool | None = None) -> ErasureReceipt:
-    """`deleted` None: whether any place held something."""
+    """Convert a receipt. ``deleted`` None: true if any place held data."""
     places = tuple(ErasedPlace(one.place, one.items, one.size_bytes, one.gone_at_s) for one in wire.places)
     there = any(place.items for place in places) if deleted is None else deleted
     return ErasureReceipt(wire.namespace, there, wire.asked_at_s, wire.gone_at_s, places)

@@ -1,7 +1,7 @@
-"""Prefetches what a retriever has found, beside the retriever's caller.
+"""Prefetches the chunks that a retriever has found, in the background.
 
-Retrieval is the moment when a prompt's chunks are known and its prefill has not begun. A gateway that is slow
-or gone must not delay or fail the retrieval: calls run on a thread, and what fails is logged.
+After retrieval a prompt's chunks are known, and its prefill has not begun. A slow or unreachable gateway must
+not delay or fail the retrieval, so calls run on a thread, and errors are logged.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kintsugi.sdk.client import Client
 log = logging.getLogger(__name__)
 
 WAITING_MAX = 64
-"""Retrievals whose chunks are being prefetched; those of further ones are not."""
+"""Maximum number of waiting retrievals; the chunks of further ones are not prefetched."""
 
 
 class Prefetcher:
-    """Thread-safe. The client stays its owner's."""
+    """Prefetches texts on a thread. Does not close the client. Thread-safe."""
 
     def __init__(self, client: Client, put: bool = False, ttl_s: float | None = None) -> None:
-        """``put``: also store the chunks that are not stored yet, in the background, for ``ttl_s`` seconds at
-        most. Raises `InvalidField` for a lifetime that no gateway accepts."""
+        """``put``: also store chunks that are not stored, for at most ``ttl_s`` seconds. Raises
+        `InvalidField` for a lifetime that no gateway accepts."""
         self._ttl_s = check_ttl(ttl_s)
         self._client = client
         self._put = put
@@ -34,8 +34,8 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, "kintsugi-prefetch")
 
     def prefetch(self, texts: Sequence[str]) -> Future[None] | None:
-        """Begin to bring chunks into RAM; None where nothing is to be done or too many calls wait. The future
-        never fails."""
+        """Start to load chunks into RAM. The future never fails. None if there are no chunks or too many
+        calls wait."""
         wanted = list(dict.fromkeys(text for text in texts if text.strip()))
         if not wanted or not self._places.acquire(blocking=False):
             return None

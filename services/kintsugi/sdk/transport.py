@@ -1,8 +1,7 @@
-"""How the SDK reaches a gateway, with and without an event loop.
+"""The SDK's connection to a gateway, with and without an event loop.
 
-The clients are one body of coroutines over a `Transport`. With an event loop they wait as coroutines do. On a
-blocking transport every call is over before its await returns, so a coroutine runs from its beginning to its
-end in the caller's thread and never suspends: `run_to_completion` and `iterate` drive it.
+Both clients share one set of coroutines over a `Transport`. On a blocking transport, a call ends before it is
+awaited, so a coroutine never suspends: `run_to_completion` and `iterate` run it in the caller's thread.
 """
 
 from __future__ import annotations
@@ -31,30 +30,32 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How a client talks to a gateway."""
+    """Options of a client's connection and retries."""
 
     token: str | None = None
     """Bearer token, made with `kintsugi token`."""
     tls: bool = False
-    """Implied by `tls_ca` and `tls_cert`; alone it trusts the system's authorities."""
+    """Use TLS and trust the system's authorities. `tls_ca` and `tls_cert` imply it."""
     tls_ca: Path | None = None
     """PEM file of the authority that signed the gateway's certificate."""
     tls_cert: Path | None = None
-    """PEM file of the client's certificate, for a gateway that asks for one."""
+    """PEM file of the client's certificate, for a gateway that requires one."""
     tls_key: Path | None = None
     """PEM file of that certificate's private key."""
     insecure: bool = False
-    """Send the token in the clear beyond loopback."""
+    """Allow an unencrypted token beyond loopback."""
     timeout_s: float = 60.0
-    """For a whole call with all its attempts. `put_chunks` with `wait` includes the prefill of its chunks."""
+    """Maximum time in seconds for a whole call, including all attempts and, in `put_chunks` with `wait`, the
+    prefill of the chunks."""
     attempts: int = 5
-    """Attempts at a call that may be sent again, including the first: with the waits, at least 1.5 s."""
+    """Maximum number of attempts of a call that may be retried; with the waits, 5 attempts take at least 1.5
+    s."""
     retry_wait_s_max: float = 2.0
-    """Longest wait between two attempts, in seconds."""
+    """Maximum wait between two attempts, in seconds."""
     tenant: str | None = None
-    """Narrows the client's namespace to this tenant's part of it (docs/TENANTS.md)."""
+    """Restrict calls to this tenant's part of the namespace (docs/TENANTS.md)."""
     session: str | None = None
-    """Narrows the namespace to this session's part; with `tenant`, to the part of that."""
+    """Restrict calls to this session's part of the namespace, or of the tenant's part."""
 
     @property
     def encrypted(self) -> bool:
@@ -62,13 +63,13 @@ class ClientOptions:
         return self.tls or self.tls_ca is not None or self.tls_cert is not None
 
     def checked(self, address: str) -> Self:
-        """Return the options. Raises `InvalidField` where they do not fit together or with `address`."""
+        """Return the options. Raises `InvalidField` if they contradict each other or `address`."""
         parse_address("address", address)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidField("tls_cert", "and tls_key belong together")
         if self.token and not (self.encrypted or self.insecure or is_loopback(address)):
             raise InvalidField(
-                "token", f"would travel to {address} in the clear: give tls or tls_ca, or say insecure"
+                "token", f"would be sent to {address} unencrypted: set tls or tls_ca, or insecure"
             )
         if not (self.timeout_s > 0 and self.attempts >= 1):
             raise InvalidField("timeout_s", "must be above 0, and attempts at least 1")
@@ -78,22 +79,22 @@ class ClientOptions:
 
     @property
     def narrowing(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call that say which part of the namespace it works in."""
+        """Metadata that restrict every call to a part of the namespace."""
         given = ((TENANT, self.tenant), (SESSION, self.session))
         return tuple((name, value) for name, value in given if value is not None)
 
     def credentials(self) -> Any:
-        """Raises `InvalidField` for a file that cannot be read."""
+        """Return the channel's credentials. Raises `InvalidField` for a file that cannot be read."""
         files = (self.tls_ca, self.tls_key, self.tls_cert)
         contents = [None if path is None else read_pem("tls", path) for path in files]
         return grpc.ssl_channel_credentials(*contents)
 
 
 class Transport:
-    """Calls to one gateway. Raises failures as `store.protocol.grpc_status` reads them."""
+    """Calls to one gateway. Raises the errors of `store.protocol.grpc_status.errors_of`."""
 
     def __init__(self, address: str, options: ClientOptions, is_blocking: bool) -> None:
-        """``is_blocking``: calls wait in the caller's thread; else in its event loop."""
+        """``is_blocking``: calls block the caller's thread; otherwise they run on its event loop."""
         self.address = address
         self.options = options.checked(address)
         self._is_blocking = is_blocking
@@ -105,7 +106,7 @@ class Transport:
             self._channel = library.insecure_channel(address, options=limits)
 
     def _start(self, kind: str, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        """Start a call; a blocking call with one response is over when this returns."""
+        """Start a call. A blocking call with one response has ended when this returns."""
         token = self.options.token
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
         metadata = (("x-request-id", uuid.uuid4().hex), *bearer, *self.options.narrowing)
@@ -114,7 +115,7 @@ class Transport:
         return method(request, timeout=timeout_s, metadata=metadata)
 
     async def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        """One call's response."""
+        """Return the response of a call."""
         with errors_of(self.address):
             answer = self._start("unary_unary", name, request, response, timeout_s)
             return answer if self._is_blocking else await answer
@@ -122,7 +123,7 @@ class Transport:
     async def stream(
         self, name: str, request: Any, response: Any, timeout_s: float
     ) -> AsyncGenerator[Any, None]:
-        """A call's messages; closing the generator cancels the call."""
+        """Yield the messages of a call. Closing the generator cancels the call."""
         with errors_of(self.address):
             call = self._start("unary_stream", name, request, response, timeout_s)
             try:
@@ -136,7 +137,7 @@ class Transport:
                 call.cancel()
 
     async def pause(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for a time."""
         if self._is_blocking:
             time.sleep(seconds)
         else:
@@ -150,7 +151,7 @@ class Transport:
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:
-    """The result of a coroutine that never suspends."""
+    """Return the result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -160,7 +161,7 @@ def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:
 
 
 def iterate(items: AsyncGenerator[Item, None]) -> Iterator[Item]:
-    """The items of an asynchronous generator that never suspends; closes it."""
+    """Yield the items of an asynchronous generator that never suspends, and close it."""
     try:
         while True:
             try:

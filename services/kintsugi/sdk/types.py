@@ -1,4 +1,5 @@
-"""Arguments and results of the SDK: plain values. Importing them needs neither torch nor the gRPC stubs."""
+"""Arguments and results of the SDK, as plain values. Importing them needs neither torch nor the gRPC
+stubs."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from kintsugi.core.exchange import Usage as Usage
 
 @dataclass(frozen=True)
 class Plain:
-    """Prompt text that is not a chunk: instructions, a date, anything that no other prompt repeats."""
+    """Prompt text that is not a chunk, such as instructions or a date."""
 
     text: str
-    """The text itself."""
+    """The text."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Key:
-    """A chunk that was put before, named by its key."""
+    """The key of a chunk that was put before."""
 
     hex: str
     """The key, hexadecimal."""
@@ -43,21 +44,21 @@ class DocumentChunk:
     document_id: str
     """The document's id in the corpus."""
     index: int
-    """Which of the document's chunks, from 0."""
+    """Index of the chunk in the document, from 0."""
     version: str | None = None
     """None means the current version."""
 
 
 @dataclass(frozen=True)
 class PutChunk:
-    """The result of putting a chunk. Can be used as a segment of a prompt."""
+    """The result of putting a chunk. It can be used as a segment of a prompt."""
 
     key: str
     """Hexadecimal."""
     num_tokens: int
     """Length of the chunk."""
     new: bool
-    """Whether the store did not have it before."""
+    """Whether the chunk was not stored before."""
     state: str
     """`present`, `stored`, `accepted` or `failed`."""
     reason: str = ""
@@ -65,7 +66,7 @@ class PutChunk:
 
 
 Segment = str | Plain | Tokens | Key | DocumentChunk | PutChunk
-"""A part of a prompt. A string is the text of a chunk; `Plain` marks text that is not one."""
+"""A part of a prompt. A string is the text of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -77,28 +78,28 @@ class StoredChunk:
     num_tokens: int
     """Length of the chunk."""
     size_bytes: int
-    """Bytes that it takes in the store."""
+    """Size in the store, in bytes."""
     codec: str
-    """How its KV is encoded."""
+    """Codec of its KV."""
     model: str
-    """Fingerprint, hexadecimal."""
+    """Fingerprint of the model, hexadecimal."""
     tier: str
-    """Fastest tier that holds it; empty for chunks that were listed rather than looked up."""
+    """Fastest tier that holds the chunk; empty in the results of `list_chunks`."""
     known: bool
     """Whether the gateway can build a prompt from the key alone."""
 
 
 @dataclass(frozen=True)
 class ErasureReceipt:
-    """Where something erased was, and when it was gone there."""
+    """The places of erased data, and the times of its erasure in Unix seconds."""
 
     namespace: str
     deleted: bool
-    """Whether it was there."""
+    """Whether the data existed."""
     asked_at_s: float
-    """Unix seconds."""
+    """Time of the request."""
     gone_at_s: float
-    """When the last place was gone."""
+    """Time at which the data was erased from the last place."""
     places: tuple[ErasedPlace, ...]
 
 
@@ -109,43 +110,43 @@ class Prefetched:
     keys: tuple[str, ...]
     """One key per segment; empty for `Plain`."""
     accepted: int
-    """Number of chunks that are in RAM or on their way there."""
+    """Number of chunks that are in RAM or being loaded."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the gateway's engines answer with."""
+    """A model that the gateway's engines serve."""
 
     id: str
-    """The name that the operator gave it."""
+    """The name that the operator chose."""
     aliases: tuple[str, ...]
-    """The other names that requests may use: its folder, and its name on the hub."""
+    """Other names that requests may use: the folder, and the name on the hub."""
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     fingerprint: str
-    """Hexadecimal."""
+    """Fingerprint of the model, hexadecimal."""
     blending: str
-    """`on`, or why nothing is blended."""
+    """`on`, or the reason why nothing is blended."""
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """The token ids of a text tokenised by itself, and the key of the chunk that these ids make."""
+    """The token ids of a text that is tokenised alone, and the key of their chunk."""
 
     token_ids: tuple[int, ...]
-    """Token ids of the text alone."""
+    """Token ids of the text."""
     key: str
-    """Key of the chunk that these ids make, hexadecimal."""
+    """Key of the chunk with these ids, hexadecimal."""
 
 
 @dataclass(frozen=True)
 class PlacedSegment:
-    """Where a segment lies in the prompt."""
+    """The span of a segment in the prompt."""
 
     start: int
-    """Its first token's position in the prompt."""
+    """Position of the first token."""
     end: int
-    """The position behind its last token."""
+    """Position after the last token."""
     key: str
     """Empty for `Plain`."""
 
@@ -155,51 +156,51 @@ class Delta:
     """A piece of an answer."""
 
     text: str
-    """The text that is new."""
+    """The new text."""
     token_ids: tuple[int, ...]
-    """Its token ids."""
+    """The new token ids."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer, and what it cost."""
+    """A complete answer and its accounting."""
 
     text: str
     """The whole answer."""
     token_ids: tuple[int, ...]
-    """Its token ids."""
+    """Token ids of the answer."""
     finish_reason: str
-    """Why it ended, as vLLM says it: `stop` or `length`."""
+    """vLLM's reason for the end of the answer: `stop` or `length`."""
     outcome: str
-    """How the prompt was prefilled: `blended`, `prefix_hit`, `declined`, `failed`."""
+    """Outcome of the prefill: `blended`, `prefix_hit`, `declined`, `failed`."""
     reason: str
-    """Why it was declined or failed; empty otherwise."""
+    """Reason why the blend was declined or failed; empty otherwise."""
     usage: Usage
-    """How many tokens were read, written and loaded."""
+    """Number of prompt, completion and cached tokens."""
     ttft_ms: float
     """Time to first token, measured by the gateway."""
     request_id: str
-    """The id under which gateway and engine log the request."""
+    """Id of the request in the logs of gateway and engine."""
     segments: tuple[PlacedSegment, ...]
-    """Where each segment lies in the prompt, in order."""
+    """Span of each segment in the prompt, in order."""
     accounting: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that the engine counted, by the names of `kintsugi.core.accounting.Accounting`."""
+    """The engine's accounting, by the names of `kintsugi.core.accounting.Accounting`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. None keeps vLLM's default."""
+    """vLLM's sampling parameters. None keeps vLLM's default."""
 
     max_tokens: int = 16
-    """Longest answer, in tokens."""
+    """Maximum length of the answer, in tokens."""
     temperature: float | None = None
-    """0 always takes the most likely token."""
+    """Randomness; 0 always chooses the most likely token."""
     top_p: float | None = None
     """Choose among the most likely tokens that together have this probability."""
     top_k: int | None = None
-    """Choose among so many of the most likely tokens."""
+    """Choose among this number of most likely tokens."""
     min_p: float | None = None
-    """Leave out tokens less likely than this share of the most likely one."""
+    """Minimum probability of a token, relative to the most likely one."""
     seed: int | None = None
     """Seed of the random choice."""
     stop: Sequence[str] = ()
@@ -207,12 +208,12 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the answer."""
     presence_penalty: float | None = None
-    """Above 0: tokens that are in the answer already become less likely."""
+    """Above 0, tokens that already occur in the answer become less likely."""
     frequency_penalty: float | None = None
-    """Above 0: tokens become less likely with each time they are in the answer."""
+    """Above 0, tokens become less likely with each occurrence in the answer."""
     repetition_penalty: float | None = None
-    """Above 1: tokens of prompt and answer become less likely."""
+    """Above 1, tokens of prompt and answer become less likely."""
     ignore_eos: bool | None = None
-    """Go on behind the token that ends a text."""
+    """Continue after the end-of-sequence token."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's `SamplingParams`, by name."""

@@ -92,6 +92,6 @@ def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
     files = issue(tmp_path / "tls")
     files.key.write_bytes(b"no key")
     app = HttpFront(gateway_over(ScriptedBackend())).app
-    for key, message in ((files.key, "what belongs to it"), (tmp_path / "missing", "cannot be read")):
+    for key, message in ((files.key, "its key or its authority"), (tmp_path / "missing", "cannot be read")):
         with pytest.raises(errors.InvalidField, match=message):
             HttpServer(app, "127.0.0.1", 0, TlsFiles(None, files.cert, key))

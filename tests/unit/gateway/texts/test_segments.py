@@ -96,7 +96,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
             await bounded.prompt(SPACE, [long], Segment(text="Why?"), 4096)
         longest = Segment(text="x" * (TEXT_CHARS_MAX + 1), plain=True)
         for resolve in (bounded, unbounded):
-            with pytest.raises(InvalidField, match=rf"texts\[0\]: .* at most {TEXT_CHARS_MAX} are"):
+            with pytest.raises(InvalidField, match=rf"texts\[0\]: .* at most {TEXT_CHARS_MAX} here"):
                 await resolve.pieces(SPACE, [longest], "texts")
 
     asyncio.run(ask())
