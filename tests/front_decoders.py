@@ -53,7 +53,7 @@ def put_request(data: bytes) -> None:
     """A `PutChunks` of gRPC: texts or tokens, or `InvalidField`."""
     with contextlib.suppress(DecodeError, InvalidField):
         request = pb.PutChunksRequest.FromString(data)
-        assert len(wire.contents_of(request.chunks, "chunks")) == len(request.chunks)
+        assert len(wire.segments_of(request.chunks, "chunks")) == len(request.chunks)
 
 
 def openai_body(data: bytes) -> None:

@@ -22,7 +22,7 @@ from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import erasing
-from kintsugi.gateway.erasing import Eraser, Remembered
+from kintsugi.gateway.erasing import Eraser
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.threaded_store import ThreadedStore
@@ -203,9 +203,8 @@ class Gateways:
             times = SaveTimes(lambda skew_s=skew_s: time.time() + skew_s)  # type: ignore[misc]
             saver: Any = Saver(engine, times=times)  # type: ignore[arg-type]
             store = ThreadedStore(shards)  # type: ignore[arg-type]
-            remembered = Remembered(KnownChunks(), _NoResolver(), saver, None, None, None)  # type: ignore[arg-type]
             self.savers.append(saver)
-            self.erasers.append(Eraser(store, None, remembered))  # type: ignore[arg-type]
+            self.erasers.append(Eraser(store, None, KnownChunks(), _NoResolver(), saver))  # type: ignore[arg-type]
             self._stores.append(store)
 
     async def follow(self, number: int) -> None:

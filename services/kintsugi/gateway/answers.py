@@ -323,7 +323,7 @@ def may_have_missed(accounting: Mapping[str, Any]) -> bool:
 
 
 def padding_s(first_token_s: float, step_s: float) -> float:
-    """Return the delay with which a first token is sent at a multiple of the step."""
+    """Return the delay that moves a first token to the next multiple of the step."""
     if step_s <= 0:
         return 0.0
     return max(1, math.ceil(first_token_s / step_s)) * step_s - first_token_s

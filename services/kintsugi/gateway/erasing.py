@@ -44,41 +44,38 @@ class Receipt:
 
     @property
     def was_there(self) -> bool:
-        """Whether the store held something of it."""
+        """Whether the store held any of the data."""
         return any(place.items for place in self.places if place.place not in (TEXTS, LEDGER, DATA_KEYS))
 
 
 TEXTS, LEDGER, CACHES = "known texts", "ledger", "caches"
 
 
-@dataclass
-class Remembered:
-    """The parts of a gateway that remember chunks."""
-
-    known: KnownChunks
-    resolver: SegmentResolver
-    saver: Saver
-    filler: Filler | None
-    documents: DocumentIndex | None
-    learner: Learner | None
-
-    def drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
-        """Forget chunks that only memory holds, and waiting saves that were requested until `erased_at_s`."""
-        self.saver.times.note(namespace, erased_at_s)
-        self.saver.drop_erased(namespace, keys, erased_at_s)
-        self.resolver.forget(namespace, keys)
-        if self.filler is not None:
-            self.filler.forget(namespace, keys)
-
-
 class Eraser(Repeating):
     """Erases, and after `start` also follows the erasures of others. For one event loop."""
 
-    def __init__(self, store: ThreadedStore, copies: Copies, remembered: Remembered) -> None:
+    def __init__(
+        self,
+        store: ThreadedStore,
+        copies: Copies,
+        known: KnownChunks,
+        resolver: SegmentResolver,
+        saver: Saver,
+        *,
+        filler: Filler | None = None,
+        documents: DocumentIndex | None = None,
+        learner: Learner | None = None,
+    ) -> None:
         super().__init__("kintsugi-follow", self.follow_once, FOLLOW_PERIOD_S)
         self._store = store
         self._copies = copies
-        self._remembered = remembered
+        self._known = known
+        self._resolver = resolver
+        self._saver = saver
+        self._filler = filler
+        self._documents = documents
+        self._unlearning = nullcontext() if learner is None else learner.pause
+        """Held while chunks are erased from the ledger."""
 
     async def erase_chunk(self, namespace: str, key: ChunkKey) -> Receipt:
         """Erase every copy of a chunk, without waiting for `FOLLOWED_S`. Raises `Unavailable` if a shard that
@@ -87,7 +84,7 @@ class Eraser(Repeating):
         keys = [key]
         places: list[ErasedPlace] = []
         try:
-            tokens = await asyncio.to_thread(self._remembered.known.token_ids, namespace, key)
+            tokens = await asyncio.to_thread(self._known.token_ids, namespace, key)
             keys, places = await self._copies.erase(namespace, key, tokens, asked_at_s)
         finally:  # after an error, too: the chunk must not be found or filled meanwhile
             places = [*places, *await self._forget(namespace, keys, asked_at_s)]
@@ -97,7 +94,7 @@ class Eraser(Repeating):
         """Erase a document and the chunks that no other document has. Return whether it existed, and the
         receipt. Raises `NotFound` without a ledger, `InvalidField` and `Unavailable`."""
         check_document_id(document_id)
-        documents = self._remembered.documents
+        documents = self._documents
         if documents is None:
             raise NotFound("this gateway knows no corpora; start it with a precompute ledger")
         asked_at_s = self._begin(namespace, ())
@@ -108,8 +105,11 @@ class Eraser(Repeating):
             places.extend(self._store.run_here(lambda store: store.erase(namespace, keys, asked_at_s)))
             erased.extend(keys)
 
-        async with self._unlearning():
-            name_key = await self._name_key(namespace)
+        async with self._unlearning:
+            try:
+                name_key = await self._store.run(lambda store: store.name_key(namespace))
+            except PermissionDenied:  # the namespace's keys were destroyed, so no plain copy can be named
+                name_key = b""
             was_there = await asyncio.to_thread(
                 documents.erase_document, namespace, corpus, document_id, erase, name_key
             )
@@ -134,53 +134,49 @@ class Eraser(Repeating):
     def _begin(self, namespace: str, keys: Collection[ChunkKey] | None) -> float:
         """Drop waiting saves, and return the time of the erasure. Requests from now on count as later."""
         asked_at_s = time.time()
-        self._remembered.drop_waiting(namespace, keys, asked_at_s)
+        self._drop_waiting(namespace, keys, asked_at_s)
         return asked_at_s
 
-    async def _name_key(self, namespace: str) -> bytes:
-        """Return the namespace's name key; empty if its keys were destroyed, so that no copy can be named."""
-        try:
-            return await self._store.run(lambda store: store.name_key(namespace))
-        except PermissionDenied:
-            return b""
-
-    def _unlearning(self) -> asyncio.Lock | nullcontext[None]:
-        learner = self._remembered.learner
-        return nullcontext() if learner is None else learner.pause
+    def _drop_waiting(self, namespace: str, keys: Collection[ChunkKey] | None, erased_at_s: float) -> None:
+        """Forget chunks that only memory holds, and waiting saves that were requested until
+        ``erased_at_s``."""
+        self._saver.times.note(namespace, erased_at_s)
+        self._saver.drop_erased(namespace, keys, erased_at_s)
+        self._resolver.forget(namespace, keys)
+        if self._filler is not None:
+            self._filler.forget(namespace, keys)
 
     async def _forget(
         self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
     ) -> list[ErasedPlace]:
         """Forget chunks in the ledger and among the known texts."""
         places: list[ErasedPlace] = []
-        documents = self._remembered.documents
-        async with self._unlearning():
-            if documents is not None:
+        async with self._unlearning:
+            if self._documents is not None:
                 if keys is None:
-                    count = await asyncio.to_thread(documents.erase_namespace, namespace)
+                    count = await asyncio.to_thread(self._documents.erase_namespace, namespace)
                 else:
-                    count = await asyncio.to_thread(documents.erase_chunks, namespace, keys)
+                    count = await asyncio.to_thread(self._documents.erase_chunks, namespace, keys)
                 places.append(ErasedPlace(LEDGER, count, 0, time.time()))
             return places + await self._forget_texts(namespace, keys, asked_at_s)
 
     async def _forget_texts(
         self, namespace: str, keys: Sequence[ChunkKey] | None, asked_at_s: float
     ) -> list[ErasedPlace]:
-        self._remembered.drop_waiting(namespace, keys, asked_at_s)
-        count = await asyncio.to_thread(self._remembered.known.erase, namespace, keys, asked_at_s)
+        self._drop_waiting(namespace, keys, asked_at_s)
+        count = await asyncio.to_thread(self._known.erase, namespace, keys, asked_at_s)
         return [ErasedPlace(TEXTS, count, 0, time.time())]
 
     async def follow_once(self) -> bool:
         """Forget the chunks in the next page of the store's erasures. Return whether there may be more.
         Raises `Unavailable`."""
-        known = self._remembered.known
-        cursor = await asyncio.to_thread(lambda: known.cursor)
+        cursor = await asyncio.to_thread(lambda: self._known.cursor)
         page = await self._store.run(lambda store: store.erasures(cursor))
         if page.cursor == cursor:
             return False
         for scope in _group(page.erasures):
             await self._forget_texts(*scope)
-        await asyncio.to_thread(known.set_cursor, page.cursor)
+        await asyncio.to_thread(self._known.set_cursor, page.cursor)
         return bool(page.erasures)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
-from kintsugi.core.exchange import EngineDelta, EngineInfo, OpenAICall, SaveOutcome, SaveState
+from kintsugi.core.exchange import EngineDelta, OpenAICall, SaveOutcome, SaveState
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
@@ -27,7 +27,7 @@ from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.answers import AnswerPipeline, Ask, Event, padding_s
 from kintsugi.gateway.copies import Copies
-from kintsugi.gateway.erasing import Eraser, Receipt, Remembered
+from kintsugi.gateway.erasing import Eraser, Receipt
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
@@ -182,11 +182,17 @@ class Gateway:
             self._filler.start()
             queue = self._filler.queue
             self.metrics.add_gauge("fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(queue))
-        remembered = Remembered(
-            self.known, self._resolver, self._saver, self._filler, documents, self._learner
-        )
         self._residency = Residency(self.spaces, self._resolver, self._store, self._shared_with)
-        self._eraser = Eraser(self._store, self._copies, remembered)
+        self._eraser = Eraser(
+            self._store,
+            self._copies,
+            self.known,
+            self._resolver,
+            self._saver,
+            filler=self._filler,
+            documents=documents,
+            learner=self._learner,
+        )
         self.answers = AnswerPipeline(backend, self._filler, self.shares)
         self.metrics.add_gauge(
             "audit_lines_lost",
@@ -459,16 +465,6 @@ class Gateway:
                     "namespaces"
                 )
             yield
-
-    async def list_models(self, caller: Caller) -> list[EngineInfo]:
-        """Return the models that engines serve: one. Every caller may know them. Raises `Unavailable`."""
-        return [await self.recent_info.get()]
-
-    async def find_model(self, caller: Caller, name: str) -> EngineInfo:
-        """Return the model with a name. Raises `NotFound` and `Unavailable`."""
-        (info,) = await self.list_models(caller)
-        info.check_name(name)
-        return info
 
     async def tokenize(self, caller: Caller, namespace: str, texts: Sequence[str]) -> list[ResolvedSegment]:
         """Tokenise each text alone."""

@@ -17,7 +17,7 @@ from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 log = logging.getLogger(__name__)
 
 RECENT_S = 1.0
-"""Default age up to which an answer is returned again, and maximum age for a failure."""
+"""Default maximum age of a cached answer, and maximum age of a cached error."""
 ANSWER_S = 5.0
 """Maximum time until an answer arrives."""
 INFO_TTL_S = 5.0

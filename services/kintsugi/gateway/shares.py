@@ -16,7 +16,7 @@ import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted
@@ -108,9 +108,6 @@ class _Waiter:
     place: asyncio.Future[None]
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 class EnginePlace:
     """A place at the engines. A caller that does not read its answer loses it, because the engine has
     finished the answer and others wait."""
@@ -118,12 +115,12 @@ class EnginePlace:
     def __init__(self, release: Callable[[], None] | None) -> None:
         self._release = release
 
-    def lend(self) -> AbstractContextManager[None]:
-        """Release the place if the block, in which the caller reads, takes longer than `STALL_S`."""
-        return _NOTHING if self._release is None else self._watch()
-
     @contextmanager
-    def _watch(self) -> Iterator[None]:
+    def lend(self) -> Iterator[None]:
+        """Release the place if the block, in which the caller reads, takes longer than `STALL_S`."""
+        if self._release is None:
+            yield
+            return
         timer = asyncio.get_running_loop().call_later(STALL_S, self.release)
         try:
             yield

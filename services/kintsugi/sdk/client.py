@@ -300,10 +300,10 @@ def _blocking(
 ) -> Callable[Concatenate[Client, Given], Answered]:
     """Return a method of `Client` that runs a coroutine of `_Calls` to its end."""
 
-    @functools.wraps(call)
-    def run(self: Client, *arguments: Given.args, **options: Given.kwargs) -> Answered:
+    def run(self: Client, /, *arguments: Given.args, **options: Given.kwargs) -> Answered:
         return run_to_completion(call(self._calls, *arguments, **options))
 
+    functools.update_wrapper(run, call)
     return run
 
 

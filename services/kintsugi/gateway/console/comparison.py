@@ -156,7 +156,7 @@ class ScoreAsk(PromptAsk):
         self.is_counted = False  # no client sent it
         self._answer = TokenIds.of(answer)
         self.logprob: float | None = None
-        """Logarithm of the probability; None until, or unless, the engine reports it."""
+        """Logarithm of the probability; None if the engine has not reported it."""
 
     async def prepare(self, trace: TraceSpan) -> Sequence[Resolved]:
         events = await super().prepare(trace)

@@ -47,7 +47,7 @@ API_PATH = f"{CONSOLE_PATH}/api"
 STREAM_TYPE = "application/x-ndjson"
 BODY_BYTES_MAX = 4 << 20
 SAMPLE_DOCUMENTS = 6
-"""The number that the demo uses: about 3,700 tokens."""
+"""Maximum number of sample documents, about 3,700 tokens; the demo uses as many."""
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _SELECTORS: Mapping[SelectorName, str] = {

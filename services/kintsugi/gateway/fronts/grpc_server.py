@@ -166,11 +166,11 @@ class KintsugiService:
                     await context.write(wire.event_to_wire(event))
 
     async def put_chunk(self, caller: Caller, request: pb.PutChunkRequest) -> pb.PutChunkResponse:
-        (result,) = await self._put(caller, request, [wire.content_of(request.chunk, "chunk")])
+        (result,) = await self._put(caller, request, [wire.segment_of(request.chunk, "chunk")])
         return pb.PutChunkResponse(result=result)
 
     async def put_chunks(self, caller: Caller, request: pb.PutChunksRequest) -> pb.PutChunksResponse:
-        results = await self._put(caller, request, wire.contents_of(request.chunks, "chunks"))
+        results = await self._put(caller, request, wire.segments_of(request.chunks, "chunks"))
         return pb.PutChunksResponse(results=results)
 
     async def _put(self, caller: Caller, request: Any, chunks: Sequence[Segment]) -> list[pb.PutResult]:
@@ -217,13 +217,12 @@ class KintsugiService:
         return pb.ListChunksResponse(chunks=map(wire.chunk_to_wire, chunks), next_page_token=token)
 
     async def prefetch(self, caller: Caller, request: pb.PrefetchChunksRequest) -> pb.PrefetchChunksResponse:
-        segments = wire.segments_of(request.segments)
+        segments = wire.segments_of(request.segments, "segments")
         keys, accepted = await self.gateway.prefetch(caller, request.namespace, segments)
         return pb.PrefetchChunksResponse(keys=[key.hex if key else "" for key in keys], accepted=accepted)
 
     async def list_models(self, caller: Caller, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
-        models = await self.gateway.list_models(caller)
-        return pb.ListModelsResponse(models=map(wire.model_to_wire, models))
+        return pb.ListModelsResponse(models=[wire.model_to_wire(await self.gateway.recent_info.get())])
 
     async def tokenize(self, caller: Caller, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         pieces = await self.gateway.tokenize(caller, request.namespace, list(request.texts))

@@ -193,12 +193,15 @@ def model_routes(gateway: Gateway, identify: Callable[[Request], Caller]) -> lis
     """``identify`` raises `Unauthenticated`."""
 
     async def list_models(request: Request) -> Response:
-        models = await gateway.list_models(identify(request))
-        return JSONResponse({"object": "list", "data": [describe_model(info) for info in models]})
+        identify(request)
+        model = describe_model(await gateway.recent_info.get())
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
-        info = await gateway.find_model(identify(request), name)
+        identify(request)
+        info = await gateway.recent_info.get()
+        info.check_name(name)
         return JSONResponse({**describe_model(info), "id": name})
 
     return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
@@ -25,34 +24,26 @@ EXTRA_JSON_BYTES_MAX = 64 << 10
 _PLAN_FIELDS = tuple(field.name for field in pb.ExecutedPlan.DESCRIPTOR.fields)
 
 
-def content_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
-    kind = wire.WhichOneof("content")
+def segments_of(wires: Iterable[pb.Content | pb.Segment], where: str) -> tuple[Segment, ...]:
+    return tuple(segment_of(wire, f"{where}[{index}]") for index, wire in enumerate(wires))
+
+
+def segment_of(wire: pb.Content | pb.Segment, where: str) -> Segment:
+    """Convert a segment, or a content, which is a text or token ids."""
+    kind, plain = wire.WhichOneof("content"), getattr(wire, "plain", False)
     if kind == "text":
-        return Segment(text=wire.text)
+        return Segment(text=wire.text, plain=plain)
     if kind == "tokens":
-        return Segment(token_ids=TokenIds.of(wire.tokens.ids))
-    raise InvalidField(where, "is mandatory; give a text or tokens")
-
-
-def contents_of(wires: Iterable[pb.Content], where: str) -> list[Segment]:
-    return [content_of(wire, f"{where}[{index}]") for index, wire in enumerate(wires)]
-
-
-def segments_of(wires: Iterable[pb.Segment]) -> tuple[Segment, ...]:
-    return tuple(_segment(wire, f"segments[{index}]") for index, wire in enumerate(wires))
-
-
-def _segment(wire: pb.Segment, where: str) -> Segment:
-    kind = wire.WhichOneof("content")
-    if kind in ("text", "tokens"):
-        return replace(content_of(wire, where), plain=wire.plain)
+        return Segment(token_ids=TokenIds.of(wire.tokens.ids), plain=plain)
+    if isinstance(wire, pb.Content):
+        raise InvalidField(where, "is mandatory; give a text or tokens")
     if kind == "chunk_key":
-        return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=wire.plain)
+        return Segment(key=key_of(wire.chunk_key, f"{where}.chunk_key"), plain=plain)
     if kind == "document":
         document = wire.document
         version = document.version if document.HasField("version") else None
         ref = DocumentRef(document.document_id, document.index, version)
-        return Segment(document=(document.corpus, ref), plain=wire.plain)
+        return Segment(document=(document.corpus, ref), plain=plain)
     raise InvalidField(where, "is empty; give a text, tokens, a chunk key or a document's chunk")
 
 
@@ -66,8 +57,8 @@ def key_of(text: str, where: str) -> ChunkKey:
 def call_of(wire: pb.GenerateRequest, request_id: str, trace: Mapping[str, str]) -> GenerateCall:
     return GenerateCall(
         namespace=wire.namespace,
-        segments=segments_of(wire.segments),
-        question=content_of(wire.question, "question"),
+        segments=segments_of(wire.segments, "segments"),
+        question=segment_of(wire.question, "question"),
         sampling=sampling_of(wire.sampling),
         # Only fields that were set are listed.
         options=BlendOptions.from_mapping({field.name: value for field, value in wire.ListFields()}),
