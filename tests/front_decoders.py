@@ -60,7 +60,7 @@ def openai_body(data: bytes) -> None:
     """A body of the HTTP front, for each path that an engine answers: a call, or `InvalidField`."""
     for path in (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH):
         with contextlib.suppress(InvalidField):
-            body = limits.parse_body(data)
+            body = limits.parse_object(data)
             wanted = find_requested_namespace(body, None)
             call = parse_openai_call("id", path, body, wanted or "acme", lambda text: [])
             json.dumps(call.body, ensure_ascii=False).encode()

@@ -84,7 +84,7 @@ class Miss:
     asked_at_s: float
     """Time of the last request that missed it, as in `ChunkManifest`."""
     since_s: float = 0.0
-    """Time since when it waits in the queue."""
+    """Time at which it entered the queue."""
 
 
 class FillQueue:

@@ -146,7 +146,7 @@ class Gateway:
         self._read_rules = NO_RULES
         self._effective_rules = self._rules
         self.shares = FairShares(self.rules, engine_places)
-        self.known = KnownChunks() if known is None else known  # an empty one is false
+        self.known = KnownChunks() if known is None else known  # an empty `KnownChunks` is falsy
         self.metrics = GatewayMetrics()
         self.metrics.registry.register(ShareMetrics(self.shares, self.known))
         self.recent_info = Recent(lambda: self.backend.info(), "no engine answered")

@@ -97,9 +97,15 @@ CASES = {
     "a ratio that is no number": ({"ratio": float("nan")}, "ratio"),
     "a selector that is none": ({"selector": "best"}, "selector: 'best' is not one of"),
     "JSON that is none": ({"sampling": pb.Sampling(extra_json="{")}, "sampling.extra_json: is not JSON"),
-    "JSON too deep": ({"sampling": pb.Sampling(extra_json="[" * 60_000)}, "sampling.extra_json: is not JSON"),
+    "JSON too deep": (
+        {"sampling": pb.Sampling(extra_json="[" * 60_000)},
+        "sampling.extra_json: is nested more than 100 levels deep",
+    ),
     "JSON too long": ({"sampling": pb.Sampling(extra_json=" " * 70_000)}, "at most 65536 are allowed"),
-    "JSON of another kind": ({"sampling": pb.Sampling(extra_json="[1]")}, "is a list, not an object"),
+    "JSON of another kind": (
+        {"sampling": pb.Sampling(extra_json="[1]")},
+        "sampling.extra_json: must be a JSON object, not list",
+    ),
     "an unknown field in JSON": (
         {"sampling": pb.Sampling(extra_json='{"temprature": 1}')},
         "did you mean 'temperature'",

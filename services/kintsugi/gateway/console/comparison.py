@@ -235,7 +235,8 @@ class Comparer:
     async def _compare(
         self, authenticate: Authenticate, asked: Comparison, served: ServedRequest
     ) -> AsyncGenerator[Message, None]:
-        explain = self._may_explain(authenticate(), asked.namespace)
+        caller = authenticate()
+        explain = caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, asked.namespace)
         yield {"event": "storing", "chunks": len(asked.documents)}
         yield await self._store(authenticate(), asked, served)
         full = _Way("full", asked.call(no_blend=True, explain=False))
@@ -249,10 +250,6 @@ class Comparer:
             yield {"event": "scoring", "tokens": min(len(full.token_ids), SCORED_TOKENS_MAX)}
             yield await self._score(authenticate(), full, blend)
         yield {"event": "done"}
-
-    def _may_explain(self, caller: Caller, namespace: str) -> bool:
-        """Return whether the caller may know which tokens were loaded."""
-        return caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, namespace)
 
     async def _store(self, caller: Caller, asked: Comparison, served: ServedRequest) -> Message:
         """Store the chunks. If the caller may not, the blend uses the chunks that others have stored."""

@@ -33,7 +33,7 @@ from kintsugi.gateway.fronts.identity import (
     is_named_as_here,
     needs_credentials,
 )
-from kintsugi.gateway.fronts.limits import parse_body, run_beside
+from kintsugi.gateway.fronts.limits import parse_object, run_beside
 from kintsugi.gateway.fronts.service_routes import describe_caller
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
@@ -172,7 +172,7 @@ def _least_ratio(name: SelectorName, ratios_min: Mapping[str, float] | None) -> 
 def _parse(raw: bytes) -> Comparison:
     if len(raw) > BODY_BYTES_MAX:
         raise InvalidField("body", f"is larger than {BODY_BYTES_MAX >> 20} MiB; remove some documents")
-    return Comparison.from_mapping(parse_body(raw))
+    return Comparison.from_mapping(parse_object(raw))
 
 
 def _send_file(request: Request, name: str) -> Response:

@@ -107,19 +107,15 @@ class KintsugiService:
 
         return answer
 
-    def _authenticate(self, served: ServedRequest, context: Any) -> Caller:
-        """Raises `Unauthenticated`."""
-        access = self.gateway.access
-        identities = identities_of_call(context) if access.has_certificates else ()
-        return served.authenticate(access, identities)
-
     @asynccontextmanager
     async def _receive(
         self, served: ServedRequest, message: Any, context: Any
     ) -> AsyncIterator[tuple[Caller, Any]]:
         """Authenticate a call and receive its message. The call has a slot and the message's memory while the
         block runs."""
-        caller = self._authenticate(served, context)
+        access = self.gateway.access
+        identities = identities_of_call(context) if access.has_certificates else ()
+        caller = served.authenticate(access, identities)
         with self._slots.hold(caller.name):
             data = await _read_message(context)
             with self._memory.hold(caller.name, len(data)):

@@ -27,7 +27,7 @@ from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem
 from kintsugi.gateway.fronts.identity import check_no_page, identify
-from kintsugi.gateway.fronts.limits import SLOTS, Quota, RequestLimits, parse_body, run_beside
+from kintsugi.gateway.fronts.limits import SLOTS, Quota, RequestLimits, parse_object, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.service_routes import (
@@ -115,7 +115,7 @@ class HttpFront:
     @asynccontextmanager
     async def _receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
         """Authenticate a request that needs no engine, and parse its body. The request has a slot while the
-        block runs. Raises as `_admit` and `parse_body`."""
+        block runs. Raises as `_admit` and `parse_object`."""
         async with self._admit(request, served) as caller:
             try:
                 raw = await request.body() if request.method == "POST" else b""
@@ -123,7 +123,7 @@ class HttpFront:
                 raise InvalidField("body", "was cut off; send it whole") from None
             body: Mapping[str, Any] = find_fields(request.query_params.multi_items())
             if request.method == "POST":
-                body = await run_beside(len(raw), lambda: parse_body(raw))
+                body = await run_beside(len(raw), lambda: parse_object(raw))
             served.namespace = _find_namespace(caller, served.headers, body)
             yield AskedOf(caller, served.namespace, body, len(raw))
 
@@ -155,7 +155,7 @@ class HttpFront:
         """Parse a body and find the chunks in it. Raises `InvalidField` and `PermissionDenied`."""
 
         def parse() -> OpenAICall:
-            body = parse_body(raw)
+            body = parse_object(raw)
             namespace = served.namespace = _find_namespace(caller, served.headers, body)
             caller.require(Verb.GENERATE)
             call = parse_openai_call(

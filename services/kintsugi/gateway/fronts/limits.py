@@ -206,23 +206,23 @@ async def run_beside(num_bytes: int, work: Callable[[], Result]) -> Result:
     return work() if num_bytes <= PARSE_INLINE_BYTES else await asyncio.to_thread(work)
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Return the request's JSON object. Raises `InvalidField`."""
+def parse_object(data: bytes | str, where: str = "body") -> dict[str, Any]:
+    """Return a JSON object. ``where``: the request's field, for errors. Raises `InvalidField`."""
     try:
-        text = raw.decode()
-        body = json.loads(text)
+        text = data if isinstance(data, str) else data.decode()
+        found = json.loads(text)
         if _SURROGATE.search(text):
             # An unpaired surrogate is not a character: neither a tokenizer nor an answer can hold it.
-            json.dumps(body, ensure_ascii=False).encode()
-        if raw.count(b"[") + raw.count(b"{") > DEPTH_MAX and _is_deeper(body, DEPTH_MAX):
+            json.dumps(found, ensure_ascii=False).encode()
+        if text.count("[") + text.count("{") > DEPTH_MAX and _is_deeper(found, DEPTH_MAX):
             raise RecursionError
     except RecursionError:
-        raise InvalidField("body", f"is nested more than {DEPTH_MAX} levels deep") from None
+        raise InvalidField(where, f"is nested more than {DEPTH_MAX} levels deep") from None
     except ValueError as error:
-        raise InvalidField("body", f"is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidField("body", f"must be a JSON object, not {type(body).__name__}")
-    return body
+        raise InvalidField(where, f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidField(where, f"must be a JSON object, not {type(found).__name__}")
+    return found
 
 
 def _is_deeper(document: Any, levels: int) -> bool:

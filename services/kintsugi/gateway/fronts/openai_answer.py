@@ -221,7 +221,7 @@ class Piece:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why answers ended, as far as the piece says so."""
+        """Reasons in the piece why answers ended."""
         choices = self._answer.get("choices")
         found = [_mapping(one).get("finish_reason") for one in (choices if isinstance(choices, list) else ())]
         if not found and self.usage is not None:

@@ -104,7 +104,9 @@ def parse_openai_call(
     _check_answers(body)
     for name in ANSWER_LIMITS[path]:
         _check_whole_number(body.get(name), name)
-    _check_priority(body.get("priority"), allow_negative_priority)
+    _check_whole_number(body.get("priority"), "priority")
+    if body.get("priority") is not None:
+        check_priority(body["priority"], allow_negative_priority)
     find_retention_s(body)  # validates it
     if body.get("use_beam_search") not in (None, False):
         # vLLM's beam search sends the engine a request for every token of every beam, without our parameters:
@@ -152,13 +154,6 @@ def _check_answers(body: Mapping[str, Any]) -> None:
             "prompt" if prompts > 1 else "n",
             f"{each * prompts} answers; at most {ANSWERS_MAX} are allowed: request fewer",
         )
-
-
-def _check_priority(priority: Any, allow_negative_priority: bool) -> None:
-    """Raise `InvalidField` for an invalid priority."""
-    _check_whole_number(priority, "priority")
-    if priority is not None:
-        check_priority(priority, allow_negative_priority)
 
 
 def _check_whole_number(value: Any, name: str) -> None:

@@ -14,6 +14,7 @@ from kintsugi.core.request import BlendOptions
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway.erasing import Receipt
+from kintsugi.gateway.fronts.limits import parse_object
 from kintsugi.gateway.gateway import GatewayChunk, Put
 from kintsugi.gateway.prompts import Finished, GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
@@ -86,20 +87,11 @@ def sampling_of(wire: pb.Sampling) -> dict[str, Any]:
 
 
 def _extra(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
     if len(text) > EXTRA_JSON_BYTES_MAX:
         raise InvalidField(
             "sampling.extra_json", f"has {len(text)} characters; at most {EXTRA_JSON_BYTES_MAX} are allowed"
         )
-    try:
-        values = json.loads(text)
-        json.dumps(values, ensure_ascii=False).encode()  # raises for an unpaired surrogate
-    except (ValueError, RecursionError) as error:
-        raise InvalidField("sampling.extra_json", f"is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise InvalidField("sampling.extra_json", f"is a {type(values).__name__}, not an object")
-    return values
+    return parse_object(text, "sampling.extra_json") if text else {}
 
 
 def event_to_wire(event: Resolved | EngineDelta | Finished) -> pb.GenerateResponse:

@@ -198,9 +198,9 @@ def test_comparisons_and_their_puts_are_audited_however_they_end(tmp_path: Path)
 def test_a_large_question_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         threads: list[str] = []
-        parse = routes.parse_body
+        parse = routes.parse_object
         monkeypatch.setattr(
-            routes, "parse_body", lambda raw: (threads.append(current_thread().name), parse(raw))[1]
+            routes, "parse_object", lambda raw: (threads.append(current_thread().name), parse(raw))[1]
         )
         async with Opened() as opened:
             await opened.compare()
