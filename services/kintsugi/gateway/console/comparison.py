@@ -44,6 +44,7 @@ TURN_S = 600.0
 
 Message = dict[str, Any]
 """One line of the stream: `event`, and the fields of this kind of event."""
+Send = Callable[[Message], None]
 Authenticate = Callable[[], Caller]
 """Authenticates the caller again. Raises `Unauthenticated`."""
 
@@ -217,13 +218,8 @@ class Comparer:
         try:
             if self._turns.is_taken:
                 messages.put_nowait({"event": "waiting"})
-            async with (
-                self._turns.take(caller),
-                asyncio.timeout(TURN_S),
-                aclosing(self._compare(authenticate, asked, served)) as found,
-            ):
-                async for message in found:
-                    messages.put_nowait(message)
+            async with self._turns.take(caller), asyncio.timeout(TURN_S):
+                await self._compare(authenticate, asked, served, messages.put_nowait)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the comparison took longer than {TURN_S:.0f} s; compare fewer documents, or ask for a "
@@ -233,23 +229,21 @@ class Comparer:
             messages.put_nowait(None)
 
     async def _compare(
-        self, authenticate: Authenticate, asked: Comparison, served: ServedRequest
-    ) -> AsyncGenerator[Message, None]:
+        self, authenticate: Authenticate, asked: Comparison, served: ServedRequest, send: Send
+    ) -> None:
         caller = authenticate()
         explain = caller.may(Verb.LIST) and not self._gateway.hides_chunks(caller, asked.namespace)
-        yield {"event": "storing", "chunks": len(asked.documents)}
-        yield await self._store(authenticate(), asked, served)
+        send({"event": "storing", "chunks": len(asked.documents)})
+        send(await self._store(authenticate(), asked, served))
         full = _Way("full", asked.call(no_blend=True, explain=False))
         blend = _Way("blend", asked.call(no_blend=False, explain=explain))
         for way in (full, blend):
             # Authenticate again: the token may have expired or been revoked meanwhile.
-            async with aclosing(self._answer(authenticate(), asked, way)) as messages:
-                async for message in messages:
-                    yield message
+            await self._answer(authenticate(), asked, way, send)
         if asked.score:
-            yield {"event": "scoring", "tokens": min(len(full.token_ids), SCORED_TOKENS_MAX)}
-            yield await self._score(authenticate(), full, blend)
-        yield {"event": "done"}
+            send({"event": "scoring", "tokens": min(len(full.token_ids), SCORED_TOKENS_MAX)})
+            send(await self._score(authenticate(), full, blend))
+        send({"event": "done"})
 
     async def _store(self, caller: Caller, asked: Comparison, served: ServedRequest) -> Message:
         """Store the chunks. If the caller may not, the blend uses the chunks that others have stored."""
@@ -271,24 +265,24 @@ class Comparer:
             "problem": f"a chunk was not stored: {failed}" if failed else "",
         }
 
-    async def _answer(self, caller: Caller, asked: Comparison, way: _Way) -> AsyncGenerator[Message, None]:
+    async def _answer(self, caller: Caller, asked: Comparison, way: _Way, send: Send) -> None:
         ask = PromptAsk(self._gateway.prompts, caller, way.call)
         began_s = time.perf_counter()
         async with aclosing(self._gateway.answer(caller, ask)) as events:
             async for event in events:
                 if isinstance(event, Resolved):
-                    yield {"event": "begun", "way": way.name, "prompt_tokens": event.prompt_tokens}
+                    send({"event": "begun", "way": way.name, "prompt_tokens": event.prompt_tokens})
                 elif isinstance(event, EngineDelta):
                     way.token_ids += event.token_ids
                     way.texts.append(event.text)
-                    yield {"event": "text", "way": way.name, "text": event.text}
+                    send({"event": "text", "way": way.name, "text": event.text})
                 else:
                     way.finished = event
         assert way.finished is not None, "a complete answer ends with `Finished`"
         total_ms = (time.perf_counter() - began_s) * 1e3
-        yield {"event": "answered", "way": way.name, **_figures(way, total_ms)}
+        send({"event": "answered", "way": way.name, **_figures(way, total_ms)})
         if way.call.explain:
-            yield await asyncio.to_thread(self._describe, ask, asked, way.finished)
+            send(await asyncio.to_thread(self._describe, ask, asked, way.finished))
 
     def _describe(self, ask: PromptAsk, asked: Comparison, finished: Finished) -> Message:
         """Describe the blend layer by layer. Decodes every token of the prompt."""
