@@ -243,7 +243,7 @@ def test_what_is_not_served_says_what_is(client: openai.OpenAI, service: Service
     with pytest.raises(openai.NotFoundError, match=r"GET /v1/responses/one is not served.*/v1/responses"):
         client.responses.retrieve("one")
     with pytest.raises(
-        openai.BadRequestError, match=r"previous_response_id: names an answer, but none is stored here"
+        openai.BadRequestError, match=r"previous_response_id: names an answer, but none is stored"
     ):
         client.responses.create(model=service.model, input="text", previous_response_id="one")
     with pytest.raises(openai.NotFoundError, match="does not exist"):

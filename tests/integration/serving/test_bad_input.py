@@ -128,7 +128,7 @@ CASES = {
     ),
     "10,000 segments": (
         {"segments": [pb.Segment(text="x")] * 10_000},
-        "10000 segments; at most 1024 make a prompt",
+        "10000 segments; a prompt has at most 1024",
     ),
 }
 
@@ -333,10 +333,7 @@ def test_all_requests_together_are_bounded() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             answers = sorted(pool.map(ask, range(4)))
-        assert (
-            answers
-            == ["length"] * 2 + ["requests hold all memory that is meant for them; try again later"] * 2
-        )
+        assert answers == ["all 3000 bytes for requests are in use; try again later"] * 2 + ["length"] * 2
         with pytest.raises(ResourceExhausted):
             client.tokenize(["x" * 3000])
         assert (ask(0), client.tokenize(["x"])[0].token_ids) == ("length", bundled_tokenize()("x"))

@@ -89,7 +89,7 @@ def test_chunks_have_a_multiple_of_tokens_and_prompts_all_of_them() -> None:
         assert answer.accounting["chunks_hit"] == 1
         again = client.generate([Key(put.key)], QUESTION)
         assert again.accounting["chunks_hit"] == 1
-        with pytest.raises(InvalidField, match="8 at least"):
+        with pytest.raises(InvalidField, match="at least 8"):
             client.put_chunks(["no"])
 
 
