@@ -21,7 +21,7 @@ read."""
 DELETIONS_MAX = 100_000
 
 CLEAR_BATCH = 256
-"""Chunks of a namespace that are forgotten under one hold of the lock."""
+"""Maximum number of a namespace's chunks that are forgotten per acquisition of the lock."""
 FREE_POLL_S = 0.02
 
 RATIO = 0.15

@@ -121,7 +121,7 @@ class Shard:
                 return True
             return self.table.get(address) is not None
 
-        self.table.recover(tier.recover(is_unwanted, uses))
+        self.table.recover(*tier.recover(is_unwanted, uses))
         if erased:
             log.warning("%s: dropped %d chunks erased while the shard ran without it", tier.name, erased)
         if erased and isinstance(tier, DiskTier):  # a bucket's objects go with its next sweep

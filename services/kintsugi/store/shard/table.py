@@ -32,7 +32,7 @@ from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
 from kintsugi.store.shard.reading import HeldChunk, Reading
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
-from kintsugi.store.shard.tiers.lower_tier import LowerTier, Recovered, Unrecorded
+from kintsugi.store.shard.tiers.lower_tier import LowerTier, Unrecorded
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.work import (
     Eviction,
@@ -76,7 +76,7 @@ class EntryTable:
         self._ram, self._disks = ram, disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
         self.config = config
-        """Its ratio may change (`Shard.set_ratio`)."""
+        """`Shard.set_ratio` replaces it."""
         self._wall_clock, self._clock = wall_clock, clock
         self.events = EventLog(wall_clock)
         self._index = Index(self.events)
@@ -98,11 +98,11 @@ class EntryTable:
     def __len__(self) -> int:
         return len(self._index)
 
-    def recover(self, found: Recovered) -> None:
-        """Add the chunks that a tier held at start-up."""
+    def recover(self, entries: Iterable[ChunkEntry], damaged: int) -> None:
+        """Add the chunks that a tier held at start-up, and count its damaged records."""
         with self._lock:
-            self.counters.quarantined += found.damaged
-            for entry in found.entries:
+            self.counters.quarantined += damaged
+            for entry in entries:
                 life.limit_used_at(entry, self._wall_clock())
                 self._index.add(entry)
 
@@ -202,20 +202,18 @@ class EntryTable:
         """Reserve room in RAM. If the chunk is present, retain it and return None. Waits at most `wait_s`.
         Raises `ResourceExhausted` for a chunk that can never fit, `NoRoomYet` if `wait_s` was too short."""
         self.shares.check_size(manifest)
-        deadline_s = self._clock() + wait_s
+        hides_s, deadline_s = self.config.hides_s(options.recompute_ms), self._clock() + wait_s
         address = (manifest.namespace, manifest.key)
         with self._lock:
             while True:
                 self.check_alive()
                 if self.draining:
-                    raise Unavailable("this shard is draining; put to another")
+                    raise Unavailable("this shard is draining; put to another shard")
                 if self._retain_near(address, self._wall_clock() + options.ttl_s):
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                tier, residence = self._room.make_to_put(
-                    manifest, options, self.config.hides_s(options.recompute_ms)
-                )
+                tier, residence = self._room.make_to_put(manifest, options, hides_s)
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:

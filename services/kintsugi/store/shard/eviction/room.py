@@ -32,7 +32,8 @@ class Transitions:
 
 
 class Room:
-    """The room of a shard. Not thread-safe: the table holds the lock."""
+    """Free space in RAM, and the chunks that can leave for others. Not thread-safe: the table holds the
+    lock."""
 
     def __init__(
         self,

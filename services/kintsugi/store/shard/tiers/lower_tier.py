@@ -12,7 +12,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import InvalidField, VersionMismatch
@@ -30,15 +29,6 @@ log = logging.getLogger(__name__)
 READ_RATE_WEIGHT = 0.1
 TOUCHES_REPLAYED_MAX = 3
 """Touches replayed for a chunk that was used before a restart: S3-FIFO counts no further."""
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """The chunks that a catalog named at start-up."""
-
-    entries: Sequence[ChunkEntry]
-    damaged: int
-    """Records that were dropped: the checksum was wrong, or the frames cannot lie where the record says."""
 
 
 class Unrecorded:
@@ -161,10 +151,13 @@ class LowerTier(CopyTier):
 
     # Restarts
 
-    def recover(self, is_unwanted: Callable[[ChunkManifest], bool], uses: Mapping[bytes, Use]) -> Recovered:
-        """Read the catalog before anything else uses the tier. Chunks that `is_unwanted` names, and damaged
-        records, are forgotten. `uses`: by catalog key; the chunk used longest ago leaves first again. Raises
-        `VersionMismatch`; then nothing changed."""
+    def recover(
+        self, is_unwanted: Callable[[ChunkManifest], bool], uses: Mapping[bytes, Use]
+    ) -> tuple[list[ChunkEntry], int]:
+        """Read the catalog before anything else uses the tier. Returns the chunks, and the number of damaged
+        records (a wrong checksum, or frames that cannot lie where the record says). Those and chunks that
+        `is_unwanted` names are forgotten. `uses`: by catalog key; the chunk used longest ago leaves first
+        again. Raises `VersionMismatch`; then nothing changed."""
         kept: list[ChunkEntry] = []
         doomed: list[bytes] = []
         damaged = 0
@@ -187,7 +180,7 @@ class LowerTier(CopyTier):
             log.error("%s: dropped %d damaged records of %d", self.name, damaged, damaged + len(kept))
         self._recorded.update((copy.address, copy) for entry in kept for copy in entry.copies)
         self._replay_uses(kept)
-        return Recovered(kept, damaged)
+        return kept, damaged
 
     def _entry_of(self, record: pb.CatalogRecord, use: Use) -> ChunkEntry | None:
         """The chunk of a record. None if its frames cannot lie where the record says. Raises

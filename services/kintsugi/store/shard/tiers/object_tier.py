@@ -94,7 +94,7 @@ class ObjectTier(LowerTier):
         self._used_bytes = 0
         self._names: dict[Residence, str] = {}
         self._uses_of_name: Counter[str] = Counter()
-        """Residences by object: a chunk that is put again while it is read has two of one object."""
+        """Number of residences per object. A chunk that is put again while its object is read has two."""
         self._staged: dict[Residence, memoryview] = {}
         self._dead: dict[str, None] = {}
         """Objects to delete, the oldest first."""

@@ -36,7 +36,7 @@ class _Periodic:
     _waited_s: float = 0.0
 
     def turn(self, turn_s: float) -> None:
-        """One turn has passed."""
+        """Note that a turn has passed, and do the work if it is due."""
         self._waited_s += turn_s
         if self._waited_s >= self.period_s:
             self.do()
