@@ -292,8 +292,8 @@ def test_the_model_loses_what_is_not_synced(tmp_path: Path, monkeypatch: pytest.
 def test_the_model_loses_files_whose_folder_is_not_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kintsugi.store.shard.tiers import disk_tier
+    from kintsugi.store.shard.tiers import lower_tier
 
-    monkeypatch.setattr(disk_tier, "sync_folder", lambda path: None)
+    monkeypatch.setattr(lower_tier, "sync_folder", lambda path: None)
     with pytest.raises(AssertionError, match="acknowledged chunks are lost"):
         lose_power(tmp_path, "one disk", 1, monkeypatch)
