@@ -138,7 +138,7 @@ def test_an_erased_namespace_is_computed_anew(engine: LocalEngine, chunks: list[
     store = ram_store("tiny-llama")
     salts = engine._scheduler.salts
     salts.refresh()
-    store.erase(NAMESPACE, None, 1.0)
+    store.erase(NAMESPACE, None, 0.0)
     salts.refresh()
     assert ask(engine, prompt.token_ids, plain).num_cached_tokens == 0
     assert ask(engine, prompt.token_ids, other).num_cached_tokens > 0
