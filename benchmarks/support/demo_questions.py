@@ -26,8 +26,8 @@ from kintsugi.models.bundled import packaged_files
 from kintsugi.models.demo_questions import (
     QUESTIONS_FILE,
     DemoQuestion,
+    RightAnswers,
     Said,
-    Tally,
     read_demo_questions,
     write_demo_questions,
 )
@@ -81,7 +81,7 @@ def main() -> None:
         for question in questions
     ]
     write_demo_questions(arguments.out, answered)
-    for name, count in asdict(Tally.of(answered)).items():
+    for name, count in asdict(RightAnswers.of(answered)).items():
         print(name, count)
 
 

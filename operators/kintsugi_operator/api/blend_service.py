@@ -186,7 +186,7 @@ class Volumes(ManifestSettings):
 
 
 @dataclass(frozen=True)
-class StoreExpert(ManifestSettings):
+class StoreExpertSpec(ManifestSettings):
     """Settings of the store that few need."""
 
     volumes: Volumes = field(default_factory=Volumes)
@@ -235,7 +235,7 @@ class Store(StoreSettings, ManifestSettings):
     that of CorpusPrecomputes. Empty: every client may do everything."""
     insecure: bool = False
     """Allow a store with neither TLS nor NetworkPolicies: anybody in the cluster may read it."""
-    expert: StoreExpert = field(default_factory=StoreExpert)
+    expert: StoreExpertSpec = field(default_factory=StoreExpertSpec)
 
 
 @dataclass(frozen=True)

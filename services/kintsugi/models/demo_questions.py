@@ -80,7 +80,7 @@ class DemoQuestion:
 
 
 @dataclass(frozen=True)
-class Tally:
+class RightAnswers:
     """How often the reference model was right."""
 
     asked: int
@@ -94,10 +94,10 @@ class Tally:
     """Questions among those that the blend answered right."""
 
     @staticmethod
-    def of(questions: Sequence[DemoQuestion]) -> Tally:
+    def of(questions: Sequence[DemoQuestion]) -> RightAnswers:
         right = [question for question in questions if question.full_is_right]
         lost = [question for question in right if not question.reuse_is_right]
-        return Tally(
+        return RightAnswers(
             asked=len(questions),
             full_right=len(right),
             reuse_right=len(right) - len(lost),

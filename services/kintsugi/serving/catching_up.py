@@ -13,7 +13,7 @@ from contextlib import closing
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.store.shard.erasure.records import ErasureRange, Mark
+from kintsugi.store.shard.erasure.records import ErasureMark, ErasureRange
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.workers.turns import Turns
 
@@ -61,7 +61,7 @@ class CatchingUp(Turns):
                     found = store.list_erasures(peer, seen, learned=True, asked_by=self._shard.shard_id)
                     if found.shard_id != peer or found.next == seen:
                         return
-                    merged = {namespace: Mark(*mark) for namespace, mark in found.merged.items()}
+                    merged = {namespace: ErasureMark(*mark) for namespace, mark in found.merged.items()}
                     self._shard.apply_erasures(peer, ErasureRange(found.erasures, found.next, merged))
         except KintsugiError as error:
             log.warning("shard %s does not say what was erased: %s", peer, error)

@@ -9,8 +9,8 @@ import pytest
 
 from kintsugi.models.demo_questions import (
     DemoQuestion,
+    RightAnswers,
     Said,
-    Tally,
     choose_shown,
     is_right,
     read_demo_questions,
@@ -49,7 +49,7 @@ def test_an_answer_is_right_if_it_holds_the_words(text: str, right: bool) -> Non
 
 
 def test_the_tally_counts_among_what_full_prefill_gets_right() -> None:
-    assert Tally.of([HARD, EASY, WON, LOST, UNASKED]) == Tally(
+    assert RightAnswers.of([HARD, EASY, WON, LOST, UNASKED]) == RightAnswers(
         asked=5, full_right=3, reuse_right=1, blend_right=2, reuse_wrong=2, blend_mended=1
     )
 

@@ -40,7 +40,7 @@ from kintsugi.core.request import SelectorName
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
-from kintsugi.models.demo_questions import Tally, choose_shown, is_right, read_demo_questions
+from kintsugi.models.demo_questions import RightAnswers, choose_shown, is_right, read_demo_questions
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.reference import REFERENCE
 
@@ -105,7 +105,7 @@ class Show:
     """An answer that holds one of these is right. Empty: what is right is not known."""
     chosen: str | None = None
     """How the question was chosen; None if the user asked it."""
-    tally: Tally | None = None
+    tally: RightAnswers | None = None
     """How often this model was right, if it answered the demo's questions before."""
     fallback: Fallback | None = None
     random_weights: bool = False
@@ -189,14 +189,14 @@ def _passages_show(model: ModelSource, task: DemoTask) -> Show:
         return Show(model, Asked(texts, task.question or FILES_QUESTION))
     questions = read_demo_questions()
     shown = choose_shown(questions)
-    tally = Tally.of(questions)
+    tally = RightAnswers.of(questions)
     show = Show(model, Asked(texts, shown.question), answers=shown.answers)
     if model.path != REFERENCE.name:
         return replace(show, chosen=OTHER_MODEL_NOTE)
     return replace(show, chosen=_describe_choice(tally), tally=tally, dtype=REFERENCE_DTYPE)
 
 
-def _describe_choice(tally: Tally) -> str:
+def _describe_choice(tally: RightAnswers) -> str:
     return (
         f"Each of {tally.asked} questions about these passages was written before the model answered it. "
         "They were asked in three ways that round differently: all at once, one by one, and one by one "

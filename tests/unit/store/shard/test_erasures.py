@@ -16,7 +16,7 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.erasure import records as erasures_module
 from kintsugi.store.shard.erasure.holders import Shared
-from kintsugi.store.shard.erasure.records import AWAY_S_MAX, ErasureRange, Erasures, Mark
+from kintsugi.store.shard.erasure.records import AWAY_S_MAX, ErasureMark, ErasureRange, Erasures
 from kintsugi.store.shard.erasure.scope import Scope, scopes_of
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.extents import GRANULE_BYTES, Leftovers
@@ -38,7 +38,7 @@ def shard() -> Iterator[Shard]:
         yield shard
 
 
-def apply(shard: Shard, peer: str, erasures: Sequence[Erasure], next: int, **merged: Mark) -> None:
+def apply(shard: Shard, peer: str, erasures: Sequence[Erasure], next: int, **merged: ErasureMark) -> None:
     marks = {name.replace("everything", ""): mark for name, mark in merged.items()}
     shard.apply_erasures(peer, ErasureRange(erasures, next, marks))
 
@@ -176,7 +176,7 @@ def test_records_are_dropped_only_when_every_shard_has_applied_them(monkeypatch:
     erasures.record([one(1, 20.0, "last")])
     assert len(erasures) == 15
     ((name, mark),) = erasures.after(0, 100, learned=True).merged.items()
-    assert (name, mark) == ("", Mark(2, 2.0))
+    assert (name, mark) == ("", ErasureMark(2, 2.0))
     assert erasures.cover(("anybody", key(9)), 2.0), "a put that waited for so long is refused"
     assert not erasures.cover(("anybody", key(9)), 2.0, 2), "another shard's copy is taken"
     assert not erasures.cover(("anybody", key(9)), 2.5)
@@ -190,7 +190,7 @@ def test_a_shard_that_missed_a_flood_gives_up_that_namespaces_older_chunks(shard
     for asked_at_s, tokens in ((1.0, range(8)), (5.0, range(9))):
         for namespace in ("acme", "acme/-/part", "other"):
             put_chunk(shard, tokens, namespace, asked_at_s)
-    apply(shard, "b", [], 9, acme=Mark(3, 2.0))
+    apply(shard, "b", [], 9, acme=ErasureMark(3, 2.0))
     assert sorted((one.manifest.namespace, one.manifest.asked_at_s) for one in shard.table.entries()) == [
         ("acme", 5.0),
         ("acme/-/part", 5.0),
@@ -201,7 +201,7 @@ def test_a_shard_that_missed_a_flood_gives_up_that_namespaces_older_chunks(shard
     assert told.merged["acme"].at_s == 2.0, "it tells others, who may have missed the same"
     with pytest.raises(NotFound):
         put_chunk(shard, range(10), "acme", 1.5)
-    apply(shard, "c", [], 9, everything=Mark(3, 2.0))
+    apply(shard, "c", [], 9, everything=ErasureMark(3, 2.0))
     assert {one.manifest.asked_at_s for one in shard.table.entries()} == {5.0}
 
 

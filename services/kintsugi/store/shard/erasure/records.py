@@ -59,7 +59,7 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ErasureMark:
     """The number of an erasure, and a time in Unix seconds."""
 
     number: int = 0
@@ -73,7 +73,7 @@ class ErasureRange:
     erasures: Sequence[Erasure]
     next: int
     """The number up to which this page covers the erasures."""
-    merged: Mapping[str, Mark]
+    merged: Mapping[str, ErasureMark]
     """The merged erasures by namespace (empty: all namespaces): their highest number and latest time. Only
     marks above the requested number are included."""
 
@@ -91,10 +91,10 @@ class Erasures:
         self._records: dict[str, dict[ChunkKey | None, _Record]] = {}
         self._order: dict[int, _Name] = {}
         """Names by number, in ascending order."""
-        self._merged: dict[str, Mark] = {}
-        self._peers: dict[str, Mark] = {}
+        self._merged: dict[str, ErasureMark] = {}
+        self._peers: dict[str, ErasureMark] = {}
         """By shard: up to which number its erasures were applied here, and when."""
-        self._tiers: dict[str, Mark] = {}
+        self._tiers: dict[str, ErasureMark] = {}
         """By tier: up to which number erasures were applied in it."""
         self._acknowledged: dict[str, int] = {}
         """By shard: up to which number it has acknowledged this shard's erasures."""
@@ -114,7 +114,7 @@ class Erasures:
             for name, value in transaction.cursor():
                 for prefix, marks in self._marks():
                     if name.startswith(prefix):
-                        marks[name[len(prefix) :].decode()] = Mark(*_MARK.unpack(value))
+                        marks[name[len(prefix) :].decode()] = ErasureMark(*_MARK.unpack(value))
                         break
                 else:
                     namespace, key = _decode_name(name)
@@ -126,7 +126,7 @@ class Erasures:
         ]
         self._order = dict(sorted(named, key=lambda item: item[0]))
 
-    def _marks(self) -> tuple[tuple[bytes, dict[str, Mark]], ...]:
+    def _marks(self) -> tuple[tuple[bytes, dict[str, ErasureMark]], ...]:
         return (_MERGED, self._merged), (_PEER, self._peers), (_TIER, self._tiers)
 
     @property
@@ -158,7 +158,7 @@ class Erasures:
                 at_s = _asked_s(erasure.at_s, before_s, learned)
                 latest_s = max(latest_s, at_s)
                 changes[namespace, key] = _Record(at_s, number, learned)
-            applied = dict.fromkeys(tiers, Mark(number, self._clock()))
+            applied = dict.fromkeys(tiers, ErasureMark(number, self._clock()))
             self._change(changes, {_TIER: applied}, number)
         return latest_s
 
@@ -170,9 +170,9 @@ class Erasures:
                 {}, {_MERGED: {namespace: self._joined(namespace, self._last + 1, at_s)}}, self._last + 1
             )
 
-    def _joined(self, namespace: str, number: int, at_s: float) -> Mark:
-        before = self._merged.get(namespace, Mark())
-        return Mark(max(before.number, number), max(before.at_s, at_s))
+    def _joined(self, namespace: str, number: int, at_s: float) -> ErasureMark:
+        before = self._merged.get(namespace, ErasureMark())
+        return ErasureMark(max(before.number, number), max(before.at_s, at_s))
 
     def _merge_old(self, namespace: str, room: int) -> None:
         """Merge the older half of a namespace's records if it has more than `room`."""
@@ -214,7 +214,7 @@ class Erasures:
     def _change(
         self,
         changes: Mapping[_Name, _Record | None],
-        marks: Mapping[bytes, Mapping[str, Mark]],
+        marks: Mapping[bytes, Mapping[str, ErasureMark]],
         last: int,
     ) -> None:
         """Store records (None deletes one) and marks. Raises `Unavailable`; then nothing changed."""
@@ -263,12 +263,12 @@ class Erasures:
     def seen_of(self, peer: str) -> int:
         """Return up to which number another shard's erasures were applied here; 0: none were."""
         with self._lock:
-            return self._peers.get(peer, Mark()).number
+            return self._peers.get(peer, ErasureMark()).number
 
     def note_seen(self, peer: str, number: int) -> None:
         """Record up to which number another shard's erasures were applied here. Durable on return."""
         with self._writing:
-            self._change({}, {_PEER: {peer: Mark(number, self._clock())}}, self._last)
+            self._change({}, {_PEER: {peer: ErasureMark(number, self._clock())}}, self._last)
 
     def acknowledge(self, peer: str, number: int) -> None:
         """Note up to which number another shard has applied this shard's erasures."""
@@ -278,7 +278,7 @@ class Erasures:
     def applied_in(self, tier: str) -> int:
         """Return up to which number erasures were applied in a tier; 0 for an unknown tier."""
         with self._lock:
-            return self._tiers.get(tier, Mark()).number
+            return self._tiers.get(tier, ErasureMark()).number
 
     def after(self, number: int, limit: int, learned: bool) -> ErasureRange:
         """Return at most `limit` records after `number`; those learned from other shards only with
