@@ -1,5 +1,5 @@
-"""The gateway: one answer pipeline behind two fronts, and what is known of texts.
+"""The gateway: one answer pipeline behind two front ends, and the texts of known chunks.
 
-It turns what a client names into token ids and spans, sends them to an engine and passes the answer on. It
-holds no KV and plans nothing.
+It resolves the segments that a client names into token ids and spans, sends them to an engine and forwards
+the answer. It holds no KV and makes no blend decisions.
 """

@@ -1,4 +1,4 @@
-"""The store as routers see it: the shards that hold a prompt's chunks, and the events of chunks."""
+"""Finds the shards that hold chunks, and reads the events of chunks, for routers."""
 
 from __future__ import annotations
 

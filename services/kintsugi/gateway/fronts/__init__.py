@@ -1,1 +1,1 @@
-"""The fronts of the gateway: gRPC and OpenAI-compatible HTTP."""
+"""The front ends of the gateway: gRPC and OpenAI-compatible HTTP."""

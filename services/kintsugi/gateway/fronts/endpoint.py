@@ -1,5 +1,4 @@
-"""The frame of an HTTP endpoint: its requests are counted, logged and audited, and errors become
-responses."""
+"""The frame of an HTTP endpoint, which records its requests and turns errors into responses."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ Answer = Callable[[Request, ServedRequest, Send], Awaitable[None]]
 
 
 class Endpoint:
-    """An ASGI endpoint that answers with an `Answer`."""
+    """An ASGI endpoint that calls an `Answer` for each request."""
 
     def __init__(self, gateway: Gateway, answer: Answer) -> None:
         self._gateway = gateway

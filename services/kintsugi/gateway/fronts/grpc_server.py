@@ -401,7 +401,7 @@ class GatewayServer:
         gateway.metrics.certificate.read_s = None if self._tls is None else self._tls.expires_s
         self._health: asyncio.Task[None] | None = None
         self.address = ""
-        """`host:port` that it listens on, once started."""
+        """Address `host:port`; empty before `start`."""
 
     async def start(self) -> None:
         """Raises `Unavailable` if the address cannot be bound, `InvalidField` for unreadable TLS files."""

@@ -65,7 +65,7 @@ class Quota:
         """``caller``: its name. Raises `ResourceExhausted` and then takes nothing."""
         free = self._total - self._held.total()
         if amount > free:
-            raise ResourceExhausted(f"all {self._total} {self._what} are in use; try again later")
+            raise ResourceExhausted(f"too few of the {self._total} {self._what} are free; try again later")
         if self._shared and (held := self._held[caller]) >= SHARE_MAX * free:
             raise ResourceExhausted(
                 f"{caller!r} holds {held} of {self._total} {self._what}, and the remaining {free} are for "

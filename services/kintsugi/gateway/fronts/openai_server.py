@@ -135,7 +135,7 @@ class HttpServer:
         )
         self._task: asyncio.Task[None] | None = None
         self.address = ""
-        """`host:port`, once started."""
+        """Address `host:port`; empty before `start`."""
 
     async def start(self) -> None:
         """Start to listen. Raises `Unavailable` if the address cannot be bound."""

@@ -1,1 +1,1 @@
-"""Texts of prompts: segments, chunks seen before, and documents of a ledger."""
+"""Texts of prompts: segments, known chunks, and documents of a ledger."""
