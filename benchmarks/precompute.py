@@ -203,7 +203,7 @@ def throughput(quick: bool) -> list[Figure]:
     """Also the second run, which needs the filled store: 41 KB a token."""
     with setting(quick, ssd="30GiB") as at:
         texts = at.passages(1_000)
-        ensure_ray(1, 1.0)
+        ensure_ray(1)
         prefix = ModelFacts.of(at.spec()).space.prefix_token_ids
         arguments = {"dtype": "bfloat16", **at.engine}
         with PlainPrefill(at.model, arguments, prefix, plain_batches(at, texts)) as plain:
@@ -245,7 +245,7 @@ def hits(quick: bool) -> list[Figure]:
     finds does not depend on the model."""
     with setting(quick, shape="tiny-llama") as at:
         texts = at.passages(1_000)
-        ensure_ray(1, 1.0)
+        ensure_ray(1)
         progress, _ = timed_job(at.spec(), at.folder)
         asked = requests_of(at, texts)
         share = hit_rate(at, asked)
@@ -318,7 +318,7 @@ def cpu_per_token(quick: bool) -> list[Figure]:
     for workers in (1, 2):
         with setting(quick) as at:
             at.passages(200)
-            ensure_ray(2, 1.0)
+            ensure_ray(2)
             seen: list[tuple[int, float]] = []
 
             def at_rest(progress: Progress, seen: list[tuple[int, float]] = seen) -> None:

@@ -82,11 +82,11 @@ def synthetic(count: int) -> list[ScannedDocument]:
     found = []
     for first in range(0, count, CHUNKS_PER_DOCUMENT):
         chunks = []
-        for n in range(min(CHUNKS_PER_DOCUMENT, count - first)):
+        for _ in range(min(CHUNKS_PER_DOCUMENT, count - first)):
             ids = [chance.randrange(32_000) for _ in range(CHUNK_TOKENS)]
             key, tokens = ChunkKey.of(SPACE, ids), pack_tokens(token_bytes(ids))
-            chunks.append(ScannedChunk(key.digest, tokens, CHUNK_TOKENS, n, n + 1))
-        found.append(ScannedDocument("a", first, f"d{first}", "", bytes(32), "{}", tuple(chunks)))
+            chunks.append(ScannedChunk(key.digest, tokens, CHUNK_TOKENS))
+        found.append(ScannedDocument("a", first, f"d{first}", "", bytes(32), len(chunks), tuple(chunks)))
     return found
 
 

@@ -172,7 +172,7 @@ def run_crashes(folder: Path, seed: int) -> tuple[int, int, int]:
     world = World(folder, random.Random(seed))
     write_corpus(folder)
     # A cluster that outlives its drivers, as in production; and none of them waits for one to start.
-    ensure_ray(WORKERS, 1.0)
+    ensure_ray(WORKERS)
     world.ray_address = ray.get_runtime_context().gcs_address
     world.start_shard()
     try:

@@ -102,10 +102,8 @@ def _document(number: int) -> ScannedDocument:
     for part in range(3):
         ids = _tokens(3 * number + part)
         packed = pack_tokens(b"".join(one.to_bytes(4, "little") for one in ids))
-        chunks.append(
-            ScannedChunk(ChunkKey.of(SPACE, ids).digest, packed, len(ids), 64 * part, 64 * part + 64)
-        )
-    return ScannedDocument("file", number, f"document-{number}", "1", bytes(16), "{}", tuple(chunks))
+        chunks.append(ScannedChunk(ChunkKey.of(SPACE, ids).digest, packed, len(ids)))
+    return ScannedDocument("file", number, f"document-{number}", "1", bytes(16), 64, tuple(chunks))
 
 
 def read_ledger(folder: Path) -> Iterable[Said]:

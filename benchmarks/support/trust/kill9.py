@@ -163,7 +163,7 @@ def kill_driver(folder: Path, replicas: int, chance: random.Random) -> Outcome:
 
     crashes.write_corpus(folder)
     world = crashes.World(folder, chance)
-    ensure_ray(crashes.WORKERS, 1.0)
+    ensure_ray(crashes.WORKERS)
     world.ray_address = ray.get_runtime_context().gcs_address
     world.start_shard()
     try:

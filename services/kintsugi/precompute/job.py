@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -79,20 +79,17 @@ class Job:
         spec: JobSpec,
         ledger: Ledger,
         *,
-        dataset: Any = None,
         dry: bool = False,
         factory: PrefillerFactory = EnginePrefiller,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """``dataset``: a `ray.data.Dataset` to read instead of `spec.source`. ``dry``: only look chunks up;
-        needs a ledger of its own."""
+        """``dry``: only look chunks up; this needs a separate ledger."""
         self.spec = spec
         self.facts = ModelFacts.of(spec)
         self.progress = Progress(
             corpus=spec.corpus_name, fingerprint=self.facts.space.fingerprint.hex, dry=dry
         )
         self._ledger = ledger
-        self._dataset = dataset
         self._dry = dry
         self._factory = factory
         self._on_progress = on_progress
@@ -102,7 +99,7 @@ class Job:
         self._strikes = 0
         self._starts_failed = 0
         self._next_batch_s = 0.0
-        self._text_bytes = 0
+        self._text_chars = 0
         self._bytes_to_read = 0
         self._started_s = 0.0
         self._fill_started_s: float | None = None
@@ -194,13 +191,9 @@ class Job:
         """Yield blocks of the files that have changed. Fills `clean` with the stamps of all files."""
         spec = self.spec
         task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns)
-        if self._dataset is not None:
-            ensure_ray(spec.workers, spec.cpus_per_worker)
-            yield from scan(self._dataset, task, spec.source)
-            return
         listing = list_source(spec.source, spec.format)
         pieces = listing.pieces
-        self._note_failures(run, [Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
+        self._note_failures([Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
         known = self._ledger.stamps(edition)
         clean.update({piece.url: piece.stamp for piece in pieces})
         unchanged = {url for url, stamp in clean.items() if stamp and known.get(url) == stamp}
@@ -213,7 +206,7 @@ class Job:
         self._check_columns(changed[0])
         Chunker.of_model(spec.model, spec.chunking)  # raises its errors here, not inside a Ray task
         self._bytes_to_read = sum({piece.url: piece.size for piece in changed}.values())
-        ensure_ray(spec.workers, spec.cpus_per_worker)
+        ensure_ray(spec.workers)
         yield from scan(changed, task)
 
     def _check_columns(self, piece: FileRange) -> None:
@@ -236,21 +229,22 @@ class Job:
         progress.documents += len(documents) - len(recorded.duplicates)
         progress.documents_unchanged += recorded.unchanged
         progress.chunks_listed += recorded.chunks
-        self._note_failures(run, [*failures, *recorded.duplicates])
-        self._text_bytes += sum(document.chunks[-1].stop for document in documents if document.chunks)
+        self._note_failures([*failures, *recorded.duplicates])
+        self._text_chars += sum(document.num_chars for document in documents)
         total = self._bytes_to_read
-        progress.share_read = min(0.99, self._text_bytes / total) if total else 0.0
+        progress.share_read = min(0.99, self._text_chars / total) if total else 0.0
         self._check_failures(final=False)
         for start in range(0, len(recorded.fresh), LOOKUP_CHUNKS):
             self._queue_missing(recorded.fresh[start : start + LOOKUP_CHUNKS])
 
-    def _note_failures(self, run: int, failures: Sequence[Failure]) -> None:
+    def _note_failures(self, failures: Sequence[Failure]) -> None:
         self.progress.documents_failed += len(failures)
         self._failed_urls.update(failure.url for failure in failures)
+        self._show_failures(failures)
+
+    def _show_failures(self, failures: Sequence[Failure]) -> None:
         room = FAILURES_SHOWN - len(self.progress.failures)
         self.progress.failures += failures[: max(0, room)]
-        if failures:
-            self._ledger.note_failures(run, failures)
 
     def _check_failures(self, final: bool) -> None:
         """Raise `InvalidField` if more than the allowed share of documents or chunks failed."""
@@ -355,7 +349,7 @@ class Job:
     def _open_pool(self) -> Pool:
         if self._pool is None:
             spec = self.spec
-            ensure_ray(spec.workers, spec.cpus_per_worker)
+            ensure_ray(spec.workers)
             url = durable_url(spec.store, self._store.stats().durable)
             space, layout, dtype = self.facts.space, self.facts.layout, self.facts.dtype
             worker = WorkerSpec(spec.model_folder, url, space, layout, dtype, spec.codec, spec.engine)
@@ -412,10 +406,7 @@ class Job:
 
     def _record_failed_chunks(self, failed: Sequence[tuple[PendingChunk, str]]) -> None:
         self.progress.chunks_failed += len(failed)
-        room = max(0, FAILURES_SHOWN - len(self.progress.failures))
-        self.progress.failures += [
-            Failure("", 0, reason, f"chunk {chunk.key}") for chunk, reason in failed[:room]
-        ]
+        self._show_failures([Failure("", 0, reason, f"chunk {chunk.key}") for chunk, reason in failed])
 
     def _count_strike(self, error: KintsugiError) -> None:
         """Count a failed batch. Raises the error after too many in a row."""

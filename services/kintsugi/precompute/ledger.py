@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +53,6 @@ from kintsugi.precompute.sources.readers import Failure
 SCHEMA_VERSION = 1
 PAGE = 512
 """Chunks per page: the number looked up, deleted or pinned in one call."""
-REASONS_MAX = 1_000
-"""Maximum number of a run's failures that are stored with their reasons; the rest are only counted."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS edition (
@@ -67,11 +65,11 @@ CREATE TABLE IF NOT EXISTS file (
 CREATE TABLE IF NOT EXISTS document (
     id INTEGER PRIMARY KEY, edition INTEGER NOT NULL, document_id TEXT NOT NULL, version TEXT NOT NULL,
     digest BLOB NOT NULL, url TEXT NOT NULL, place INTEGER NOT NULL, seen INTEGER NOT NULL,
-    metadata TEXT NOT NULL, UNIQUE (edition, document_id));
+    UNIQUE (edition, document_id));
 CREATE INDEX IF NOT EXISTS document_url ON document (edition, url);
 CREATE TABLE IF NOT EXISTS span (
     document INTEGER NOT NULL, number INTEGER NOT NULL, edition INTEGER NOT NULL, key BLOB NOT NULL,
-    start INTEGER NOT NULL, stop INTEGER NOT NULL, PRIMARY KEY (document, number)) WITHOUT ROWID;
+    PRIMARY KEY (document, number)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS span_key ON span (key, edition);
 CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, namespace TEXT NOT NULL, tokens BLOB NOT NULL,
@@ -82,8 +80,6 @@ CREATE TABLE IF NOT EXISTS run (
     workers INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS prepared_space (
     space BLOB PRIMARY KEY, plain BLOB NOT NULL, plain_copies INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS failure (
-    run INTEGER NOT NULL, url TEXT, place INTEGER, document_id TEXT, reason TEXT);
 """
 
 
@@ -95,8 +91,6 @@ class ScannedChunk:
     tokens: bytes
     """See `pack_tokens`."""
     num_tokens: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,8 @@ class ScannedDocument:
     document_id: str
     version: str
     digest: bytes
-    metadata: str
+    num_chars: int
+    """Length of its text."""
     chunks: tuple[ScannedChunk, ...]
 
 
@@ -276,31 +271,25 @@ class Ledger(DocumentIndex):
             if later == here:
                 return failure, False
         if row is not None and (row[1], row[2]) == (document.digest, document.version):
-            update = "UPDATE document SET seen=?, url=?, place=?, metadata=? WHERE id=?"
-            db.execute(update, (run, document.url, document.place, document.metadata, row[0]))
+            update = "UPDATE document SET seen=?, url=?, place=? WHERE id=?"
+            db.execute(update, (run, document.url, document.place, row[0]))
             return failure, True
         if row is not None:
             db.execute("DELETE FROM span WHERE document=?", (row[0],))
             db.execute("DELETE FROM document WHERE id=?", (row[0],))
         number = db.execute(
-            "INSERT INTO document (edition, document_id, version, digest, url, place, seen, metadata)"
-            " VALUES (?,?,?,?,?,?,?,?)",
+            "INSERT INTO document (edition, document_id, version, digest, url, place, seen)"
+            " VALUES (?,?,?,?,?,?,?)",
             (
                 *(edition, document.document_id, document.version, document.digest),
-                *(document.url, document.place, run, document.metadata),
+                *(document.url, document.place, run),
             ),
         ).lastrowid
         db.executemany(
-            "INSERT INTO span VALUES (?,?,?,?,?,?)",
-            [(number, n, edition, c.key, c.start, c.stop) for n, c in enumerate(document.chunks)],
+            "INSERT INTO span VALUES (?,?,?,?)",
+            [(number, n, edition, chunk.key) for n, chunk in enumerate(document.chunks)],
         )
         return failure, False
-
-    def note_failures(self, run: int, failures: Iterable[Failure]) -> None:
-        with self._database.transaction() as db:
-            (kept,) = db.execute("SELECT count(*) FROM failure WHERE run=?", (run,)).fetchone()
-            rows = [(run, f.url, f.place, f.document_id, f.reason[:500]) for f in failures]
-            db.executemany("INSERT INTO failure VALUES (?,?,?,?,?)", rows[: max(0, REASONS_MAX - kept)])
 
     def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
         """Delete documents that the source no longer has. Returns their number.
@@ -416,8 +405,6 @@ class Ledger(DocumentIndex):
             ).fetchall()
             db.executemany("DELETE FROM span WHERE document=?", numbers)
             db.executemany("DELETE FROM document WHERE id=?", numbers)
-            runs = f"(SELECT id FROM run WHERE edition IN {editions})"
-            db.execute(f"DELETE FROM failure WHERE document_id=? AND run IN {runs}", which)
         has_orphans = True
         while has_orphans:
             with self.orphans(namespace, name_key) as keys:
@@ -576,7 +563,6 @@ def _claim_document_chunks(
 def _erase_one(db: sqlite3.Connection, namespace: str) -> int:
     """Deletes every corpus of the namespace, not those of its parts. Returns the number of chunks."""
     numbers = db.execute("SELECT id FROM edition WHERE namespace=?", (namespace,)).fetchall()
-    db.executemany("DELETE FROM failure WHERE run IN (SELECT id FROM run WHERE edition=?)", numbers)
     for table in ("span", "document", "file", "run"):
         db.executemany(f"DELETE FROM {table} WHERE edition=?", numbers)
     db.executemany("DELETE FROM edition WHERE id=?", numbers)

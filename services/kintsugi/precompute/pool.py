@@ -3,7 +3,6 @@ Ray."""
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -23,7 +22,7 @@ Outcome = list[str] | KintsugiError | None
 """The outcome of each chunk, the error that failed the whole batch, or None if the worker died."""
 
 
-def ensure_ray(workers: int, cpus_per_worker: float) -> None:
+def ensure_ray(workers: int) -> None:
     """Use the running Ray, or join the one at `$RAY_ADDRESS`, or start one here that listens on loopback
     only.
 
@@ -40,7 +39,7 @@ def ensure_ray(workers: int, cpus_per_worker: float) -> None:
             join_ray(address)
         else:
             start_local_ray(
-                num_cpus=(os.cpu_count() or 1) + math.ceil(workers * cpus_per_worker),
+                num_cpus=(os.cpu_count() or 1) + workers,
                 object_store_memory=OBJECT_STORE_BYTES,
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RaySystemError) as error:
@@ -91,7 +90,7 @@ class Pool:
 
         job = self._job
         actor = ray.remote(Worker).options(
-            num_cpus=job.cpus_per_worker, num_gpus=job.gpus_per_worker, max_restarts=0, max_task_retries=0
+            num_cpus=1, num_gpus=job.gpus_per_worker, max_restarts=0, max_task_retries=0
         )
         return actor.remote(self._spec, self._factory)
 

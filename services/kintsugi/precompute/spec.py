@@ -31,7 +31,7 @@ class JobSpec:
     """One job. Running the same spec again continues where the last run stopped."""
 
     source: str
-    """Path or URL of a file or folder; a name if a Ray dataset is given beside the spec."""
+    """Path or URL of a file or folder."""
     model: str
     """Checkpoint folder, present on every machine with a worker; or a hub name, `org/model`, or the reference
     model's name, which each machine downloads."""
@@ -59,8 +59,6 @@ class JobSpec:
     """Number of workers. Each runs an engine of its own."""
     gpus_per_worker: float = 0.0
     """As Ray counts GPUs: below 1, several workers share one. 0 runs vLLM on the CPU."""
-    cpus_per_worker: float = 1.0
-    """CPU cores of each worker, as Ray counts them."""
     batch_tokens: int = 16_384
     """Tokens per batch, which is also what a dying worker loses."""
     tokens_per_s_max: float = 0.0
@@ -94,7 +92,6 @@ class JobSpec:
         for name, least in (
             ("workers", 1),
             ("batch_tokens", 1),
-            ("cpus_per_worker", 0),
             ("gpus_per_worker", 0),
             ("tokens_per_s_max", 0),
             ("bytes_max", 0),

@@ -330,18 +330,6 @@ def test_a_store_that_stays_away_ends_the_job(bench: Bench, monkeypatch: pytest.
         bench.run(store="grpc://127.0.0.1:1")
 
 
-def test_any_ray_dataset_is_a_source(bench: Bench) -> None:
-    import ray
-
-    rows = [{"id": name, "text": text} for name, text in TEXTS.items()]
-    dataset = ray.data.from_items(rows)
-    job = job_module.Job(
-        bench.spec(source="rows"), bench.ledger, dataset=dataset, factory=bench.job()._factory
-    )
-    progress = job.run()
-    assert (progress.documents, progress.coverage) == (12, 1.0)
-
-
 def test_chunks_that_fail_are_counted_with_their_reason(bench: Bench) -> None:
     write_corpus(bench.source, {"a": "One. " * 100})
     progress = job_module.Job(bench.spec(errors_share_max=1.0), bench.ledger, factory=_refusing_factory).run()

@@ -57,7 +57,7 @@ def test_another_process_joins_it_at_its_loopback_address(running_ray: None) -> 
     address = ray.get_runtime_context().gcs_address
     assert is_on_loopback_alone(address)
     code = (
-        "import ray; from kintsugi.precompute.pool import ensure_ray; ensure_ray(1, 1.0);"
+        "import ray; from kintsugi.precompute.pool import ensure_ray; ensure_ray(1);"
         "print(ray.get_runtime_context().gcs_address)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": address}

@@ -34,13 +34,12 @@ CHUNKS = 12
 
 def complete_edition(ledger: Ledger, space: ChunkSpace, keys: Sequence[ChunkKey]) -> None:
     chunks = tuple(
-        ScannedChunk(key.digest, pack_tokens(token_bytes([number])), 1, number, number + 1)
-        for number, key in enumerate(keys)
+        ScannedChunk(key.digest, pack_tokens(token_bytes([number])), 1) for number, key in enumerate(keys)
     )
     edition = ledger.open_edition("tea", space, "src", "model", "cut")
     run = ledger.begin_run(edition)
     ledger.record(
-        edition, run, space.namespace, [ScannedDocument("a", 0, "a", "", bytes(keys[0].digest), "{}", chunks)]
+        edition, run, space.namespace, [ScannedDocument("a", 0, "a", "", bytes(keys[0].digest), 1, chunks)]
     )
     ledger.end_run(run, 0, 0.0, complete=True)
 

@@ -210,16 +210,14 @@ def test_texts_of_a_precomputed_corpus_are_found_in_messages(tmp_path: Path) -> 
         "another of them, which ends in a smile 🙂",
     ]
     scanned = [
-        ScannedChunk(ChunkKey.of(space, ids).digest, pack_tokens(token_bytes(ids)), len(ids), 0, len(text))
+        ScannedChunk(ChunkKey.of(space, ids).digest, pack_tokens(token_bytes(ids)), len(ids))
         for text in texts
         for ids in [tokenize(text)]
     ]
     ledger = Ledger(tmp_path)
     edition = ledger.open_edition("docs", space, "source", "model", "chunking")
     run = ledger.begin_run(edition)
-    ledger.record(
-        edition, run, NAMESPACE, [ScannedDocument("u", 0, "a.md", "v1", b"d", "{}", tuple(scanned))]
-    )
+    ledger.record(edition, run, NAMESPACE, [ScannedDocument("u", 0, "a.md", "v1", b"d", 9, tuple(scanned))])
     ledger.end_run(run, 0, 0.0, complete=True)
     ledger.close()
 

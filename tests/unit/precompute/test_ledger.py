@@ -32,10 +32,9 @@ def document(
     name: str, *words: int, url: str = "a.jsonl", place: int = 0, space: ChunkSpace = SPACE
 ) -> ScannedDocument:
     chunks = tuple(
-        ScannedChunk(ChunkKey.of(space, [word]).digest, pack_tokens(token_bytes([word])), 1, n, n + 1)
-        for n, word in enumerate(words)
+        ScannedChunk(ChunkKey.of(space, [word]).digest, pack_tokens(token_bytes([word])), 1) for word in words
     )
-    return ScannedDocument(url, place, name, "", repr(words).encode(), "{}", chunks)
+    return ScannedDocument(url, place, name, "", repr(words).encode(), len(words), chunks)
 
 
 def key(word: int, space: ChunkSpace = SPACE) -> ChunkKey:
@@ -253,15 +252,6 @@ def test_the_newest_long_run_predicts(ledger: Ledger) -> None:
     for tokens, seconds in ((1000, 10.0), (5, 0.1)):
         ledger.end_run(ledger.begin_run(edition, workers=2), tokens, seconds, complete=False)
     assert ledger.tokens_per_s(SPACE.fingerprint.hex) == 50.0
-
-
-def test_failures_are_kept_up_to_a_bound(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kintsugi.precompute.ledger.REASONS_MAX", 3)
-    run = ledger.begin_run(1)
-    for number in range(5):
-        ledger.note_failures(run, [Failure("u", number, "bad", "d")])
-    with closing(sqlite3.connect(ledger.folder / "ledger.sqlite")) as db:
-        assert db.execute("SELECT place FROM failure WHERE run=?", (run,)).fetchall() == [(0,), (1,), (2,)]
 
 
 def test_a_state_folder_that_is_none_is_explained(tmp_path: Path) -> None:

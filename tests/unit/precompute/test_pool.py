@@ -36,5 +36,5 @@ def test_a_ray_that_is_not_there_is_explained(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(Unavailable, match=word):
-        ensure_ray(workers=1, cpus_per_worker=1.0)
+        ensure_ray(workers=1)
     assert [options.get("address") for options in asked] == [None if address else "local"]

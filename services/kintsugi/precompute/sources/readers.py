@@ -22,7 +22,6 @@ from kintsugi.precompute.sources.files import FileRange, Format
 
 DOCUMENT_BYTES_MAX = 16 << 20
 """Longer documents fail, because every reading task holds a whole document in memory."""
-METADATA_BYTES_MAX = 64 << 10
 PARQUET_ROWS = 64
 PARQUET_BUFFER_BYTES = 8 << 20
 """Columns are read in buffers of this size: a row group need not fit into memory."""
@@ -57,7 +56,7 @@ with the square of the length."""
 
 @dataclass(frozen=True)
 class Columns:
-    """Column names of a document's parts. All other columns become its metadata."""
+    """Names of the columns with a document's parts. Other columns are ignored."""
 
     __pydantic_config__ = STRICT
 
@@ -71,7 +70,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its id, version and metadata."""
+    """A text with its id and version."""
 
     __pydantic_config__ = STRICT
 
@@ -82,8 +81,6 @@ class Document:
     text: str
     version: str = ""
     """Empty means a digest of the text."""
-    metadata: str = "{}"
-    """JSON."""
     markdown: bool = False
 
 
@@ -134,18 +131,9 @@ def row_to_document(
     given = row.get(columns.id)
     document_id = f"{piece.name}@{place}" if given is None else str(given)
     version = row.get(columns.version)
-    others = {
-        name: value for name, value in row.items() if name not in (columns.text, columns.id, columns.version)
-    }
-    metadata = json.dumps(others, ensure_ascii=False, default=str, sort_keys=True)
-    if len(metadata) > METADATA_BYTES_MAX:
-        return make_failure(
-            f"{len(metadata)} characters of metadata; at most {METADATA_BYTES_MAX} are stored"
-        )
-    document = Document(
-        piece.url, place, document_id, text, "" if version is None else str(version), metadata
+    return check_document(
+        Document(piece.url, place, document_id, text, "" if version is None else str(version))
     )
-    return check_document(document)
 
 
 def check_document(document: Document) -> Document | Failure:
@@ -159,7 +147,7 @@ def check_document(document: Document) -> Document | Failure:
         elif len(text) > DOCUMENT_BYTES_MAX:
             problem = f"has {len(text)} characters; at most {DOCUMENT_BYTES_MAX} are read: split it"
         else:
-            for part in (text, document.document_id, document.version, document.metadata):
+            for part in (text, document.document_id, document.version):
                 part.encode()
     except UnicodeEncodeError:
         problem = "is not UTF-8 text; convert it first"
@@ -216,7 +204,10 @@ def _read_parquet(piece: FileRange, stream: Any, columns: Columns) -> Iterator[D
         yield row_to_document(dict.fromkeys(table.schema_arrow.names), piece, 0, columns)
         return
     place = 0
-    for batch in table.iter_batches(PARQUET_ROWS, use_threads=False):
+    wanted = [
+        name for name in (columns.text, columns.id, columns.version) if name in table.schema_arrow.names
+    ]
+    for batch in table.iter_batches(PARQUET_ROWS, columns=wanted, use_threads=False):
         for row in batch.to_pylist():
             chars_left -= ROW_CHARS + len(str(row[columns.text] or ""))
             if chars_left < 0:

@@ -23,7 +23,6 @@ from kintsugi.precompute.sources.files import FileRange
 from kintsugi.precompute.sources.parser_process import LENGTH, MEMORY_EXIT, ParserLimits
 from kintsugi.precompute.sources.readers import (
     DOCUMENT_BYTES_MAX,
-    METADATA_BYTES_MAX,
     Columns,
     Document,
     Failure,
@@ -84,8 +83,8 @@ def parse_answer(data: bytes, piece: FileRange) -> Document | Failure | None:
             )
         document = load(Document, {**values, "url": piece.url})
         _check_place(document.place)
-        if kind != "document" or len(document.metadata) > METADATA_BYTES_MAX:
-            raise ValueError("it is no document")
+        if kind != "document":
+            raise ValueError("it is not a document")
     except (ValueError, TypeError, AttributeError, RecursionError, KintsugiError) as error:
         raise _ParserEnded(f"its parser answers nonsense ({_shorten(str(error))})") from None
     return check_document(document)

@@ -1,4 +1,4 @@
-"""Reads and chunks files, or any Ray dataset, on Ray Data: yields documents with their chunks' keys.
+"""Reads and chunks files on Ray Data; yields documents with the keys of their chunks.
 
 Each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks while nobody takes
 their blocks, so the driver's memory is a few blocks for any corpus.
@@ -21,8 +21,8 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, token_bytes
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.ledger import ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
-from kintsugi.precompute.sources.files import FileRange, Format
-from kintsugi.precompute.sources.readers import Columns, Document, Failure, row_to_document
+from kintsugi.precompute.sources.files import FileRange
+from kintsugi.precompute.sources.readers import Columns, Document, Failure
 from kintsugi.precompute.sources.sandbox import read_confined
 
 BLOCK_DOCUMENTS = 256
@@ -49,17 +49,6 @@ class ChunkTask:
         for piece in _unpickle(batch):
             yield from self._tables(read_confined(piece, self.columns))
 
-    def read_rows(self, batch: pa.Table, name: str) -> Iterator[pa.Table]:
-        """Chunk a dataset's rows. Rows have no place, so a document without an id is named after its text."""
-        piece = FileRange(f"dataset://{name}", name, Format.PARQUET, "")
-        documents = []
-        for row in batch.to_pylist():
-            digest = blake3.blake3(str(row.get(self.columns.text)).encode(errors="replace")).hexdigest()
-            if row.get(self.columns.id) is None:
-                row[self.columns.id] = f"{name}@{digest[:32]}"
-            documents.append(row_to_document(row, piece, int(digest[:15], 16), self.columns))
-        yield from self._tables(iter(documents))
-
     def _tables(self, documents: Iterator[Document | Failure]) -> Iterator[pa.Table]:
         block: list[Scanned] = []
         tokens = 0
@@ -81,13 +70,11 @@ class ChunkTask:
                 ChunkKey.of(self.space, chunk.token_ids).digest,
                 pack_tokens(token_bytes(chunk.token_ids)),
                 len(chunk.token_ids),
-                chunk.start,
-                chunk.end,
             )
             for chunk in _chunker(self.model, self.chunking).chunks(document.text, document.markdown)
         )
         place, version = (document.url, document.place), document.version or digest.hex()[:16]
-        return ScannedDocument(*place, document.document_id, version, digest, document.metadata, chunks)
+        return ScannedDocument(*place, document.document_id, version, digest, len(document.text), chunks)
 
 
 def _pickle(items: Sequence[FileRange | Scanned]) -> pa.Table:
@@ -103,26 +90,18 @@ def _chunker(model: str, config: ChunkingConfig) -> Chunker:
     return Chunker.of_model(model, config)
 
 
-def scan(
-    source: Sequence[FileRange] | Any, task: ChunkTask, name: str = "dataset"
-) -> Iterator[list[Scanned]]:
-    """Yield blocks of documents in no particular order, every document of the source once. Ray must be
-    running.
+def scan(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]]:
+    """Yield blocks of documents in no particular order; each document of the pieces appears once.
 
-    ``source``: pieces of files, or a `ray.data.Dataset` with the columns of `task`. Raises `Unavailable`.
+    Ray must be running. Raises `Unavailable` if a task fails.
     """
     import ray
     from ray.exceptions import RayError
 
     _silence_ray()
-    if isinstance(source, Sequence):
-        blocks = min(len(source), 4_096)
-        dataset = ray.data.from_items(_pickle(source).to_pylist(), override_num_blocks=blocks)
-        dataset = dataset.map_batches(task.read_pieces, batch_size=1, batch_format="pyarrow")
-    else:
-        dataset = source.map_batches(
-            task.read_rows, batch_size=BLOCK_DOCUMENTS, batch_format="pyarrow", fn_kwargs={"name": name}
-        )
+    blocks = min(len(pieces), 4_096)
+    dataset = ray.data.from_items(_pickle(pieces).to_pylist(), override_num_blocks=blocks)
+    dataset = dataset.map_batches(task.read_pieces, batch_size=1, batch_format="pyarrow")
     try:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
             yield _unpickle(batch)

@@ -121,7 +121,7 @@ def test_a_charset_that_no_web_page_has_is_refused_at_once(tmp_path: Path) -> No
 
 
 def document(**values: Any) -> bytes:
-    base = {"place": 0, "document_id": "d", "text": "t", "version": "", "metadata": "{}", "markdown": False}
+    base = {"place": 0, "document_id": "d", "text": "t", "version": "", "markdown": False}
     return json.dumps({"document": {**base, **values}}).encode()
 
 
@@ -136,7 +136,6 @@ def document(**values: Any) -> bytes:
         b'{"document": 1}',
         document(place=-1),
         document(place=1 << 63),
-        document(metadata="x" * 70_000),
         document(url="file:///etc/passwd", other=1),
         b'{"failure": {"place": 0}}',
     ],
