@@ -13,6 +13,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
 from benchmarks.support.quality_curve import Setup, bench_of, exact
 from benchmarks.support.rewriting import put_back, stored
+from benchmarks.support.scores import join_scores
 from kintsugi.core.layout import Codec
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import LocalEngine
@@ -47,7 +48,7 @@ def judged_by_codec(
             for chunk in chunks if codec is not Codec.RAW else ():
                 put_back(store, chunk, codec)
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[codec] = found[codec].join_scores(scores) if codec in found else scores
+            found[codec] = join_scores(found[codec], scores) if codec in found else scores
             entry = scores.entry
             setup.details.setdefault("judged_by_codec", []).append(
                 [

@@ -19,7 +19,7 @@ from kintsugi.core.baseline import Deviation
 from kintsugi.core.report import CalibrationReport
 from kintsugi.quality import metrics, reports
 from kintsugi.quality.drift import DriftDetector
-from kintsugi.quality.measure import Scores, measure_selection
+from kintsugi.quality.measure import Scores, make_baseline, measure_selection
 
 RECORDED_FROM = 400_000
 RECORDED, RECORDED_QUICK = 1800, 120
@@ -85,25 +85,30 @@ def _record(setup: Setup) -> list[Deviation]:
 
 
 def _deviations(scores: Scores) -> list[Deviation]:
-    baseline = scores.baseline
+    baseline = make_baseline(scores.by_prompt)
     return baseline.deviations(baseline.positions)
+
+
+def _detector_of(report: CalibrationReport) -> DriftDetector:
+    assert report.baseline is not None
+    return DriftDetector(report.baseline, report.thresholds, report.noise)
 
 
 def _count_alarms(report: CalibrationReport, clean: Sequence[Deviation], seed: int) -> int:
     """Alarms in `CLEAN` requests; each starts a new detector, as a new calibration does."""
-    picks, alarms, detector = random.Random(seed), 0, DriftDetector.of(report)
+    picks, alarms, detector = random.Random(seed), 0, _detector_of(report)
     for _ in range(CLEAN):
         if detector.observe(picks.choice(clean)):
-            alarms, detector = alarms + 1, DriftDetector.of(report)
+            alarms, detector = alarms + 1, _detector_of(report)
     return alarms
 
 
 def _caught_after(report: CalibrationReport, clean: Sequence[Deviation], before: int, seed: int) -> int:
     """Requests until a drop of agreement to 95 % is noticed, `before` clean ones after calibration."""
-    picks, detector = random.Random(seed), DriftDetector.of(report)
+    picks, detector = random.Random(seed), _detector_of(report)
     good, bad = _mixed(clean, 0.01), _mixed(clean, 0.05)
     while any(detector.observe(good(picks)) for _ in range(before)):
-        detector = DriftDetector.of(report)
+        detector = _detector_of(report)
     for number in range(1, 10 * CAUGHT_MAX):
         if detector.observe(bad(picks)):
             return number

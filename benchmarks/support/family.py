@@ -26,6 +26,7 @@ from benchmarks.support.quality_curve import (
     measure_curve,
     trained,
 )
+from benchmarks.support.scores import ratio_bootstrap
 from benchmarks.testbed.export import export
 from benchmarks.testbed.recipes import RECIPES, Recipe
 from benchmarks.testbed.train import train
@@ -120,7 +121,7 @@ def compare(
     """The share of the reference that each selector has, and first that of the one which was best where
     configurations were chosen. Its detail names the order on the judged prompts, and the first one's lead."""
     values = {selector: measured(scores[selection]) for selector, selection in picks.items()}
-    shares = {selector: metrics.ratio_bootstrap(mine, reference) for selector, mine in values.items()}
+    shares = {selector: ratio_bootstrap(mine, reference) for selector, mine in values.items()}
     order = sorted(picks, key=lambda selector: shares[selector].mean, reverse=largest_wins)
     details = {
         selector: f"{describe_selection(picks[selector])}, cost {scores[picks[selector]].cost:.3f}, "

@@ -24,6 +24,7 @@ from benchmarks.support.quality_curve import (
     judged,
     trained,
 )
+from benchmarks.support.scores import ratio_bootstrap
 from benchmarks.testbed.latent import make_latent_model, recipe_digest
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import describe_selection
@@ -79,7 +80,7 @@ def measure(setup: Setup, tasks: Sequence[str] = testbed.TASKS) -> list[Figure]:
         scores = judged(setup, running, [NOTHING, best], tasks)
         mismatches = count_mismatches(setup, running)
     blended, reused = scores[best], scores[NOTHING]
-    share = metrics.ratio_bootstrap(divergences(blended), divergences(reused))
+    share = ratio_bootstrap(divergences(blended), divergences(reused))
     detail = (
         f"{describe_selection(best)}, cost {blended.cost:.3f}, {share}, KL {blended.entry.kl_mean:.3g} "
         f"after {reused.entry.kl_mean:.3g}, n={len(blended.cases)}"

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.support import testbed_questions as testbed
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
+from benchmarks.support.scores import join_scores, ratio_bootstrap
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import ReportEntry, describe_selection
 from kintsugi.core.request import SelectorName
@@ -79,7 +80,7 @@ def exact(scores: Scores, of_blend: bool = True) -> list[float]:
 
 def share(scores: Scores) -> Interval:
     """Exact match ÷ full prefill's, over the same prompts."""
-    return metrics.ratio_bootstrap(exact(scores), exact(scores, of_blend=False))
+    return ratio_bootstrap(exact(scores), exact(scores, of_blend=False))
 
 
 def fit_name(bench: Bench, family: Selection, work: PassWorkload, budget: float) -> Selection | None:
@@ -192,7 +193,7 @@ def judged(
         bench = bench_of(running, testbed.cases(running, asked))
         for selection in selections:
             scores = measure_selection(bench, selection, range(len(bench.cases)))
-            found[selection] = found[selection].join_scores(scores) if selection in found else scores
+            found[selection] = join_scores(found[selection], scores) if selection in found else scores
             entry = scores.entry
             row = [
                 task,

@@ -12,7 +12,7 @@ from benchmarks.support.real.calibration import CALIBRATED, calibrated
 from benchmarks.support.real.records import Records
 from benchmarks.support.real.rows import JUDGED, OPEN, REUSE, Choice, Configuration, KindRight, open_answers
 from benchmarks.support.real.speed import BLEND, FULL
-from kintsugi.quality import metrics
+from benchmarks.support.scores import ratio_bootstrap
 from kintsugi.quality.metrics import Interval
 
 KL_BARS = {0.2: ("real_kl_share_cost20", 0.25), 0.1: ("real_kl_share_cost10", 0.42)}
@@ -34,7 +34,7 @@ def kl_share(records: Records, one: Configuration) -> tuple[Interval, str]:
     """KL to full prefill ÷ that of full reuse on the same judged prompts, and a detail with the cost."""
     mine, reuse = open_answers(records, JUDGED, one), open_answers(records, JUDGED, REUSE)
     common = sorted(set(mine) & set(reuse))
-    interval = metrics.ratio_bootstrap(
+    interval = ratio_bootstrap(
         [mine[number]["kl"] for number in common], [reuse[number]["kl"] for number in common]
     )
     detail = f"{one.name}, cost {_mean(mine, common, 'cost'):.3f}, {interval}, n={len(common)}; "
@@ -75,7 +75,7 @@ def task_figures(
     numbers = _answered(full, mine)
     if not numbers:
         return []
-    share = metrics.ratio_bootstrap(_sums(mine, numbers), _sums(full, numbers))
+    share = ratio_bootstrap(_sums(mine, numbers), _sums(full, numbers))
     count = sum(len(full[number]) for number in numbers)
     cost = statistics.mean(values["cost"] for values in _of(records, blend).values())
     detail = f"{blend.name}, cost {cost:.3f}, {share}, {count} questions on {len(numbers)} prompts; "
@@ -143,7 +143,7 @@ def _answered(full: _Right, other: _Right) -> list[int]:
 def _lost_points(full: _Right, other: _Right, numbers: Sequence[int]) -> Interval:
     """How many fewer of a hundred questions are answered rightly; sets resampled whole."""
     lost = [100 * (f - o) for f, o in zip(_sums(full, numbers), _sums(other, numbers), strict=True)]
-    return metrics.ratio_bootstrap(lost, [float(len(full[number])) for number in numbers])
+    return ratio_bootstrap(lost, [float(len(full[number])) for number in numbers])
 
 
 def _of(records: Records, one: Configuration) -> dict[Any, dict[str, Any]]:

@@ -193,8 +193,6 @@ class ReportEntry:
     """Full prefill's, on the same prompts."""
     f1: float | None = None
     f1_full: float | None = None
-    likelihood_loss: float | None = None
-    """How much less likely the blend finds the given answers, in nats per answer token."""
     place: int | None = None
     """In the sequence of configurations that were confirmed, from the safest to the cheapest. None: only
     screened, which neither passes nor fails."""

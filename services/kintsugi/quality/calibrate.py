@@ -15,7 +15,6 @@ import json
 import math
 import random
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -37,11 +36,9 @@ from kintsugi.core.report import (
 )
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import grid, metrics
 from kintsugi.quality.bounds import prompts_needed
-from kintsugi.quality.form import FullAnswer, check_form
 from kintsugi.quality.measure import (
     Bench,
     Case,
@@ -49,12 +46,13 @@ from kintsugi.quality.measure import (
     Notify,
     PromptScore,
     answer_tokens,
+    choose_score,
     make_baseline,
     measure_selection,
     summarize,
     tokenize_questions,
 )
-from kintsugi.quality.questions import ROUGE_DATASETS, Question
+from kintsugi.quality.questions import Question, make_passage_questions, make_segment_questions
 from kintsugi.quality.racing import FINALISTS_MAX, FINALISTS_MIN, SCREENING_ROUNDS, Ask, Race, RacePrompt
 
 AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
@@ -63,25 +61,23 @@ ANSWER_TOKENS_MIN = 32
 """At least so many tokens of full prefill's answer are compared, if it does not end before."""
 FORM_PROMPTS = 32
 NOISE_PROMPTS = 16
+RIGHT_MIN = 0.3
+"""Least mean score of full prefill, where answers are given."""
+ENDED_MAX = 0.5
+"""Largest share of prompts whose answer ends with its first token."""
+SHOWN_CHARACTERS = 60
 ACCURACY_LOW = 0.5
-"""Full prefill's accuracy below this causes a warning."""
+"""A lower score of full prefill causes a warning."""
 LENGTHS_APART = 1.5
 """Prompts or answers are judged in two halves, by length, if the longest has so many times the tokens of the
 shortest."""
 DOMAIN_TAIL = 0.02
 """Share of the prompts at either end that does not widen the domain: single prompts say nothing."""
 PASSAGE_PROMPTS = 400
-"""Most prompts made of the bundled passages."""
-PASSAGE_CHUNKS = 4
+"""Maximum number of prompts that are made of the bundled passages."""
 PASSAGE_TOKENS = 192
 """Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
 often."""
-SEGMENT_LENGTHS = (80, 160, 360, 720)
-"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64, which a
-report about 80 still admits. Passages of up to 384 stay whole, and those of 720 become two or more."""
-INSTRUCTION = "Read these passages before you answer.\n\n"
-"""Stands before them, too short for a segment. A segment right behind the prefix would be exact, and say
-nothing about those that clients send behind texts of their own."""
 QUESTION_TOKENS = 128
 """Room in a prompt for instruction, question, the form's foot and the answer."""
 _WIDEST = 0.123456
@@ -267,10 +263,10 @@ class _RaceRunner:
                 if not has_time():
                     return
                 if number == 1:
-                    self._bench.store_chunks(indices=indices)
+                    self._bench.store_chunks(indices)
                     self._bench.full(indices)
                 self._notify(self._progress(asked, number, len(indices)))
-                scores = measure_selection(self._bench, selection, indices, asked.is_confirmation)
+                scores = measure_selection(self._bench, selection, indices)
                 measured.append(scores.by_prompt)
             self._keep(asked, indices, measured)
             self.race.tell(asked, [[one.losses.only(self._quantities) for one in mine] for mine in measured])
@@ -438,24 +434,51 @@ def _warn_of_few(
 
 
 def check_full_prefill(bench: Bench, indices: Sequence[int], form: str, notify: Notify) -> list[str]:
-    """Return warnings about full prefill's accuracy. Raises `InvalidField` for a form that does not work."""
+    """Run full prefill on some prompts, and return what `check_answers` returns."""
     notify(f"storing the chunks of {len(indices)} prompts")
-    bench.store_chunks(indices=indices)
+    bench.store_chunks(indices)
     notify(f"full prefill of {len(indices)} prompts")
-    said = []
-    for index, answer in zip(indices, bench.full(indices), strict=True):
-        question = bench.cases[index].question
-        score = metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
-        scored = score(answer.text, question.answers) if question.answers else 0.0
-        said.append(FullAnswer(answer.text, _ends_at_once(answer), question.answers, scored))
-    check_form(form, said)
-    known = [one.score for one in said if one.answers]
-    if known and metrics.mean(known) < ACCURACY_LOW:
+    return check_answers(form, [bench.cases[index].question for index in indices], bench.full(indices))
+
+
+def check_answers(form: str, questions: Sequence[Question], answers: Sequence[CaseAnswer]) -> list[str]:
+    """Return warnings about the accuracy of full prefill.
+
+    Raises `InvalidField` if most of its answers are empty or few are right: no loss could be seen on them.
+    """
+    ended = metrics.mean([len(answer.token_ids) == 1 and not answer.text.strip() for answer in answers])
+    if ended > ENDED_MAX:
+        raise InvalidField(
+            "form",
+            f"in the prompt form {form!r} full prefill answers nothing in {ended:.0%} of {len(answers)} "
+            "prompts: its first token ends the text; use the form that the model was trained for (its chat "
+            "template)",
+        )
+    scored = [
+        (choose_score(question)(answer.text, question.answers), answer.text, question.answers[0])
+        for question, answer in zip(questions, answers, strict=True)
+        if question.answers
+    ]
+    right = metrics.mean([score for score, _, _ in scored]) if scored else 1.0
+    if right < RIGHT_MIN:
+        _, text, expected = min(scored)
+        raise InvalidField(
+            "form",
+            f"in the prompt form {form!r} full prefill is rarely right: it scores {right:.2f} in "
+            f"{len(scored)} prompts, and at least {RIGHT_MIN} is needed to see a loss; it answered "
+            f"{_shorten(text)!r} where {_shorten(expected)!r} was expected; use the form that the model was "
+            "trained for, easier questions, or leave the answers out",
+        )
+    if right < ACCURACY_LOW:
         return [
-            f"full prefill itself scores {metrics.mean(known):.2f}: where it is wrong, losses stay hidden; "
-            "use easier questions"
+            f"full prefill itself scores {right:.2f}: where it is wrong, losses stay hidden; use easier "
+            "questions"
         ]
     return []
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -> None:
@@ -466,7 +489,7 @@ def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -
         for stratum in ("", *race.judged)
         for quantity in Quantity
     ]
-    rates = dict.fromkeys(("exact_match", "exact_match_full", "f1", "f1_full", "likelihood_loss"), _WIDEST)
+    rates = dict.fromkeys(("exact_match", "exact_match_full", "f1", "f1_full"), _WIDEST)
     screened = [
         ReportEntry(one, _WIDEST, _WIDEST, _WIDEST, _WIDEST, 1000, 100_000, **rates)  # type: ignore[arg-type]
         for one in tried
@@ -485,78 +508,3 @@ def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -
             f"{num_bytes} bytes of the report, and a store has room for {room}; name about "
             f"{room * len(race.judged) // num_bytes} tasks, or give them shorter names",
         )
-
-
-def _ends_at_once(answer: CaseAnswer) -> bool:
-    return len(answer.token_ids) == 1 and not answer.text.strip()
-
-
-def make_passage_questions(
-    count_tokens: Callable[[str], int], chunk_tokens: int, count: int, seed: int
-) -> list[Question]:
-    """Make questions about the bundled passages, for users without questions. Their answers are not known.
-
-    Each has `PASSAGE_CHUNKS` passages in random order, each cut to about `chunk_tokens`.
-    """
-    texts = [passage.text for passage in read_bundled_passages()]
-    words_max = max(8, chunk_tokens * len(texts[0].split()) // max(1, count_tokens(texts[0])))
-    cut = [" ".join(text.split()[:words_max]) + "\n" for text in texts]
-    picks = random.Random(seed)
-    return [
-        Question(
-            tuple(picks.sample(cut, PASSAGE_CHUNKS)),
-            picks.choice(BUNDLED_QUESTIONS),
-            (),
-            "passages",
-            bare=True,
-        )
-        for _ in range(count)
-    ]
-
-
-def describe_prompts(questions: str | None, segments: bool) -> str:
-    """What a report says that it was measured on. ``questions``: their file; None: the bundled passages."""
-    return (questions or "bundled passages") + (", in segments" if segments else "")
-
-
-def make_segment_questions(
-    count_tokens: Callable[[str], int], room: int, count: int, seed: int
-) -> list[Question]:
-    """Make questions about the bundled passages whose prompts hold one to many segments.
-
-    Each has between one passage and as many as fit into ``room`` tokens, all cut to one of `SEGMENT_LENGTHS`:
-    so the mean length of a prompt's chunks varies as well. They stand behind `INSTRUCTION`. Raises
-    `InvalidField` where none fits.
-    """
-    texts = [passage.text.split() for passage in read_bundled_passages()]
-    passages = {
-        tokens: [_cut_words(words, tokens, count_tokens) for words in texts]
-        for tokens in SEGMENT_LENGTHS
-        if tokens <= room
-    }
-    if not passages:
-        raise InvalidField(
-            "segments",
-            f"the model has room for {max(0, room)} tokens of passages in a prompt, and a segment takes "
-            f"{SEGMENT_LENGTHS[0]}; raise --engine max_model_len, or calibrate without segments",
-        )
-    picks = random.Random(seed)
-    questions = []
-    for _ in range(count):
-        tokens = picks.choice(list(passages))
-        number = picks.randint(1, min(len(texts), room // tokens))
-        chunks = (INSTRUCTION, *picks.sample(passages[tokens], number))
-        questions.append(Question(chunks, picks.choice(BUNDLED_QUESTIONS), (), "passages", bare=True))
-    return questions
-
-
-def _cut_words(words: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The first words as one paragraph of at most so many tokens, with a blank line behind it."""
-    number = bisect_right(
-        range(len(words) + 1), tokens, key=lambda taken: count_tokens(_paragraph(words[:taken]))
-    )
-    return _paragraph(words[: number - 1])
-
-
-def _paragraph(words: Sequence[str]) -> str:
-    return " ".join(words) + "\n\n"

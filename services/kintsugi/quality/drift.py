@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kintsugi.core.baseline import Baseline, Deviation
-from kintsugi.core.report import CalibrationReport, Noise, Thresholds
+from kintsugi.core.report import Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey
 
 FALSE_ALARM = 5e-4
@@ -46,9 +46,6 @@ mean that exceeds its bound by about this much."""
 KL_CAP = 1.0
 """Nats that count as 1 in a comparison with a baseline: the test needs a bounded variable, and beyond this a
 larger divergence says little more."""
-KL_CAP_OF_THRESHOLDS = 10.0
-"""The same for reports without a baseline, whose threshold is of the uncapped mean."""
-
 QUANTILES = (0.5, 0.1, 0.02)
 """Shares of the calibration's prompts that exceed the watched levels of KL."""
 ODDS_MAX = 3.0
@@ -60,9 +57,6 @@ _Z = 1.036
 """The normal quantile of `CONFIDENCE`."""
 TAIL_MAX = 0.9
 """More requests than this may never be required to exceed a level: the test needs some room to bet."""
-UNUSUAL_MAX = 0.05
-"""Without a baseline: share of requests that may exceed the KL that 1 % of positions exceeded in
-calibration."""
 USUAL_KL_MIN = 0.0005
 """Nats: a KL below this never counts as unusual, however rare it was in calibration."""
 DISAGREEMENT_MIN = 0.01
@@ -83,9 +77,6 @@ AUDITS_WINDOW = 300
 DAMAGED_MIN = 2
 """Different damaged chunks among them that are a reason to stop blending."""
 
-Limits = Callable[[int, Sequence[Deviation]], "Bounds"]
-"""The bounds for requests of so many positions, given requests that were observed long ago."""
-
 
 @dataclass(frozen=True)
 class Tail:
@@ -102,17 +93,8 @@ class Bounds:
 
     disagreement: float
     kl: float
-    """Nats, for the mean of the capped KL."""
-    kl_cap: float
+    """Nats, for the mean of the KL capped at `KL_CAP`."""
     tails: tuple[Tail, ...]
-
-
-def threshold_bounds(thresholds: Thresholds, noise: Noise, kl_usual: float | None = None) -> Bounds:
-    """The bounds of a report without a baseline. `kl_usual`: the calibrated p99, None if it is not known."""
-    kl = min(KL_CAP_OF_THRESHOLDS / 2, max(thresholds.kl_mean_max, 2 * noise.kl_mean))
-    level = math.inf if kl_usual is None else max(kl_usual, 2 * noise.kl_p99, USUAL_KL_MIN)
-    tails = (Tail(level, UNUSUAL_MAX),)
-    return Bounds(_disagreement_max(thresholds, noise), kl, KL_CAP_OF_THRESHOLDS, tails)
 
 
 def baseline_bounds(
@@ -126,6 +108,7 @@ def baseline_bounds(
     without an alarm; those of other lengths do not count."""
     calibrated = baseline.deviations(positions)
     alike = [one for one in settled if one.positions == positions]
+    disagreement_max = min(0.5, max(1 - min(thresholds.top1_agreement_min, noise.top1_agreement), 1e-3))
     level_min = max(2 * noise.kl_p99, USUAL_KL_MIN)
     ordered = sorted((one.kl for one in calibrated), reverse=True)
     levels = [max(ordered[int(share * len(ordered))], level_min) for share in QUANTILES]
@@ -136,19 +119,13 @@ def baseline_bounds(
     disagreement = least(lambda some: upper_mean([one.disagreement for one in some], 1 / positions))
     kl = least(lambda some: upper_mean([min(one.kl, KL_CAP) for one in some], KL_CAP / positions))
     return Bounds(
-        disagreement=min(max(disagreement, DISAGREEMENT_MIN), _disagreement_max(thresholds, noise)),
+        disagreement=min(max(disagreement, DISAGREEMENT_MIN), disagreement_max),
         kl=min(max(kl, 2 * noise.kl_mean, KL_MEAN_MIN), KL_CAP / 2),
-        kl_cap=KL_CAP,
         tails=tuple(
             Tail(level, least(lambda some, level=level: _tail_share(some, level)))  # type: ignore[misc]
             for level in levels
         ),
     )
-
-
-def _disagreement_max(thresholds: Thresholds, noise: Noise) -> float:
-    """What calibration allows at all."""
-    return min(0.5, max(1 - min(thresholds.top1_agreement_min, noise.top1_agreement), 1e-3))
 
 
 def _tail_share(deviations: Sequence[Deviation], level: float) -> float:
@@ -218,37 +195,26 @@ class MeanBoundTest:
 
 
 class DriftDetector:
-    """Watches one calibration. Bounds are by number of positions, because requests differ in length."""
+    """Watches the requests that are served by one calibration. Bounds depend on a request's number of
+    positions."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, baseline: Baseline, thresholds: Thresholds, noise: Noise) -> None:
+        self._calibrated = baseline, thresholds, noise
         self._bounds: dict[int, Bounds] = {}
         self._tests: dict[str, MeanBoundTest] = {}
-        self._alarm = FALSE_ALARM / (2 + len(limits(1, ()).tails))
+        self._alarm = FALSE_ALARM / (2 + len(QUANTILES))
         self._recent: deque[Deviation] = deque()
         self._settled: deque[Deviation] = deque(maxlen=SETTLED_MAX)
         self.observations = 0
-
-    @staticmethod
-    def of(report: CalibrationReport) -> DriftDetector:
-        """A detector for what the report chose."""
-        thresholds, noise, baseline = report.thresholds, report.noise, report.baseline
-        if baseline is not None:
-            return DriftDetector(
-                lambda positions, settled: baseline_bounds(baseline, positions, thresholds, noise, settled)
-            )
-        chosen = [entry.kl_p99 for entry in report.entries if entry.selection == report.choice.selection]
-        fixed = threshold_bounds(thresholds, noise, max(chosen, default=None))
-        return DriftDetector(lambda positions, settled: fixed)
 
     def observe(self, observation: Deviation) -> str | None:
         """Add one shadowed request. Returns a description of the drift, or None while there is none."""
         self.observations += 1
         self._settle(observation)
         bounds = self._bounds_for(observation.positions)
-        capped = min(observation.kl, bounds.kl_cap)
+        capped = min(observation.kl, KL_CAP)
         reasons = [
-            self._test("kl", capped / bounds.kl_cap, bounds.kl / bounds.kl_cap)
+            self._test("kl", capped / KL_CAP, bounds.kl / KL_CAP)
             and f"the mean KL is above {bounds.kl:.3g} nats",
             self._test("top", observation.disagreement, bounds.disagreement)
             and f"the most likely token differs at more than {bounds.disagreement:.1%} of positions",
@@ -270,7 +236,8 @@ class DriftDetector:
 
     def _bounds_for(self, positions: int) -> Bounds:
         if positions not in self._bounds:
-            self._bounds[positions] = self._limits(positions, self._settled)
+            baseline, thresholds, noise = self._calibrated
+            self._bounds[positions] = baseline_bounds(baseline, positions, thresholds, noise, self._settled)
         return self._bounds[positions]
 
     def _test(self, name: str, value: float, bound: float) -> bool:

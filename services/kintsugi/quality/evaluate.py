@@ -138,9 +138,8 @@ def evaluate(
     rows: list[EvaluationRow] = []
     for chunk_tokens, chunk_count in itertools.product(axes.chunk_tokens, axes.chunk_counts):
         shaped = reshape_cases(cases, chunk_tokens, chunk_count)
-        Bench(engine, shaped, max_tokens).store_chunks(
-            lambda done, total: notify(f"storing chunks, {done} of {total}")
-        )
+        notify("storing chunks")
+        Bench(engine, shaped, max_tokens).store_chunks()
         for batch in axes.batches:
             setting = Setting(codec, speed, chunk_tokens, chunk_count, batch)
             rows += _measure_setting(Bench(engine, shaped, max_tokens, batch), setting, axes, notify)

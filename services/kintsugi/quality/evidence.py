@@ -30,7 +30,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 logger = logging.getLogger(__name__)
 
 ENGINES_MAX = 32
-"""Parts of a document. Those that were written longest ago make room."""
+"""Maximum number of parts of a document. The part that was written longest ago is dropped first."""
 DEVIATIONS_MAX = 128
 """Deviations of a part: the latest ones."""
 ANSWER_TOKENS_MAX = 1 << 20
@@ -47,17 +47,15 @@ class EngineEvidence:
     __pydantic_config__ = STRICT
 
     engine: str
-    """Differs from engine to engine and from start to start."""
-    written: str
-    """ISO 8601, UTC."""
+    """An id that differs between engines and between starts."""
     count: int
     """Deviations so far, those that are no longer listed included."""
     latest: tuple[tuple[float, float, int], ...]
     """KL in nats, disagreement, positions; the last is the newest."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.engine) <= 64 or len(self.written) > 64:
-            raise InvalidField("evidence.engine", "names no engine")
+        if not 0 < len(self.engine) <= 64:
+            raise InvalidField("evidence.engine", "must have 1 to 64 characters")
         if len(self.latest) > min(self.count, DEVIATIONS_MAX):
             raise InvalidField("evidence.latest", f"lists {len(self.latest)} deviations of {self.count}")
         for values in self.latest:
@@ -82,6 +80,7 @@ class Evidence:
     created: str
     """ISO 8601, UTC. Orders the copies that shards hold, as for reports."""
     engines: tuple[EngineEvidence, ...]
+    """In the order in which they were written."""
 
     def __post_init__(self) -> None:
         if len(self.engines) > ENGINES_MAX:
@@ -102,13 +101,6 @@ class Evidence:
 def evidence_name(binding: Binding) -> str:
     """The name under which a store keeps the evidence of engines of this binding."""
     return f"evidence/{binding.report_name}"
-
-
-def merge_evidence(found: Evidence | None, own: EngineEvidence, calibration: str, created: str) -> Evidence:
-    """The document to write: what was found of this calibration, with the engine's own part replaced."""
-    same = found.engines if found is not None and found.calibration == calibration else ()
-    others = sorted((part for part in same if part.engine != own.engine), key=lambda part: part.written)
-    return Evidence(calibration, created, (*others[1 - ENGINES_MAX :], own))
 
 
 class EvidencePool:
@@ -151,28 +143,25 @@ class EvidencePool:
         return new
 
     def _merge(self, document: bytes | None) -> Evidence:
-        now = self._now()
+        """The document to write: what was found of this calibration, with this engine's part replaced."""
+        now, found = self._now(), None
         if document is not None:
             now = max(now, ReportRevision.of(document).created + _TICK)
-        created = now.isoformat(timespec="milliseconds")
+            try:
+                found = Evidence.from_bytes(document)
+            except Corrupted as error:
+                logger.warning("%s; it is replaced", error)
+        same = found.engines if found is not None and found.calibration == self._calibration else ()
+        others = [part for part in same if part.engine != self._engine]
         latest = tuple(
             (round(one.kl, _DIGITS), round(one.disagreement, _DIGITS), one.positions) for one in self._own
         )
-        own = EngineEvidence(self._engine, created, self._count, latest)
-        return merge_evidence(_readable(document), own, self._calibration, created)
+        own = EngineEvidence(self._engine, self._count, latest)
+        created = now.isoformat(timespec="milliseconds")
+        return Evidence(self._calibration, created, (*others[1 - ENGINES_MAX :], own))
 
     def _take_new(self, merged: Evidence) -> list[Deviation]:
         others = [part for part in merged.engines if part.engine != self._engine]
         new = [one for part in others for one in part.since(self._seen.get(part.engine, 0))]
         self._seen = {part.engine: part.count for part in others}
         return new
-
-
-def _readable(document: bytes | None) -> Evidence | None:
-    if document is None:
-        return None
-    try:
-        return Evidence.from_bytes(document)
-    except Corrupted as error:
-        logger.warning("%s; it is replaced", error)
-        return None

@@ -10,10 +10,10 @@ given, both ends agree on it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.baseline import Baseline
@@ -43,8 +43,6 @@ Notify = Callable[[str], None]
 """Receives a line about the current step."""
 Score = Callable[[str, Sequence[str]], float]
 """Scores a text by the answers."""
-OnProgress = Callable[[int, int], None]
-"""Receives the number of items done and their total."""
 
 
 class MeasuredEngine(Protocol):
@@ -155,21 +153,18 @@ class Bench:
         self.batch = batch
         self._full: dict[int, CaseAnswer] = {}
         """Reference answers by case index."""
-        self._full_given: dict[int, CaseAnswer] = {}
         self._stored: set[tuple[int, ...]] = set()
 
     def on_engine(self, engine: MeasuredEngine) -> Bench:
         """The same cases on another engine of the same model. Full prefill's answers are shared: nothing that
         an engine loads changes them."""
         other = Bench(engine, self.cases, self.max_tokens, self.batch)
-        other._full, other._full_given = self._full, self._full_given
+        other._full = self._full
         return other
 
-    def store_chunks(
-        self, on_progress: OnProgress = lambda done, total: None, indices: Sequence[int] | None = None
-    ) -> int:
-        """Prefill and store every distinct chunk, of some cases if `indices` names them. Returns the number
-        of chunks that were new. Raises `NotBlendable` if one cannot be stored."""
+    def store_chunks(self, indices: Sequence[int] | None = None) -> None:
+        """Prefill and store every distinct chunk of the cases `indices`; None: of all cases. Raises
+        `NotBlendable` if one cannot be stored."""
         prefix = self.cases[0].prompt.prefix
         cases = self.cases if indices is None else [self.cases[index] for index in indices]
         wanted = dict.fromkeys(chunk.token_ids for case in cases for chunk in case.prompt.chunks)
@@ -177,14 +172,8 @@ class Bench:
         for start in range(0, len(distinct), SAVE_BATCH):
             for saved in self.engine.save(prefix, distinct[start : start + SAVE_BATCH], NAMESPACE):
                 if not saved.is_saved:
-                    reason = str(
-                        (saved.accounting or {}).get("reason")
-                        or "no_answer: the engine runs without our connector"
-                    )
-                    raise NotBlendable(*(reason.split(": ", 1) if ": " in reason else (reason, "")))
-            on_progress(min(start + SAVE_BATCH, len(distinct)), len(distinct))
+                    _raise_declined(saved, "no_answer: the engine runs without our connector")
         self._stored.update(distinct)
-        return len(distinct)
 
     def full(self, indices: Sequence[int]) -> list[CaseAnswer]:
         """Full prefill's answers to some cases; each is computed once."""
@@ -224,23 +213,6 @@ class Bench:
         forced = dict(self._run(parted, selection, forced_ids))
         return [_make_answer(free[index], forced.get(index, free[index])) for index in indices]
 
-    def given(self, selection: Selection | None, indices: Sequence[int]) -> list[CaseAnswer | None]:
-        """Answers forced along the given ones, where full prefill does not say them itself; None elsewhere.
-        `selection` None means full prefill, which is computed once."""
-        asked = [
-            index
-            for index, answer in zip(indices, self.full(indices), strict=True)
-            if self.cases[index].answer_ids and not _says(answer, self.cases[index].answer_ids)
-        ]
-        kept = self._full_given if selection is None else {}
-        missing = [index for index in asked if index not in kept]
-        forced_ids = {index: self.cases[index].answer_ids for index in missing}
-        if selection is not None:
-            self.engine.plan_with(selection)
-        for index, generation in self._run(missing, selection, forced_ids):
-            kept[index] = _make_answer(generation, generation)
-        return [kept.get(index) for index in indices]
-
     def _run(
         self, indices: Sequence[int], selection: Selection | None, forced: dict[int, tuple[int, ...]]
     ) -> list[tuple[int, Generation]]:
@@ -266,22 +238,23 @@ class Bench:
         return Prompt(prompt.token_ids, params, length, top_logprobs=TOP_LOGPROBS, forced=forced)
 
 
-def _says(answer: CaseAnswer, token_ids: tuple[int, ...]) -> bool:
-    return answer.token_ids[: len(token_ids)] == token_ids and len(answer.steps) >= len(token_ids)
-
-
 def _check_blended(generation: Generation) -> None:
     """Raise `NotBlendable` if the prompt was not blended, `ResourceExhausted` if a chunk was missing."""
     accounting = generation.accounting or {}
     if accounting.get("outcome") != Outcome.BLENDED.value:
-        reason = str(accounting.get("reason") or accounting.get("outcome") or "no_answer")
-        label, _, detail = reason.partition(": ")
-        raise NotBlendable(label, f"{detail or 'a prompt was not blended'}; nothing was measured")
+        outcome = accounting.get("outcome") or "no_answer"
+        _raise_declined(generation, f"{outcome}: a prompt was not blended, so nothing was measured")
     if accounting.get("chunks_missed"):
         raise ResourceExhausted(
             "the chunk store has evicted chunks that were just stored, so blends would recompute them; use "
             "fewer questions, or a larger store: kintsugi store serve --ssd FOLDER:SIZE"
         )
+
+
+def _raise_declined(generation: Generation, otherwise: str) -> NoReturn:
+    """Raise `NotBlendable` with the reason that the engine states, or else with ``otherwise``."""
+    label, _, detail = str((generation.accounting or {}).get("reason") or otherwise).partition(": ")
+    raise NotBlendable(label, detail)
 
 
 def _make_answer(free: Generation, forced: Generation) -> CaseAnswer:
@@ -302,8 +275,6 @@ class PromptScore:
     """Exact match of the blend and of full prefill; None without answers."""
     f1: tuple[float, float] | None = None
     """F1 of both, or Rouge-L for tasks that are scored by it."""
-    likelihood_loss: float | None = None
-    """Nats per token of the given answer; None where it was not measured."""
 
     @property
     def losses(self) -> PromptLosses:
@@ -340,10 +311,12 @@ def summarize(selection: Selection, scores: Sequence[PromptScore]) -> ReportEntr
         exact_match_full=_mean_or_none([full for _, full in right]),
         f1=_mean_or_none([blend for blend, _ in f1]),
         f1_full=_mean_or_none([full for _, full in f1]),
-        likelihood_loss=_mean_or_none(
-            [one.likelihood_loss for one in scores if one.likelihood_loss is not None]
-        ),
     )
+
+
+def choose_score(question: Question) -> Score:
+    """Rouge-L for questions that ask for a summary, F1 for others."""
+    return metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:
@@ -358,8 +331,6 @@ class Scores:
     cases: Sequence[Case]
     full: Sequence[CaseAnswer]
     blend: Sequence[CaseAnswer]
-    likelihood_losses: Sequence[float | None] = ()
-    """See `PromptScore.likelihood_loss`; empty if it was not measured."""
 
     @property
     def cost(self) -> float:
@@ -378,9 +349,7 @@ class Scores:
     def by_prompt(self) -> list[PromptScore]:
         """One score per case."""
         right = self._score_pairs(lambda question: metrics.exact_match)
-        f1 = self._score_pairs(
-            lambda question: metrics.rouge_l if question.task in ROUGE_DATASETS else metrics.f1
-        )
+        f1 = self._score_pairs(choose_score)
         found = []
         for index, (full, blend) in enumerate(zip(self.full, self.blend, strict=True)):
             pairs = list(zip(full.steps, blend.steps, strict=False))
@@ -391,7 +360,6 @@ class Scores:
                     tuple(not metrics.same_top(*pair) for pair in pairs),
                     right[index],
                     f1[index],
-                    self.likelihood_losses[index] if self.likelihood_losses else None,
                 )
             )
         return found
@@ -410,22 +378,6 @@ class Scores:
         """The entry for a report, without a verdict."""
         return summarize(self.selection, self.by_prompt)
 
-    @property
-    def baseline(self) -> Baseline:
-        """What shadowing compares this configuration's answers with."""
-        return make_baseline(self.by_prompt)
-
-    def join_scores(self, other: Scores) -> Scores:
-        """Join with the scores of the same configuration on other cases."""
-        assert other.selection == self.selection
-        return Scores(
-            self.selection,
-            [*self.cases, *other.cases],
-            [*self.full, *other.full],
-            [*self.blend, *other.blend],
-            [*self.likelihood_losses, *other.likelihood_losses],
-        )
-
     def of_task(self, task: str) -> Scores:
         """The scores of one task's cases."""
         keep = [index for index, case in enumerate(self.cases) if case.question.task == task]
@@ -434,41 +386,10 @@ class Scores:
             cases=[self.cases[index] for index in keep],
             full=[self.full[index] for index in keep],
             blend=[self.blend[index] for index in keep],
-            likelihood_losses=[self.likelihood_losses[index] for index in keep if self.likelihood_losses],
         )
 
 
-def measure_selection(
-    bench: Bench, selection: Selection, indices: Sequence[int], with_likelihood: bool = False
-) -> Scores:
-    """Run some cases with a configuration and compare the answers with full prefill's.
-
-    `with_likelihood` also compares how likely the given answers are, which takes one more run of the cases in
-    which full prefill says something else.
-    """
-    full = bench.full(indices)
+def measure_selection(bench: Bench, selection: Selection, indices: Sequence[int]) -> Scores:
+    """Run some cases with a configuration and compare the answers with those of full prefill."""
     blend = bench.blend(selection, indices)
-    cases = [bench.cases[index] for index in indices]
-    losses: list[float | None] = []
-    if with_likelihood:
-        forced = zip(bench.given(None, indices), bench.given(selection, indices), strict=True)
-        for case, mine, theirs, pair in zip(cases, full, blend, forced, strict=True):
-            losses.append(_likelihood_loss(case.answer_ids, pair[0] or mine, pair[1] or theirs))
-    return Scores(selection, cases, full, blend, losses)
-
-
-def _likelihood_loss(token_ids: Sequence[int], full: CaseAnswer, blend: CaseAnswer) -> float | None:
-    """By how many nats per token the blend finds these tokens less likely."""
-    if not token_ids:
-        return None
-    return metrics.mean(
-        [
-            _logprob(one, token) - _logprob(other, token)
-            for token, one, other in zip(token_ids, full.steps, blend.steps, strict=False)
-        ]
-    )
-
-
-def _logprob(step: Mapping[int, float], token: int) -> float:
-    """At most this if the token is not reported."""
-    return step.get(token, min(step.values()))
+    return Scores(selection, [bench.cases[index] for index in indices], bench.full(indices), blend)

@@ -128,16 +128,6 @@ def bootstrap(values: Sequence[float]) -> Interval:
     return resample(values, mean)
 
 
-def ratio_bootstrap(tops: Sequence[float], bottoms: Sequence[float]) -> Interval:
-    """95 % interval of mean(tops) ÷ mean(bottoms), with pairs resampled together; NaN if the bottom is 0."""
-
-    def share(sample: Sequence[tuple[float, float]]) -> float:
-        below = sum(bottom for _, bottom in sample)
-        return sum(top for top, _ in sample) / below if below else float("nan")
-
-    return resample(list(zip(tops, bottoms, strict=True)), share)
-
-
 def resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]], float]) -> Interval:
     """A statistic and its 95 % bootstrap interval."""
     picks = random.Random(0)

@@ -13,13 +13,16 @@ A file holds one JSON record per line (JSONL) or one JSON list. Formats of a rec
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
+from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
 
 FILE_BYTES_MAX = 1 << 30
 CHUNKS_MAX = 256
@@ -29,6 +32,14 @@ CHUNK_WORDS = 350
 ROUGE_DATASETS = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})
 """LongBench data sets whose answers are summaries, scored by Rouge-L. The other English ones are scored by
 F1."""
+
+PASSAGE_CHUNKS = 4
+SEGMENT_LENGTHS = (80, 160, 360, 720)
+"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64, which a
+report about 80 still admits. Passages of up to 384 stay whole, and those of 720 become two or more."""
+INSTRUCTION = "Read these passages before you answer.\n\n"
+"""Stands before them, too short for a segment. A segment right behind the prefix would be exact, and say
+nothing about those that clients send behind texts of their own."""
 
 _PASSAGE = re.compile(r"^(?=Passage \d+:)", re.MULTILINE)
 
@@ -180,3 +191,74 @@ def _texts(record: dict[str, Any], name: str) -> tuple[str, ...]:
 
 def _answers(record: dict[str, Any]) -> tuple[str, ...]:
     return _texts(record, "answers") if record.get("answers") is not None else ()
+
+
+def make_passage_questions(
+    count_tokens: Callable[[str], int], chunk_tokens: int, count: int, seed: int
+) -> list[Question]:
+    """Make questions about the bundled passages, for users without questions. Their answers are not known.
+
+    Each has `PASSAGE_CHUNKS` passages in random order, each cut to about `chunk_tokens`.
+    """
+    texts = [passage.text for passage in read_bundled_passages()]
+    words_max = max(8, chunk_tokens * len(texts[0].split()) // max(1, count_tokens(texts[0])))
+    cut = [" ".join(text.split()[:words_max]) + "\n" for text in texts]
+    picks = random.Random(seed)
+    return [
+        Question(
+            tuple(picks.sample(cut, PASSAGE_CHUNKS)),
+            picks.choice(BUNDLED_QUESTIONS),
+            (),
+            "passages",
+            bare=True,
+        )
+        for _ in range(count)
+    ]
+
+
+def describe_prompts(questions: str | None, segments: bool) -> str:
+    """What a report says that it was measured on. ``questions``: their file; None: the bundled passages."""
+    return (questions or "bundled passages") + (", in segments" if segments else "")
+
+
+def make_segment_questions(
+    count_tokens: Callable[[str], int], room: int, count: int, seed: int
+) -> list[Question]:
+    """Make questions about the bundled passages whose prompts hold one to many segments.
+
+    Each has between one passage and as many as fit into ``room`` tokens, all cut to one of `SEGMENT_LENGTHS`:
+    so the mean length of a prompt's chunks varies as well. They stand behind `INSTRUCTION`. Raises
+    `InvalidField` where none fits.
+    """
+    texts = [passage.text.split() for passage in read_bundled_passages()]
+    passages = {
+        tokens: [_cut_words(words, tokens, count_tokens) for words in texts]
+        for tokens in SEGMENT_LENGTHS
+        if tokens <= room
+    }
+    if not passages:
+        raise InvalidField(
+            "segments",
+            f"the model has room for {max(0, room)} tokens of passages in a prompt, and a segment takes "
+            f"{SEGMENT_LENGTHS[0]}; raise --engine max_model_len, or calibrate without segments",
+        )
+    picks = random.Random(seed)
+    questions = []
+    for _ in range(count):
+        tokens = picks.choice(list(passages))
+        number = picks.randint(1, min(len(texts), room // tokens))
+        chunks = (INSTRUCTION, *picks.sample(passages[tokens], number))
+        questions.append(Question(chunks, picks.choice(BUNDLED_QUESTIONS), (), "passages", bare=True))
+    return questions
+
+
+def _cut_words(words: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> str:
+    """The first words as one paragraph of at most so many tokens, with a blank line behind it."""
+    number = bisect_right(
+        range(len(words) + 1), tokens, key=lambda taken: count_tokens(_paragraph(words[:taken]))
+    )
+    return _paragraph(words[: number - 1])
+
+
+def _paragraph(words: Sequence[str]) -> str:
+    return " ".join(words) + "\n\n"

@@ -22,15 +22,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from kintsugi.core.accounting import ChunkAudit, Outcome
 from kintsugi.core.baseline import POSITIONS_MAX, Deviation
@@ -42,10 +39,9 @@ from kintsugi.engine.local import Generation, Prompt
 from kintsugi.fusor.audit import find_damage
 from kintsugi.quality import metrics
 from kintsugi.quality.drift import DamageDetector, DriftDetector
-from kintsugi.quality.effect import WINDOW, Effect, measure_effect
+from kintsugi.quality.effect import WINDOW, Effect, ShadowCounts
 from kintsugi.quality.evidence import EvidencePool
 from kintsugi.quality.measure import TOP_LOGPROBS
-from kintsugi.quality.metrics import Interval
 from kintsugi.quality.reports import fetch_report, trip
 from kintsugi.quality.sampling import FairSampler, is_sampled
 from kintsugi.store.protocol.interface import ChunkStore
@@ -54,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 EXCHANGE_S = 30.0
-"""Least time between two exchanges of evidence with other engines."""
-LOG_S = 600.0
-"""Least time between two log lines about the effect of blending."""
+"""Minimum time between two exchanges of evidence with other engines."""
+PENDING_MAX = 64
+"""Maximum number of answers that wait for their shadow; beyond it the oldest is dropped and counted."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,6 @@ class ShadowConfig:
     positions: int = POSITIONS_MAX
     """Number of leading answer tokens to compare, if the calibration's baseline has so many. A `LocalEngine`
     that was started without `local.FORCING` compares them as far as both sides say the same."""
-    pending_max: int = 64
-    """Maximum number of answers that wait for their shadow; beyond it the oldest is dropped and counted."""
     per_minute: float = 0.0
     """Requests a minute to shadow at least, where `share` gives fewer."""
 
@@ -78,74 +72,8 @@ class ShadowConfig:
             raise InvalidField("shadow.share", f"{self.share} is outside [0, 1]")
         if not 0.0 <= self.per_minute < float("inf"):
             raise InvalidField("shadow.per_minute", f"{self.per_minute} must be 0 or more")
-        for name in ("positions", "pending_max"):
-            if getattr(self, name) < 1:
-                raise InvalidField(f"shadow.{name}", f"{getattr(self, name)} must be at least 1")
-
-
-@dataclass(eq=False)  # registries keep collectors by identity
-class ShadowCounts(Collector):
-    """Counts so far, and the effect of blending on the latest requests. Registered in a `CollectorRegistry`,
-    the counts are the counters `kintsugi_shadow_NAME_total`."""
-
-    compared: int = 0
-    dropped: int = 0
-    disagreed: int = 0
-    trips: int = 0
-    kl_sum: float = 0.0
-    """Sum over the compared requests, in nats."""
-    pooled: int = 0
-    """Requests that other engines shadowed and this one took into account."""
-    audited: int = 0
-    """Stored chunks that were compared with what the engine computes for them."""
-    damaged: int = 0
-    """Those that differed by more than rounding and the codec explain, and were dropped."""
-    effect: Effect | None = None
-    """Over the latest shadowed requests of all engines; None before the first."""
-
-    def collect(self) -> Iterator[Metric]:
-        for name in ("compared", "dropped", "disagreed", "trips", "kl_sum", "pooled"):
-            yield CounterMetricFamily(
-                f"kintsugi_shadow_{name}",
-                f"Shadowed requests: {name.replace('_', ' ')}",
-                value=getattr(self, name),
-            )
-        for name in ("audited", "damaged"):
-            yield CounterMetricFamily(
-                f"kintsugi_shadow_{name}",
-                f"Stored chunks that shadowing prefilled again: {name}",
-                value=getattr(self, name),
-            )
-        yield from _effect_gauges(self.effect)
-
-
-def _effect_gauges(effect: Effect | None) -> Iterator[Metric]:
-    window = "the latest shadowed requests of all engines"
-    agreement = GaugeMetricFamily(
-        "kintsugi_shadow_agreement",
-        f"Share of answer positions at which blend and full prefill agree on the most likely token, over "
-        f"{window}: mean, its 95 % interval (low, high), and what calibration measured (calibrated)",
-        labels=["value"],
-    )
-    kl = GaugeMetricFamily(
-        "kintsugi_shadow_kl",
-        f"KL divergence of blends from full prefill in nats, over {window}: mean, its 95 % interval (low, "
-        "high), and what calibration measured (calibrated)",
-        labels=["value"],
-    )
-    requests = GaugeMetricFamily("kintsugi_shadow_window", f"Number of {window}, at most {WINDOW}")
-    if effect is not None:
-        _add_interval(agreement, effect.agreement, effect.agreement_calibrated)
-        _add_interval(kl, effect.kl, effect.kl_calibrated)
-        requests.add_metric([], effect.requests)
-    yield from (agreement, kl, requests)
-
-
-def _add_interval(family: GaugeMetricFamily, interval: Interval, calibrated: float | None) -> None:
-    values = {**dataclasses.asdict(interval), "calibrated": calibrated}
-    for name, value in values.items():
-        if value is not None:
-            family.add_metric([name], value)
+        if self.positions < 1:
+            raise InvalidField("shadow.positions", f"{self.positions} must be at least 1")
 
 
 class Answers(Protocol):
@@ -218,7 +146,7 @@ class Shadow:
         self._pool = EvidencePool(store, binding, uuid.uuid4().hex)
         self._unshared: list[Deviation] = []
         self._latest: deque[Deviation] = deque(maxlen=WINDOW)
-        self._exchanged_s = self._logged_s = -float("inf")
+        self._exchanged_s = -float("inf")
 
     @property
     def positions(self) -> int:
@@ -240,7 +168,7 @@ class Shadow:
         if not blended or not generation.token_ids or prompt.top_logprobs < TOP_LOGPROBS:
             return False
         with self._lock:
-            if len(self._pending) == self._config.pending_max:
+            if len(self._pending) == PENDING_MAX:
                 self._pending.popleft()
                 self.counts.dropped += 1
             self._pending.append((prompt, generation))
@@ -265,7 +193,8 @@ class Shadow:
         for prompt, _ in some:
             self._audit(prompt)
         self._exchange()
-        self._show_effect()
+        baseline = None if self._report is None else self._report.baseline
+        self.counts.effect = Effect.of(self._latest, baseline)
         return len(some)
 
     def _full_prefill_prompt(self, prompt: Prompt, generation: Generation) -> Prompt:
@@ -288,14 +217,14 @@ class Shadow:
         )
 
     def _follow_report(self) -> None:
-        """Start a new detector for a new calibration. Without a report there is nothing to compare with."""
+        """Start a new detector for a new calibration. Without a baseline there is nothing to compare with."""
         current = fetch_report(self._store, self._binding)
-        if current is None or current.tripped is not None:
+        if current is None or current.baseline is None or current.tripped is not None:
             self._detector = None
             return
         if self._detector is None or current != self._report:
             self._report = current
-            self._detector = DriftDetector.of(current)
+            self._detector = DriftDetector(current.baseline, current.thresholds, current.noise)
             self._damage = DamageDetector()
             self._unshared.clear()
             self._latest.clear()
@@ -384,10 +313,3 @@ class Shadow:
             logger.error("BLENDING IS TURNED OFF for this model: %s; run kintsugi calibrate again", reason)
             self.counts.trips += 1
             self._detector = None
-
-    def _show_effect(self) -> None:
-        baseline = None if self._report is None else self._report.baseline
-        self.counts.effect = measure_effect(self._latest, baseline)
-        if self._clock() - self._logged_s >= LOG_S:
-            self._logged_s = self._clock()
-            logger.info("%s", self.counts.effect)

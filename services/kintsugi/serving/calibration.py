@@ -90,8 +90,8 @@ class Calibrator:
         return Calibrated(None if chosen is None else describe_selection(chosen), report.choice.why)
 
     def _measure_report(self, engine: Any, form: PromptForm) -> CalibrationReport:
-        from kintsugi.quality.calibrate import Budget, calibrate, describe_prompts, prepare_bench
-        from kintsugi.quality.questions import read_questions
+        from kintsugi.quality.calibrate import Budget, calibrate, prepare_bench
+        from kintsugi.quality.questions import describe_prompts, read_questions
         from kintsugi.quality.shadow import utc_now
 
         budget, thresholds = Budget(), Thresholds()

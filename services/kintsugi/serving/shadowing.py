@@ -25,7 +25,8 @@ from kintsugi.core.spaces import ChunkSpace
 from kintsugi.engine.asynchronous import AsyncEngine
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.gateway.fill import FILL_PRIORITY
-from kintsugi.quality.shadow import Shadow, ShadowConfig, ShadowCounts
+from kintsugi.quality.effect import ShadowCounts
+from kintsugi.quality.shadow import Shadow, ShadowConfig
 
 log = logging.getLogger(__name__)
 

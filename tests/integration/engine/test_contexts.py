@@ -13,8 +13,7 @@ from kintsugi.models.context import encode_context
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.prompt_form import load_form
 from kintsugi.quality.calibrate import Budget, calibrate, make_passage_questions
-from kintsugi.quality.contexts.choice import PROMPTS_MIN
-from kintsugi.quality.contexts.probing import ContextProber
+from kintsugi.quality.contexts import PROMPTS_MIN, ContextProber
 from kintsugi.quality.measure import Bench, tokenize_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from tests.integration.engine.conftest import EngineSlot

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kintsugi.core.accounting import Accounting, ChunkAudit, Outcome
+from kintsugi.core.baseline import Baseline
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import PromptChunk, RagPrompt
@@ -127,9 +128,15 @@ def answer(
 
 
 def good_report() -> CalibrationReport:
-    return CalibrationReport.of(
+    report = CalibrationReport.of(
         BINDING, "2026-01-01T00:00:00+00:00", "test", 1, QUIET, Thresholds(), DOMAIN, SEARCH, [entry()]
     )
+    return dataclasses.replace(report, baseline=baseline_of(32))
+
+
+def baseline_of(positions: int) -> Baseline:
+    """Calibrated prompts without any deviation."""
+    return Baseline.of([[0.0] * positions] * 96, [[False] * positions] * 96)
 
 
 def put_chunk(store: RamStore, space: ChunkSpace, chunk: Sequence[int]) -> None:

@@ -9,10 +9,9 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
-from kintsugi.quality.contexts.choice import (
+from kintsugi.quality.contexts import (
     CONTEXTS_MAX,
     PROMPTS_MIN,
-    ContextTrial,
     check_contexts,
     choose_context,
     make_probes,
@@ -28,7 +27,7 @@ def lowered(by: float, spread: float = 0.0, seed: int = 1) -> tuple[float, ...]:
 
 
 def test_a_context_that_is_clearly_better_than_none_wins() -> None:
-    choice = choose_context([ContextTrial("none", NONE), ContextTrial("sample.txt", lowered(0.1, 0.1))])
+    choice = choose_context({"none": NONE, "sample.txt": lowered(0.1, 0.1)})
     assert choice.context == "sample.txt"
     assert choice.num_prompts == 16
     assert choice.why.startswith("its KL is lower than behind none by 0.1")
@@ -41,26 +40,26 @@ def test_a_context_that_is_clearly_better_than_none_wins() -> None:
 
 @pytest.mark.parametrize("kl", [lowered(0.01, 0.2), lowered(0.0), lowered(-0.1)])
 def test_none_stays_if_the_difference_may_be_chance_or_is_none_at_all(kl: tuple[float, ...]) -> None:
-    choice = choose_context([ContextTrial("none", NONE), ContextTrial("bundled", kl)])
+    choice = choose_context({"none": NONE, "bundled": kl})
     assert choice.context == "none"
     assert "nothing is clearly better on 16 prompts" in choice.why
 
 
 def test_a_lower_mean_that_may_be_chance_does_not_hide_one_that_is_clear() -> None:
     wild = tuple(kl - (1.2 if number == 0 else 0.0) for number, kl in enumerate(NONE))
-    trials = [ContextTrial("wild", wild), ContextTrial("clear", lowered(0.05)), ContextTrial("none", NONE)]
+    trials = {"wild": wild, "clear": lowered(0.05), "none": NONE}
     choice = choose_context(trials)
     assert choice.tried[0].kl_mean < choice.tried[1].kl_mean
     assert choice.context == "clear"
 
 
 def test_of_several_that_are_clearly_better_the_lowest_wins() -> None:
-    trials = [ContextTrial("none", NONE), ContextTrial("a", lowered(0.1)), ContextTrial("b", lowered(0.2))]
+    trials = {"none": NONE, "a": lowered(0.1), "b": lowered(0.2)}
     assert choose_context(trials).context == "b"
 
 
 def test_without_none_the_lowest_mean_wins() -> None:
-    choice = choose_context([ContextTrial("a", NONE), ContextTrial("b", lowered(0.01, 0.2))])
+    choice = choose_context({"a": NONE, "b": lowered(0.01, 0.2)})
     assert choice.context == min(choice.tried, key=lambda one: one.kl_mean).context == "b"
     assert all(one.gain is None for one in choice.tried)
 
@@ -68,13 +67,13 @@ def test_without_none_the_lowest_mean_wins() -> None:
 def test_contexts_are_compared_on_the_prompts_that_all_of_them_were_probed_on() -> None:
     """Where time ran out, the last prompts of others would decide."""
     behind = (*lowered(0.1)[:12], 9.0, 9.0, 9.0, 9.0)
-    choice = choose_context([ContextTrial("none", NONE[:12]), ContextTrial("bundled", behind)])
+    choice = choose_context({"none": NONE[:12], "bundled": behind})
     assert (choice.context, choice.num_prompts) == ("bundled", 12)
 
 
 def test_few_prompts_prefer_no_context() -> None:
     few = PROMPTS_MIN - 1
-    trials = [ContextTrial("none", NONE[:few]), ContextTrial("bundled", lowered(0.2)[:few])]
+    trials = {"none": NONE[:few], "bundled": lowered(0.2)[:few]}
     choice = choose_context(trials)
     assert choice.context == "none"
     assert f"{few} prompts are too few" in choice.why
@@ -82,8 +81,8 @@ def test_few_prompts_prefer_no_context() -> None:
 
 def test_a_context_that_breaks_the_model_loses() -> None:
     broken = (1000.0, *NONE[1:])
-    assert choose_context([ContextTrial("none", NONE), ContextTrial("b", broken)]).context == "none"
-    assert choose_context([ContextTrial("b", broken), ContextTrial("c", NONE)]).context == "c"
+    assert choose_context({"none": NONE, "b": broken}).context == "none"
+    assert choose_context({"b": broken, "c": NONE}).context == "c"
 
 
 def test_contexts_with_the_same_tokens_are_refused() -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kintsugi.core.baseline import Baseline, Deviation
 from kintsugi.core.report import Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.quality import drift
 from kintsugi.quality.drift import (
     AUDITS_WINDOW,
     RECENT,
+    Bounds,
     DamageDetector,
     DriftDetector,
     baseline_bounds,
-    threshold_bounds,
     upper_mean,
     upper_share,
 )
@@ -42,9 +44,7 @@ def baseline_of(seed: int, prompts: int, positions: int = 1, differs: float = 0.
 
 
 def detector_of(baseline: Baseline) -> DriftDetector:
-    return DriftDetector(
-        lambda positions, settled: baseline_bounds(baseline, positions, BARS, QUIET, settled)
-    )
+    return DriftDetector(baseline, BARS, QUIET)
 
 
 def first_alarm(detector: DriftDetector, draw: Draw, limit: int, seed: int) -> int | None:
@@ -119,27 +119,26 @@ def test_requests_that_were_served_well_only_tighten_the_bounds() -> None:
     assert bad == other == plain
 
 
-def test_a_drift_is_not_part_of_its_own_bound() -> None:
+def test_a_drift_is_not_part_of_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is from before it, as long as a drift may take to be detected."""
     seen: list[int] = []
 
-    def limits(positions: int, settled: object) -> object:
-        seen.append(len(settled))  # type: ignore[arg-type]
-        return threshold_bounds(BARS, QUIET)
+    def record_bounds(*calibrated: Any) -> Bounds:
+        seen.append(len(calibrated[-1]))
+        return baseline_bounds(*calibrated)
 
-    detector = DriftDetector(limits)  # type: ignore[arg-type]
+    monkeypatch.setattr(drift, "baseline_bounds", record_bounds)
+    detector = detector_of(baseline_of(0, 96))
     for _ in range(RECENT + 400):
         detector.observe(Deviation(0.0, 0.0))
     assert max(seen) == 400
-    assert seen[:4] == [0, 0, 0, 0]
+    assert seen[:3] == [0, 0, 0]
 
 
 def test_noise_between_kernels_is_not_unusual() -> None:
     baseline = Baseline.of([[0.0]] * 500, [[False]] * 500)
     assert first_alarm(detector_of(baseline), lambda picks: Deviation(0.0003, 0.0), 2000, 0) is None
-    loud = DriftDetector(
-        lambda positions, settled: baseline_bounds(baseline, 1, BARS, Noise(0.02, 0.5, 0.95), settled)
-    )
+    loud = DriftDetector(baseline, BARS, Noise(0.02, 0.5, 0.95))
     assert first_alarm(loud, lambda picks: Deviation(picks.random() * 0.04, 0.0), 2000, 0) is None
 
 

@@ -7,26 +7,24 @@ import random
 import pytest
 
 from kintsugi.core.baseline import Baseline, Deviation
-from kintsugi.quality.effect import measure_effect
+from kintsugi.quality.effect import Effect
 from kintsugi.quality.metrics import mean_interval, share_interval
 
 
 def test_the_effect_stands_beside_calibrations_over_as_many_positions() -> None:
     baseline = Baseline.of([[0.0, 1.0]] * 4, [[False, True]] * 4)
-    effect = measure_effect([Deviation(0.1, 0.0, 1)] * 50 + [Deviation(0.3, 0.5, 2)] * 50, baseline)
-    assert effect.agreement.mean == pytest.approx(0.75)
-    assert effect.agreement.low < 0.75 < effect.agreement.high
-    assert effect.kl.mean == pytest.approx(0.2)
-    assert effect.agreement_calibrated == pytest.approx((1.0 + 0.5) / 2)
-    assert effect.kl_calibrated == pytest.approx((0.0 + 0.5) / 2)
-    assert "100 requests" in str(effect)
-    assert "(calibrated 0.750)" in str(effect)
+    effect = Effect.of([Deviation(0.1, 0.0, 1)] * 50 + [Deviation(0.3, 0.5, 2)] * 50, baseline)
+    assert effect.agreement["mean"] == pytest.approx(0.75)
+    assert effect.agreement["low"] < 0.75 < effect.agreement["high"]
+    assert effect.kl["mean"] == pytest.approx(0.2)
+    assert effect.agreement["calibrated"] == pytest.approx((1.0 + 0.5) / 2)
+    assert effect.kl["calibrated"] == pytest.approx((0.0 + 0.5) / 2)
+    assert effect.requests == 100
 
 
 def test_without_a_baseline_nothing_stands_beside_it() -> None:
-    effect = measure_effect([Deviation(0.1, 0.0)], None)
-    assert effect.agreement_calibrated is None
-    assert "calibrated" not in str(effect)
+    effect = Effect.of([Deviation(0.1, 0.0)], None)
+    assert "calibrated" not in {**effect.agreement, **effect.kl}
 
 
 def test_intervals_cover_the_truth() -> None:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.quality.form import FullAnswer, check_form
+from kintsugi.quality.calibrate import check_answers
+from kintsugi.quality.measure import CaseAnswer
+from kintsugi.quality.questions import Question
 
-RIGHT = FullAnswer("red", False, ("red",), 1.0)
-WRONG = FullAnswer("The question is a question " * 9, False, ("red attic",), 0.0)
-NOTHING = FullAnswer("", True, (), 0.0)
+RIGHT, WRONG, NOTHING = "red attic", "The question is a question " * 9, ""
+
+
+def check(form: str, texts: list[str], answers: tuple[str, ...] = ("red attic",)) -> list[str]:
+    question = Question(("a chunk",), "Where?", answers)
+    said = [CaseAnswer(text, tuple(range(1 + 2 * len(text))), (), 1.0, 0.1) for text in texts]
+    return check_answers(form, [question] * len(texts), said)
 
 
 def test_a_form_in_which_full_prefill_is_rarely_right_is_refused_with_an_example() -> None:
-    check_form("chat", [RIGHT] * 3 + [WRONG] * 7)
+    assert "scores 0.30" in check("chat", [RIGHT] * 3 + [WRONG] * 7)[0]
+    assert check("chat", [RIGHT] * 3 + [WRONG]) == []
     with pytest.raises(InvalidField, match=r"form 'plain' .* scores 0\.17 in 12 prompts") as caught:
-        check_form("plain", [RIGHT] * 2 + [WRONG] * 10)
-    assert f"said {WRONG.text[:60] + '…'!r} where" in str(caught.value)
+        check("plain", [RIGHT] * 2 + [WRONG] * 10)
+    assert f"answered {WRONG[:60] + '…'!r} where" in str(caught.value)
     assert "'red attic' was expected" in str(caught.value)
 
 
 def test_a_form_that_mostly_ends_at_once_is_refused() -> None:
-    said = FullAnswer("some text", False, (), 0.0)
-    check_form("plain", [NOTHING, said])
-    with pytest.raises(InvalidField, match=r"says nothing in 75% of 4 prompts"):
-        check_form("plain", [NOTHING, NOTHING, NOTHING, said])
+    check("plain", [NOTHING, "some text"], ())
+    with pytest.raises(InvalidField, match=r"answers nothing in 75% of 4 prompts"):
+        check("plain", [NOTHING, NOTHING, NOTHING, "some text"], ())
 
 
 def test_without_answers_only_silence_is_refused() -> None:
-    check_form("plain", [FullAnswer("whatever", False, (), 0.0)] * 5)
+    assert check("plain", ["whatever"] * 5, ()) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotBlendable, ResourceExhausted
@@ -27,7 +24,7 @@ def bench(engine: FakeEngine, count: int = 10, max_tokens: int = 1) -> Bench:
 
 def test_each_distinct_chunk_is_stored_once() -> None:
     engine = FakeEngine()
-    assert bench(engine, 3).store_chunks(lambda done, total: None) == 4
+    bench(engine, 3).store_chunks()
     assert engine.saved == [(1, 2, 3), (4, 10), (4, 11), (4, 12)]
 
 
@@ -35,7 +32,7 @@ def test_a_chunk_that_cannot_be_stored_ends_it() -> None:
     engine = FakeEngine()
     engine.save_outcome = {"outcome": "declined", "reason": "lora: adapters"}
     with pytest.raises(NotBlendable, match="lora: adapters"):
-        bench(engine).store_chunks(lambda done, total: None)
+        bench(engine).store_chunks()
 
 
 def test_a_blend_is_compared_with_full_prefill() -> None:
@@ -177,24 +174,10 @@ def test_losses_are_one_number_a_prompt() -> None:
     assert max(bad[1].divergences) > 1.0
 
 
-def test_the_likelihood_of_given_answers_is_measured_where_full_prefill_says_something_else() -> None:
-    engine = FakeEngine()
-    cases = [dataclasses.replace(case(index), answer_ids=(RIGHT if index < 5 else 6,)) for index in range(10)]
-    one = Bench(engine, cases, 1)
-    scores = measure_selection(one, BAD, range(10), with_likelihood=True).by_prompt
-    forced = [prompt for prompt in engine.submitted if prompt.forced == (6,)]
-    assert len(forced) == 10, "five by full prefill, five by the blend"
-    assert scores[0].likelihood_loss == pytest.approx(0.0)
-    assert scores[1].likelihood_loss == pytest.approx(math.log(0.99 / (0.01 / 7)))
-    assert scores[7].likelihood_loss == pytest.approx(0.0), "as unlikely to both"
-    measure_selection(one, GOOD, range(10), with_likelihood=True)
-    assert sum(prompt.forced == (6,) and prompt.params is None for prompt in engine.submitted) == 5
-    assert measure_selection(one, BAD, range(10)).entry.likelihood_loss is None
-
-
 def test_chunks_are_stored_as_they_are_needed() -> None:
     engine = FakeEngine()
     one = bench(engine, 3)
-    assert one.store_chunks(lambda done, total: None, [0]) == 2
-    assert one.store_chunks(lambda done, total: None, [0, 1]) == 1
+    one.store_chunks([0])
+    assert engine.saved == [(1, 2, 3), (4, 10)]
+    one.store_chunks([0, 1])
     assert engine.saved == [(1, 2, 3), (4, 10), (4, 11)]

@@ -12,8 +12,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.report import CalibrationReport, Thresholds
 from kintsugi.quality import calibrate as calibration
 from kintsugi.quality.calibrate import Budget, calibrate
-from kintsugi.quality.contexts.choice import PROMPTS_MIN
-from kintsugi.quality.contexts.probing import PROMPTS_MAX, ContextProber
+from kintsugi.quality.contexts import PROMPTS_MAX, PROMPTS_MIN, ContextProber
 from kintsugi.quality.measure import Bench, measure_selection
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case

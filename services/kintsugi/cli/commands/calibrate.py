@@ -34,11 +34,10 @@ from kintsugi.engine.local import LocalEngine
 from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
-from kintsugi.quality.calibrate import Budget, calibrate, check_budget, describe_prompts, prepare_bench
-from kintsugi.quality.contexts.choice import ContextChoice, check_contexts
-from kintsugi.quality.contexts.probing import ContextProber
+from kintsugi.quality.calibrate import Budget, calibrate, check_budget, prepare_bench
+from kintsugi.quality.contexts import ContextChoice, ContextProber, check_contexts
 from kintsugi.quality.measure import Bench
-from kintsugi.quality.questions import Question, read_questions
+from kintsugi.quality.questions import Question, describe_prompts, read_questions
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind, start_measuring_engine
 from kintsugi.quality.shadow import utc_now
 from kintsugi.store.client.registry import is_process_local, open_store

@@ -1,1 +1,0 @@
-"""Chooses one of several contexts before a calibration."""
