@@ -1,6 +1,6 @@
-"""Puts corpora into the store: read, chunk, deduplicate, skip chunks that the store has, prefill the rest.
+"""Puts corpora into the store: reads, chunks and deduplicates documents, and prefills missing chunks.
 
-`sources` reads files and tables as documents on Ray Data, `chunking` cuts them, the `Ledger` (SQLite) records
-which document has which chunks, `Job` runs the steps, `pool` holds the engine workers. Only the store knows
-what is prefilled; the ledger knows which chunks make up a corpus.
+`sources` reads files as documents on Ray Data, `chunking` cuts them, the `Ledger` (SQLite) records which
+document has which chunks, `Job` runs the steps, `pool` holds the engine workers. The ledger knows which
+chunks belong to a corpus; only the store knows which chunks are prefilled.
 """

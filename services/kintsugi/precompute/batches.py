@@ -1,4 +1,4 @@
-"""Decides which chunks are prefilled together, and which are retried or given up. Pure."""
+"""Groups chunks into batches and decides which of them are retried or given up. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OutcomeVerdict(Enum):
     FILLED = "filled"
     PRESENT = "present"
     RETRY = "retry"
-    """The store did not answer; send the chunk again when it does."""
+    """The store did not answer; the chunk is sent again later."""
     FULL = "full"
     """The store is full; every other chunk would fail as well."""
     FOREIGN = "foreign"
-    """The engine computes for another chunk space; every other chunk would fail as well."""
+    """The engine uses another chunk space; every other chunk would fail as well."""
     FAILED = "failed"
     """Only this chunk failed."""
 
@@ -45,11 +45,11 @@ def judge_outcome(outcome: str) -> OutcomeVerdict:
 
 @dataclass
 class ChunkBatch:
-    """The chunks sent to a worker at a time."""
+    """The chunks that a worker gets in one call."""
 
     chunks: list[PendingChunk]
     deaths: int = 0
-    """Number of workers that died with it while it had one chunk."""
+    """Number of workers that died while they prefilled this batch's only chunk."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +83,8 @@ class Batches:
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
 
     def take(self, flush: bool) -> ChunkBatch | None:
-        """Take the next batch: one to be sent again, else a full one, or with ``flush`` whatever is left."""
+        """Take the next batch: one that is sent again, else a full one. With ``flush``, the last batch may be
+        smaller."""
         if self._again:
             batch = self._again.popleft()
             self.num_tokens -= batch.num_tokens
@@ -99,7 +100,7 @@ class Batches:
         return ChunkBatch(chunks)
 
     def settle_batch(self, batch: ChunkBatch, outcomes: Sequence[str]) -> Settled:
-        """Sort the chunks by outcome. Chunks that the store could not take now wait again."""
+        """Sort the chunks by outcome. Chunks that the store could not accept now are queued again."""
         settled = Settled()
         again = []
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
@@ -120,13 +121,14 @@ class Batches:
         return settled
 
     def requeue(self, batch: ChunkBatch) -> None:
-        """Let the batch wait again, unchanged."""
+        """Queue the batch again, unchanged."""
         self._again.append(batch)
         self.num_tokens += batch.num_tokens
 
     def split_after_death(self, batch: ChunkBatch) -> list[tuple[PendingChunk, str]]:
-        """Handle the death of the batch's worker. Both halves wait again, so that one deadly chunk is found
-        within log2 deaths and only that chunk is lost. Returns the chunks given up, with the reason."""
+        """Split a batch whose worker died, and queue both halves. If one chunk kills workers, it is found
+        after log2(chunks) deaths, and only this chunk is given up. Return the chunks that are given up, with
+        the reason."""
         if len(batch.chunks) > 1:
             middle = len(batch.chunks) // 2
             self.requeue(ChunkBatch(batch.chunks[:middle]))

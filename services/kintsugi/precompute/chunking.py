@@ -1,8 +1,8 @@
 """Cuts documents into chunks by tokens, at sentence and paragraph boundaries, the same on every machine.
 
-A chunk's key is computed over its token ids, and a segment of a prompt is tokenised alone. So cutting a
-document here, with the same model folder and `ChunkingConfig`, gives exactly the keys that a request looks
-up. `semantic-text-splitter` finds the boundaries (Unicode sentences and words, runs of newlines, Markdown's
+A chunk's key is computed over its token ids, and a segment of a prompt is tokenised alone. Therefore the same
+model folder and the same `ChunkingConfig` produce exactly the keys that a request looks up.
+`semantic-text-splitter` finds the boundaries (Unicode sentences and words, runs of newlines, Markdown's
 structure). Its version is part of `ChunkingConfig.identity`, because another version may cut elsewhere.
 Tokens are counted with the model's own tokenizer, without special tokens.
 
@@ -37,15 +37,15 @@ _SECTION_ENDS = ("\n\n", "\n", ". ", " ")
 
 @dataclass(frozen=True)
 class ChunkingConfig:
-    """How documents are cut. Parties with different configurations do not find each other's chunks."""
+    """How documents are cut. Different configurations produce different chunks, with different keys."""
 
     __pydantic_config__ = STRICT
 
     tokens_max: int = 512
     """Maximum number of tokens in a chunk; a chunk ends at the last boundary before it."""
     overlap_tokens: int = 0
-    """Maximum number of tokens that two consecutive chunks share. They are stored and prefilled twice, so 0
-    is cheapest."""
+    """Maximum number of tokens that two consecutive chunks share. Shared tokens are stored and prefilled
+    twice, so 0 is cheapest."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens_max <= TOKENS_MAX:
@@ -57,7 +57,7 @@ class ChunkingConfig:
 
     @cached_property
     def identity(self) -> str:
-        """Everything except the tokenizer that determines where a document is cut."""
+        """Everything that determines where a document is cut, except the tokenizer."""
         facts = {
             **asdict(self),
             "section_chars": SECTION_CHARS,
@@ -85,7 +85,7 @@ class Chunk:
         return ChunkKey.of(space, self.token_ids)
 
     def metadata(self, space: ChunkSpace) -> dict[str, Any]:
-        """Metadata for retrieval to store with the chunk's text, so that requests can refer to the cached
+        """The metadata that a retriever stores with the chunk's text, so that requests can name the cached
         chunk."""
         return {
             "kintsugi_key": self.key(space).hex,
@@ -98,8 +98,8 @@ class Chunker:
     """Cuts documents for one model. Thread-safe and cheap to create (2 ms); do not pickle it."""
 
     def __init__(self, tokenizer: Tokenizer, config: ChunkingConfig | None = None) -> None:
-        """``tokenizer`` is a `tokenizers.Tokenizer`; that of a fast tokenizer of `transformers` is its
-        `backend_tokenizer`. It is copied, and truncation and padding are turned off."""
+        """``tokenizer`` is a `tokenizers.Tokenizer`; a fast tokenizer of `transformers` has one as its
+        `backend_tokenizer`. The chunker uses a copy without truncation and padding."""
         self.config = config or ChunkingConfig()
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
@@ -110,8 +110,9 @@ class Chunker:
 
     @staticmethod
     def of_model(folder: str | Path, config: ChunkingConfig | None = None) -> Chunker:
-        """Use the tokenizer of a checkpoint folder, or of a hub name, `org/model`, whose small files are
-        downloaded. Raises `NotFound`, `Corrupted`, and what `checkpoint_folder` raises."""
+        """Use the tokenizer of a checkpoint folder or of a hub name, `org/model`. A hub's tokenizer is
+        downloaded without the weights. Raises `NotFound`, `Corrupted`, and what `checkpoint_folder`
+        raises."""
         path = checkpoint_folder(folder) / "tokenizer.json"
         if not path.is_file():
             raise NotFound(
@@ -126,17 +127,17 @@ class Chunker:
         return Chunker(tokenizer, config)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise a segment alone, without special tokens: the ids that a request contains for it."""
+        """Tokenise a segment alone, without special tokens. A request has the same ids for it."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def token_chars_max(self) -> int:
-        """Number of characters of the longest token. No token covers more text, except for characters that
-        the tokenizer drops or does not know. vLLM uses the same bound on a prompt's text."""
+        """Number of characters of the longest token. No token covers more text, apart from characters that
+        the tokenizer drops or does not know. vLLM bounds a prompt's text by the same number."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode the ids. Tokenising the text again need not give the same ids."""
+        """Decode the ids. Tokenising the text again may produce other ids."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -157,7 +158,8 @@ class Chunker:
 
 
 def _sections(text: str) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `SECTION_CHARS` that cover the text, each up to the best boundary in reach."""
+    """Yield ranges of at most `SECTION_CHARS` characters that cover the text. Each range ends at the best
+    boundary in its second half."""
     begin = 0
     while len(text) - begin > SECTION_CHARS:
         limit, half = begin + SECTION_CHARS, begin + SECTION_CHARS // 2

@@ -1,4 +1,4 @@
-"""A SQLite database behind a lock that raises our errors: a job's ledger and a gateway's known chunks."""
+"""A SQLite database with a lock and our errors, for a job's ledger and a gateway's known chunks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ BUSY_S = 60.0
 
 
 class Database:
-    """Thread-safe; one connection. Several processes may hold the file; writers take turns."""
+    """One connection to a SQLite file. Thread-safe. Several processes may open the file; writers take
+    turns."""
 
     def __init__(
         self, path: Path | None, schema: str, version: int, remedy: str = "choose another --state"
     ) -> None:
-        """Open or create the file; without a path the database lives in memory. ``remedy`` ends messages
-        about a file that cannot be used.
+        """Open or create the file; without a path the database is in memory. ``remedy`` is the end of the
+        messages about a file that cannot be used.
 
         Raises `Unavailable`, `ResourceExhausted`, `Corrupted`, and `VersionMismatch` for a newer schema.
         """
@@ -46,7 +47,7 @@ class Database:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA cache_size=-32768")
-            self._db.execute("PRAGMA secure_delete=ON")  # what is deleted is overwritten
+            self._db.execute("PRAGMA secure_delete=ON")  # overwrites deleted rows
             (written,) = self._db.execute("PRAGMA user_version").fetchone()
             if written not in (0, version):
                 kind = VersionMismatch if written > version else Corrupted
@@ -72,12 +73,12 @@ class Database:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # SQLite rolls back by itself when the disk is full
+                if self._db.in_transaction:  # SQLite rolls back automatically when the disk is full
                     self._db.execute("ROLLBACK")
                 raise
 
     def scrub(self) -> None:
-        """Leave nothing of deleted rows in the file and its log. Raises `Unavailable` while somebody reads,
+        """Remove deleted rows from the file and its log. Raises `Unavailable` while another connection reads,
         `ResourceExhausted` and `Corrupted`."""
         if self.path is None:
             return
@@ -85,19 +86,21 @@ class Database:
             self._check_file()
             (busy, _, _) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if busy:
-            raise Unavailable(f"{self.path} is being read, so its log may hold what was deleted; erase again")
+            raise Unavailable(
+                f"{self.path} is being read, so its log may still hold deleted rows; erase again"
+            )
 
     def _check_file(self) -> None:
-        """Raise `Unavailable` if the file was deleted: SQLite would go on writing to it unseen."""
+        """Raise `Unavailable` if the file was deleted: SQLite would continue to write to the deleted file."""
         if self.path is not None and _identify_file(self.path) != self._file:
-            raise Unavailable(f"{self.path} was deleted; start again, and the file is created anew")
+            raise Unavailable(f"{self.path} was deleted; restart to create it again")
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError:
-            raise  # a bug of ours, such as using a closed connection
+            raise  # our own bug, such as the use of a closed connection
         except sqlite3.DatabaseError as error:
             raise self._to_kintsugi_error(error, what) from error
         except OSError as error:
@@ -127,8 +130,8 @@ def _identify_file(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def lock_state(path: Path, taken: str) -> Iterator[None]:
-    """Hold a lock file that only one process can hold; it ends with the process. Raises `Unavailable` with
-    the message `taken` if another process holds it."""
+    """Hold an exclusive lock on a file. The lock ends with the process. Raises `Unavailable` with the message
+    `taken` if another process holds it."""
     try:
         file = path.open("w")
     except OSError as error:

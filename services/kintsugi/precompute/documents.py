@@ -1,7 +1,7 @@
-"""Finds chunks by document: maps (document id, version, index) to token ids.
+"""Interface that finds chunks by document: it maps (document id, version, index) to token ids.
 
-Retrieval knows documents; the cache knows token ids. A `DocumentIndex` connects them: precompute's ledger is
-one, and a gateway asks it for segments that name a document.
+A retriever knows documents; the cache knows token ids. A gateway uses a `DocumentIndex`, such as precompute's
+ledger, for segments that name a document.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NameKey = Callable[[str], bytes]
 
 
 def no_name_key(namespace: str) -> bytes:
-    """The name key of a namespace that is not encrypted."""
+    """Return the name key of a namespace that is not encrypted."""
     return b""
 
 
@@ -30,7 +30,7 @@ class DocumentRef:
     document_id: str
     index: int
     version: str | None = None
-    """None means the current version. Versions other than the current one are not found."""
+    """None means the current version. Only the current version is found."""
 
     def __post_init__(self) -> None:
         check_document_id(self.document_id)
@@ -40,7 +40,7 @@ class DocumentRef:
 
 @dataclass(frozen=True)
 class KnownChunk:
-    """The chunk that a reference stands for."""
+    """The chunk that a reference names."""
 
     ref: DocumentRef
     version: str
@@ -76,8 +76,8 @@ class DocumentIndex(ABC):
         in order."""
 
     def erase_chunks(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Forget the tokens of chunks, which documents may still refer to; they are not found any more.
-        Returns how many there were. Nothing of them is left in files."""
+        """Delete the tokens of chunks. Documents that refer to these chunks no longer find them. Return the
+        number of deleted chunks. Nothing of them is left in files."""
         return 0
 
     def erase_document(
@@ -88,14 +88,16 @@ class DocumentIndex(ABC):
         erase: Callable[[Sequence[ChunkKey]], None],
         name_key: bytes = b"",
     ) -> bool:
-        """Forget a document of a corpus of the namespace, and the chunks that no other document has;
-        ``erase`` is called with their keys before. ``name_key``: that of the namespace. Returns whether it
-        was there. Nothing of them is left in files. A call that failed continues with the next."""
+        """Delete a document of a corpus of the namespace, and the chunks that no other document has.
+
+        ``erase`` is called with the keys of these chunks before they are deleted. ``name_key`` is the name
+        key of the namespace. Return whether the document existed. Nothing of it is left in files. If a call
+        fails, the next call continues."""
         return False
 
     def erase_namespace(self, namespace: str) -> int:
-        """Forget every corpus of the namespace and its parts. Returns the number of chunks. Nothing is left
-        in files."""
+        """Delete every corpus of the namespace and of its parts. Return the number of deleted chunks. Nothing
+        of them is left in files."""
         return 0
 
     @abstractmethod

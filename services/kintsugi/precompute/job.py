@@ -1,11 +1,12 @@
-"""Runs one job: from documents to chunks in the store, then deletes chunks that are no longer used.
+"""Runs one job: reads documents, puts their chunks into the store, and deletes chunks that are no longer
+used.
 
-    scan ─▶ ledger (deduplicates) ─▶ store.tiers (skips what is there) ─▶ batches ─▶ pool of engines
+    scan ─▶ ledger (deduplicates) ─▶ store.tiers (skips stored chunks) ─▶ batches ─▶ pool of engines
                                                                                      └▶ outcomes
 
-Everything is streamed; at most `QUEUED_BATCHES` per worker wait on the driver. To resume a job, run it again:
-it looks every chunk up in the store and prefills only missing ones, including those of batches that a crash
-interrupted.
+Everything is streamed; the driver holds at most `QUEUED_BATCHES` per worker. To resume a job, run it again:
+it looks up every chunk in the store and prefills only the missing ones, including the chunks of batches that
+a crash interrupted.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFac
 from kintsugi.store.client.registry import open_store
 
 QUEUED_BATCHES = 4
-"""Batches per worker that may wait on the driver, in addition to those that the workers have."""
+"""Batches per worker that the driver may hold, in addition to the batches that the workers have."""
 LOOKUP_CHUNKS = 256
 """Chunks of a block that are looked up in one call."""
 FAILURES_SHOWN = 20
 STORE_PATIENCE_S = 600.0
-"""How long the store may be unavailable before the job fails; the next run continues."""
+"""Seconds that the store may be unavailable before the job fails. The next run continues."""
 STORE_WAIT_S = (0.5, 1.0, 2.0, 5.0)
 STRIKES_MAX = 8
-"""Failed batches in a row, per worker, before the job fails: then the workers are at fault, not the
-chunks."""
+"""Consecutive failed batches, per worker, after which the job fails: the cause is then in the workers, not in
+the chunks."""
 STARTS_FAILED_MAX = 3
-"""Failed engine starts, over all workers, before the job fails: each takes half a minute, and the next would
-fail as well."""
+"""Failed engine starts, over all workers, after which the job fails: each takes half a minute, and the next
+would fail as well."""
 WAIT_S = 0.2
 DOCUMENTS_JUDGED = 200
-"""The share of failures is checked from this many documents on, and at the end."""
+"""The share of failures is checked after this many documents, and at the end."""
 
 
 Answer = TypeVar("Answer")
@@ -72,7 +73,7 @@ class Cancelled(Exception):
 
 
 class Job:
-    """Call `run` in one thread; `cancel` and `progress` may be used from any other."""
+    """One run of a job. Call `run` in one thread; other threads may use `cancel` and `progress`."""
 
     def __init__(
         self,
@@ -106,11 +107,12 @@ class Job:
         self._failed_urls: set[str] = set()
 
     def cancel(self) -> None:
-        """End the job once its running batches are done. Running the same job again continues it."""
+        """End the job after its running batches. To continue it, run the same job again."""
         self._stop.set()
 
     def run(self) -> Progress:
-        """Run the job to its end. Raises the error that stopped it; the same job can then be run again."""
+        """Run the job to its end. Raises the error that stopped it; a new run of the same job continues
+        it."""
         self._started_s = time.monotonic()
         try:
             with self._ledger.exclusive(self.spec.corpus_name):
@@ -161,14 +163,14 @@ class Job:
                 self._ledger.end_run(run, self.progress.tokens_filled, self.progress.fill_s, complete)
 
     def _check_model(self) -> None:
-        """Raise `InvalidField` if the corpus is filled for another model and `replace_model` is not set."""
+        """Raise `InvalidField` if the corpus has chunks of another model and `replace_model` is not set."""
         mine = self.facts.space.fingerprint.hex
         others = self._ledger.fingerprints(self.spec.corpus_name) - {mine}
         if others and not self.spec.replace_model and not self._dry:
             raise InvalidField(
                 "model",
-                f"has fingerprint {mine[:16]}, but corpus {self.spec.corpus_name!r} is filled for "
-                f"{min(others)[:16]}; use that model, or --replace-model to fill this one beside it",
+                f"has fingerprint {mine[:16]}, but corpus {self.spec.corpus_name!r} has chunks of "
+                f"{min(others)[:16]}; use that model, or --replace-model to add the chunks of this one",
             )
 
     def _fill_store(self, edition: int, run: int) -> None:
@@ -188,7 +190,7 @@ class Job:
             self._pump(flush=True)
 
     def _scan_changed(self, edition: int, run: int, clean: dict[str, str]) -> Iterator[list[Scanned]]:
-        """Yield blocks of the files that have changed. Fills `clean` with the stamps of all files."""
+        """Yield blocks of the files that have changed. Put the stamps of all files into `clean`."""
         spec = self.spec
         task = ChunkTask(spec.model_folder, spec.chunking, self.facts.space, spec.columns)
         listing = list_source(spec.source, spec.format)
@@ -210,7 +212,7 @@ class Job:
         yield from scan(changed, task)
 
     def _check_columns(self, piece: FileRange) -> None:
-        """Raise `InvalidField` if the text column is missing: that is a mistake in the job, not in a
+        """Raise `InvalidField` if the text column is missing, which is a mistake in the job and not in a
         document."""
         with closing(read_confined(piece, self.spec.columns)) as documents:
             first = next(documents, None)
@@ -294,8 +296,8 @@ class Job:
             self._pump(flush=False)
 
     def _keep_present(self, chunks: Sequence[PendingChunk], tiers: Sequence[str | None]) -> list[str | None]:
-        """Have the store keep what it holds: an engine may have discovered some, and they would expire.
-        Returns the tiers, with None also for chunks that have gone since they were looked up."""
+        """Make the store keep the chunks that it holds: chunks that an engine discovered would expire. Return
+        the tiers, with None for chunks that were evicted since they were looked up."""
         present = [chunk.key for chunk, tier in zip(chunks, tiers, strict=True) if tier is not None]
         if not present:
             return list(tiers)
@@ -304,11 +306,11 @@ class Job:
         return [None if chunk.key in gone else tier for chunk, tier in zip(chunks, tiers, strict=True)]
 
     def _look_up(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """The fastest tier that holds each chunk, None for missing ones."""
+        """Return the fastest tier that holds each chunk; None for missing chunks."""
         return self._wait_for_store(lambda: self._store.tiers(self.spec.namespace, keys))
 
     def _wait_for_store(self, ask: Callable[[], Answer]) -> Answer:
-        """Return the store's answer; retry while the store is unavailable, up to `STORE_PATIENCE_S`."""
+        """Return the store's answer; retry for up to `STORE_PATIENCE_S` while the store is unavailable."""
         deadline_s = time.monotonic() + STORE_PATIENCE_S
         for wait_s in itertools.chain(STORE_WAIT_S, itertools.repeat(STORE_WAIT_S[-1])):
             try:
@@ -321,7 +323,7 @@ class Job:
         raise AssertionError  # the waits never end
 
     def _pump(self, flush: bool) -> None:
-        """Send the batches that may be sent, then settle finished ones, waiting up to `WAIT_S` for them."""
+        """Send the batches that may be sent, then settle finished ones, after a wait of up to `WAIT_S`."""
         self._check_cancelled()
         pool = self._pool
         while self._may_send():
@@ -399,8 +401,8 @@ class Job:
             self._strikes = 0
 
     def _bytes_of(self, chunks: Sequence[PendingChunk]) -> int:
-        """Stored size of the chunks. Most chunks of a corpus are equally long, so each length is computed
-        once."""
+        """Return the stored size of the chunks. Most chunks of a corpus have the same length, so each length
+        is computed once."""
         facts, sizes = self.facts, Counter(chunk.num_tokens for chunk in chunks)
         return sum(facts.layout.chunk_bytes(facts.codec, size) * count for size, count in sizes.items())
 
@@ -409,7 +411,7 @@ class Job:
         self._show_failures([Failure("", 0, reason, f"chunk {chunk.key}") for chunk, reason in failed])
 
     def _count_strike(self, error: KintsugiError) -> None:
-        """Count a failed batch. Raises the error after too many in a row."""
+        """Count a failed batch. Raises the error after too many consecutive ones."""
         self._strikes += 1
         if self._strikes > STRIKES_MAX * self.spec.workers:
             raise error
@@ -425,14 +427,14 @@ class Job:
         raise Cancelled
 
     def _delete_orphans(self) -> None:
-        """Delete chunks that no document of any corpus has any more."""
+        """Delete chunks that no longer belong to a document of any corpus."""
         delete = functools.partial(delete_some_orphans, self._ledger, self._store, self.spec.namespace)
         while deleted := self._wait_for_store(delete):
             self.progress.chunks_invalidated += deleted
 
     def _count_evicted(self, edition: int) -> None:
-        """Count the chunks that are gone again: a store that is too small evicts the first ones for the
-        last."""
+        """Count the chunks that are missing again: a store that is too small evicts the first ones for the
+        last ones."""
         if not self.progress.chunks_filled:
             return
         missing = 0
@@ -452,8 +454,8 @@ class Job:
 
 
 def survey(spec: JobSpec, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
-    """Find out what a job would do: chunks, bytes, and what is resident in which tier. Keeps nothing and
-    starts no engine."""
+    """Return the progress that a job would report: chunks, bytes, and the resident chunks of each tier.
+    Stores nothing and starts no engine."""
     with (
         tempfile.TemporaryDirectory(prefix="kintsugi-survey-") as folder,
         closing(Ledger(Path(folder))) as ledger,

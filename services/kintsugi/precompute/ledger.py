@@ -1,17 +1,17 @@
 """Records what a corpus consists of: documents, their chunks, the chunks' tokens, and the files read.
 
-All corpora of a state folder share one SQLite file, so that a chunk of several corpora is known to be shared.
-The ledger never knows what is prefilled; the store does. A crash leaves the state of the last transaction,
-and a job that runs again computes the same keys, because they are digests.
+All corpora of a state folder share one SQLite file, so the ledger knows which chunks several corpora share.
+The ledger does not know which chunks are prefilled; the store does. A crash leaves the state of the last
+transaction, and a job that runs again computes the same keys, because they are digests.
 
 SQLite's cache bounds the memory. On disk, a chunk of 512 tokens takes about 1 KiB, a ten-thousandth of its
-KV: its compressed token ids, which requests that name a document need.
+KV: its compressed token ids, which are needed for requests that name a document.
 
 Terms: an *edition* is a corpus as chunked for one chunk space. A new model makes a new edition; the old one
-stays until it is retired. A chunk is *checked* in a run once it was looked up in the store.
+stays until it is retired. A chunk is *checked* in a run when it has been looked up in the store.
 
-In a space with a context the ledger lists a chunk once, by its prepared key, and gives out both copies to
-look up, fill, pin and delete. A plain copy is deleted when the last prepared chunk that has it is (two
+In a space with a context the ledger lists a chunk once, by its prepared key, and returns the keys of both the
+prepared chunk and its plain copy. A plain copy is deleted with the last prepared chunk that uses it (two
 contexts share the plain copies of one text), unless a corpus without a context has the same chunk.
 """
 
@@ -89,7 +89,7 @@ class ScannedChunk:
 
     key: bytes
     tokens: bytes
-    """See `pack_tokens`."""
+    """Packed by `pack_tokens`."""
     num_tokens: int
 
 
@@ -112,7 +112,7 @@ class Recorded:
     """The result of recording a batch of documents."""
 
     fresh: list[PendingChunk]
-    """Distinct chunks that were not yet checked in this run, each with its plain copy."""
+    """Distinct chunks that this run has not checked yet, each with its plain copy."""
     duplicates: list[Failure]
     unchanged: int
     chunks: int
@@ -137,7 +137,7 @@ class Ledger(DocumentIndex):
     """The ledger of a state folder. Thread-safe. Several processes may open it; writers take turns."""
 
     def __init__(self, folder: Path) -> None:
-        """Open or create `folder`/ledger.sqlite. Every method raises what `Database` raises."""
+        """Open or create ``ledger.sqlite`` in `folder`. Every method raises what `Database` raises."""
         self.folder = folder
         self._database = Database(folder / "ledger.sqlite", _SCHEMA, SCHEMA_VERSION)
 
@@ -161,9 +161,9 @@ class Ledger(DocumentIndex):
         chunking: str,
         plain_copies: bool = True,
     ) -> int:
-        """Return the edition's number, creating the edition on first use.
+        """Return the edition's number. Create the edition if it does not exist.
 
-        ``plain_copies``: whether its chunks have plain copies from now on, where the space has a context."""
+        ``plain_copies``: whether its chunks have plain copies from now on, if the space has a context."""
         with self._database.transaction() as db:
             if space.context_token_ids:
                 row = (space.digest, space.plain.digest, plain_copies)
@@ -179,7 +179,7 @@ class Ledger(DocumentIndex):
                 "SELECT id, chunking FROM edition WHERE corpus=? AND space=?", key
             ).fetchone()
             if before != chunking:
-                # Cut differently, every document has other chunks: read all files again.
+                # Every document now has other chunks: read all files again.
                 db.execute("UPDATE edition SET chunking=?, completed_s=NULL WHERE id=?", (chunking, number))
                 db.execute("DELETE FROM file WHERE edition=?", (number,))
         return int(number)
@@ -204,7 +204,8 @@ class Ledger(DocumentIndex):
                 )
 
     def tokens_per_s(self, fingerprint: str) -> float | None:
-        """Speed of one worker in the newest run with this model that prefilled for a second or more."""
+        """Return the speed of one worker in the newest run with this model that prefilled for at least a
+        second."""
         with self._database.open_read() as db:
             row = db.execute(
                 "SELECT run.tokens_filled / run.fill_s / run.workers FROM run"
@@ -215,7 +216,7 @@ class Ledger(DocumentIndex):
         return None if row is None else float(row[0])
 
     def stamps(self, edition: int) -> dict[str, str]:
-        """Stamps of the files that were read without a failure, by URL."""
+        """Return the stamps of the files that were read without a failure, by URL."""
         with self._database.open_read() as db:
             return dict(db.execute("SELECT url, stamp FROM file WHERE edition=?", (edition,)).fetchall())
 
@@ -237,9 +238,10 @@ class Ledger(DocumentIndex):
         documents: Sequence[ScannedDocument],
         name_key: bytes = b"",
     ) -> Recorded:
-        """Record documents. Of two with the same id, the one that comes first in the source stays.
+        """Record documents. If two have the same id, only the one that comes first in the source is recorded.
 
-        ``name_key``, here and below: that of the edition's chunk space; the ledger does not keep it."""
+        ``name_key``, here and below: the name key of the edition's chunk space. The ledger does not store
+        it."""
         fresh: list[PendingChunk] = []
         duplicates: list[Failure] = []
         unchanged = chunks = 0
@@ -292,10 +294,10 @@ class Ledger(DocumentIndex):
         return failure, False
 
     def end_scan(self, edition: int, run: int, clean: dict[str, str], failed_urls: Sequence[str]) -> int:
-        """Delete documents that the source no longer has. Returns their number.
+        """Delete documents that the source no longer has. Return their number.
 
         ``clean``: stamps of the files that were read without a failure. Documents of files and folders in
-        ``failed_urls`` (a folder's URL ends with a slash) stay: an unreadable file is not a deleted one.
+        ``failed_urls`` (a folder's URL ends with a slash) stay, because an unreadable file is not deleted.
         """
         with self._database.transaction() as db:
             db.execute("CREATE TEMP TABLE IF NOT EXISTS spared (url TEXT PRIMARY KEY)")
@@ -354,12 +356,12 @@ class Ledger(DocumentIndex):
 
     @contextmanager
     def orphans(self, namespace: str, name_key: bytes = b"") -> Iterator[list[ChunkKey]]:
-        """A page of chunks that no document of any corpus has, and of their plain copies.
+        """Yield a page of keys: chunks that belong to no document of any corpus, and their plain copies.
 
-        They are deleted when the body ends without an error. The page is empty only when none are left.
+        They are deleted when the body ends without an error. The page is empty only if no orphans are left.
 
-        The transaction blocks other writers: a document that gets one of these chunks is recorded after the
-        store has deleted the chunk, and so finds it missing.
+        The transaction blocks other writers. If a document gets one of these chunks meanwhile, it is recorded
+        after the store has deleted the chunk, and the chunk is found to be missing.
         """
         with self._database.transaction() as db:
             spaces = db.execute("SELECT space, plain, plain_copies FROM prepared_space").fetchall()
@@ -422,7 +424,7 @@ class Ledger(DocumentIndex):
         return erased
 
     def empty(self, edition: int) -> None:
-        """Delete an edition's documents. Chunks that no other edition has become orphans."""
+        """Delete an edition's documents. Chunks that belong to no other edition become orphans."""
         with self._database.transaction() as db:
             for table in ("span", "document", "file", "run"):
                 db.execute(f"DELETE FROM {table} WHERE edition=?", (edition,))
@@ -434,8 +436,8 @@ class Ledger(DocumentIndex):
             db.execute("DELETE FROM edition WHERE id=?", (edition,))
 
     def find_replaced_editions(self, corpus: str, edition: int) -> list[Edition]:
-        """Find all editions except this one and the one that was complete last; none while none is
-        complete."""
+        """Return all editions except this one and the one that was completed last. The list is empty while no
+        edition is complete."""
         with self._database.open_read() as db:
             row = db.execute(
                 "SELECT id FROM edition WHERE corpus=? AND completed_s IS NOT NULL"
@@ -447,7 +449,7 @@ class Ledger(DocumentIndex):
         return [one for one in self.editions(corpus) if one.id not in (edition, row[0])]
 
     def editions(self, corpus: str | None = None) -> list[Edition]:
-        """All editions, newest last."""
+        """Return all editions, newest last."""
         with self._database.open_read() as db:
             rows = db.execute(
                 "SELECT id, corpus, namespace, fingerprint, source, model,"
@@ -459,7 +461,7 @@ class Ledger(DocumentIndex):
         return [Edition(*(*row[:8], bool(row[8]))) for row in rows]
 
     def fingerprints(self, corpus: str) -> set[str]:
-        """Fingerprints of the models for which the corpus has editions."""
+        """Return the fingerprints of the models for which the corpus has editions."""
         with self._database.open_read() as db:
             rows = db.execute("SELECT DISTINCT fingerprint FROM edition WHERE corpus=?", (corpus,))
             return {fingerprint for (fingerprint,) in rows.fetchall()}
@@ -467,8 +469,8 @@ class Ledger(DocumentIndex):
     def resolve(
         self, corpus: str, refs: Sequence[DocumentRef], name_key: NameKey = no_name_key
     ) -> list[KnownChunk | None]:
-        """Resolve references within the serving edition, the newest complete one. Raises `NotFound` for a
-        corpus without one."""
+        """Resolve references within the serving edition, which is the newest complete one. Raises `NotFound`
+        if the corpus has none."""
         with self._database.open_read() as db:
             row = db.execute(
                 "SELECT id, namespace FROM edition WHERE corpus=? AND completed_s IS NOT NULL"
@@ -481,7 +483,7 @@ class Ledger(DocumentIndex):
             return [_resolve_document(db, edition, ref, secret) for ref in refs]
 
     def chunks(self, fingerprint: str, after: int, limit: int) -> list[IndexedChunk]:
-        """Damaged rows are left out."""
+        """Return up to `limit` chunks, as in `DocumentIndex`. Damaged rows are left out."""
         while True:
             with self._database.open_read() as db:
                 rows = db.execute(
@@ -521,7 +523,7 @@ def _resolve_document(
 
 
 def _index_chunk(number: int, namespace: object, key: object, tokens: object) -> IndexedChunk | None:
-    """The chunk of a row; None for a damaged one."""
+    """Return the chunk of a row; None for a damaged row."""
     try:
         ids = tuple(unpack_tokens(tokens))
         return IndexedChunk(number, check_namespace(str(namespace)), ChunkKey(check_digest(key)), ids)
@@ -531,7 +533,7 @@ def _index_chunk(number: int, namespace: object, key: object, tokens: object) ->
 
 def _is_named(db: sqlite3.Connection, document: int, edition: int, ref: DocumentRef) -> bool:
     """Whether the document's row agrees with the index that found it. SQLite has no checksums, so a flipped
-    bit in one of the two would stand for another document."""
+    bit in the row or the index would name another document."""
     row = db.execute(
         "SELECT edition, document_id FROM document NOT INDEXED WHERE id=?", (document,)
     ).fetchone()
@@ -539,7 +541,7 @@ def _is_named(db: sqlite3.Connection, document: int, edition: int, ref: Document
 
 
 def _is_listed(db: sqlite3.Connection, document: int, edition: int, number: int, key: bytes) -> bool:
-    """Whether the index of spans agrees with the row that says which chunk of a document has the key."""
+    """Whether the index of spans agrees with the row that maps a document's chunk to the key."""
     query = "SELECT 1 FROM span INDEXED BY span_key WHERE key=? AND edition=? AND document=? AND number=?"
     return db.execute(query, (key, edition, document, number)).fetchone() is not None
 
@@ -547,7 +549,7 @@ def _is_listed(db: sqlite3.Connection, document: int, edition: int, number: int,
 def _claim_document_chunks(
     db: sqlite3.Connection, run: int, namespace: str, document: ScannedDocument
 ) -> list[PendingChunk]:
-    """The document's chunks that were not checked in this run; marks them as checked."""
+    """Return the document's chunks that this run has not checked, and mark them as checked."""
     fresh = []
     for chunk in document.chunks:
         changed = db.execute(
@@ -561,7 +563,7 @@ def _claim_document_chunks(
 
 
 def _erase_one(db: sqlite3.Connection, namespace: str) -> int:
-    """Deletes every corpus of the namespace, not those of its parts. Returns the number of chunks."""
+    """Delete every corpus of the namespace, without its parts. Return the number of chunks."""
     numbers = db.execute("SELECT id FROM edition WHERE namespace=?", (namespace,)).fetchall()
     for table in ("span", "document", "file", "run"):
         db.executemany(f"DELETE FROM {table} WHERE edition=?", numbers)

@@ -1,6 +1,6 @@
 """The chunks of a ledger: their packed tokens, and the plain copies beside prepared chunks.
 
-A ledger lists a prepared chunk once; the key of its plain copy is computed where it is needed.
+A ledger lists a prepared chunk once; the key of its plain copy is computed when it is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TOKENS_BYTES_MAX = ID_BYTES * TOKENS_MAX
 
 
 def pack_tokens(tokens: bytes) -> bytes:
-    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack, so that
-    the driver, of which there is only one, just passes them on."""
+    """Compress little-endian u32 tokens as the ledger stores them. Readers pack and workers unpack, so the
+    only driver passes them on unchanged."""
     return zlib.compress(tokens, 1)
 
 
@@ -33,7 +33,7 @@ class PendingChunk:
 
     key: ChunkKey
     tokens: bytes
-    """See `pack_tokens`."""
+    """Packed by `pack_tokens`."""
     num_tokens: int
 
     @property
@@ -42,8 +42,8 @@ class PendingChunk:
 
 
 def decompress_tokens(packed: object) -> bytes:
-    """Tokens as little-endian u32 from a column that `pack_tokens` filled. Raises `Corrupted` for anything
-    else, and for more tokens than a chunk may have: a kilobyte can stand for a megabyte."""
+    """Return the little-endian u32 tokens of a packed column. Raises `Corrupted` for any other value, and for
+    more tokens than a chunk may have: a packed kilobyte can expand to a megabyte."""
     tokens, is_whole = b"", False
     if isinstance(packed, bytes):
         inflater = zlib.decompressobj()
@@ -51,14 +51,14 @@ def decompress_tokens(packed: object) -> bytes:
             tokens = inflater.decompress(packed, _TOKENS_BYTES_MAX + 1)
             is_whole = inflater.eof
     if not is_whole or len(tokens) > _TOKENS_BYTES_MAX or len(tokens) % ID_BYTES:
-        raise _corrupted("tokens that are none")
+        raise _corrupted("unreadable tokens")
     return tokens
 
 
 def check_digest(value: object) -> bytes:
-    """A column with a key or a space's digest. Raises `Corrupted`."""
+    """Return the digest in a column. Raises `Corrupted` if it does not hold one."""
     if not isinstance(value, bytes) or len(value) != KEY_BYTES:
-        raise _corrupted("a digest that is none")
+        raise _corrupted("an invalid digest")
     return value
 
 
@@ -69,20 +69,21 @@ def _corrupted(found: str) -> Corrupted:
 
 
 def parse_pending(key: object, tokens: object, num_tokens: object) -> PendingChunk:
-    """The chunk of a row, whose tokens are looked at when they are needed. Raises `Corrupted`."""
+    """Return the chunk of a row. Its tokens are decompressed later. Raises `Corrupted`."""
     if not isinstance(tokens, bytes) or not isinstance(num_tokens, int):
-        raise _corrupted("tokens that are none")
+        raise _corrupted("unreadable tokens")
     return PendingChunk(ChunkKey(check_digest(key)), tokens, num_tokens)
 
 
 def unpack_tokens(packed: object) -> list[int]:
-    """Raises `Corrupted`."""
+    """Return the token ids of a packed column. Raises `Corrupted`."""
     ids: list[int] = np.frombuffer(decompress_tokens(packed), "<u4").tolist()
     return ids
 
 
 def find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
-    """The digest of the space of an edition's plain copies; None if it has none. Raises `Corrupted`."""
+    """Return the digest of the space of an edition's plain copies; None without plain copies. Raises
+    `Corrupted`."""
     row = db.execute(
         "SELECT plain FROM prepared_space JOIN edition USING (space) WHERE edition.id=? AND plain_copies",
         (edition,),
@@ -91,7 +92,7 @@ def find_plain_space(db: sqlite3.Connection, edition: int) -> bytes | None:
 
 
 def add_copies(chunks: Sequence[PendingChunk], plain: bytes | None, name_key: bytes) -> list[PendingChunk]:
-    """The chunks, each with its plain copy behind it where there is a space for them. Raises `Corrupted`."""
+    """Return the chunks. If `plain` names a space, each is followed by its plain copy. Raises `Corrupted`."""
     if plain is None:
         return list(chunks)
     return [
@@ -111,10 +112,11 @@ def find_orphaned_copies(
     tokens: bytes,
     name_key: bytes,
 ) -> list[ChunkKey]:
-    """The keys to delete with an orphan: its own, and that of its plain copy, except what is in use.
+    """Return the keys to delete with an orphan: its own key and the key of its plain copy, unless they are in
+    use.
 
     An orphan may itself be the plain copy of a chunk in use. ``spaces``: the rows of `prepared_space`. Raises
-    `Corrupted`: an erasure must not pass over a copy that it cannot name."""
+    `Corrupted`, because an erasure must not skip a copy whose key it cannot compute."""
     text = decompress_tokens(tokens) if spaces else b""
     keys = [
         (

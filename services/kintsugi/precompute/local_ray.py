@@ -1,8 +1,8 @@
-"""Starts a Ray that only this user of this machine can reach, and joins one.
+"""Starts a Ray that only this user of this machine can reach, and joins a running Ray.
 
-Whoever reaches Ray's ports can run code in its workers. Left to itself, Ray 2.60 replaces a loopback address
-by the machine's own, so that its processes listen on every interface; keeps its authentication token in a
-file that everybody may read; and makes folders for logs and sockets that everybody may write to.
+Every client that reaches Ray's ports can run code in its workers. By default, Ray 2.60 replaces a loopback
+address by the machine's own, so that its processes listen on every interface. It stores its authentication
+token in a file that every user may read, and its logs and sockets in folders that every user may write to.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ UNREAD = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "false",
 }
-"""Turns off what Ray counts for its dashboard, for `ray list` and for its own metrics: a Ray on loopback
-alone, without a dashboard, has no readers for it. What the environment has of these settings wins."""
+"""Settings that turn off Ray's statistics for its dashboard, for `ray list` and for its own metrics, which
+nothing reads here. Values in the environment take precedence."""
 ANSWER_S = 2.0
-"""A machine connects to itself at once, or never."""
+"""Timeout of a connection within this machine."""
 
 
 def start_local_ray(**options: Any) -> None:
-    """Starts Ray in this process with more options of `ray.init`, and raises what that raises.
+    """Start Ray in this process, with further options of `ray.init`. Raises what `ray.init` raises.
 
-    It listens on loopback alone and asks for a token: what `RAY_AUTH_TOKEN` or `RAY_AUTH_TOKEN_PATH` says,
-    else that of `~/.ray/auth_token`, where Ray's own commands look for it; it is made where there is none.
+    It listens on loopback only and requires a token: `RAY_AUTH_TOKEN` or the file `RAY_AUTH_TOKEN_PATH`, else
+    the file `~/.ray/auth_token`, which Ray's own commands read and which is created if it does not exist.
     `RAY_AUTH_MODE=disabled` turns tokens off. Logs are in `RAY_TMPDIR`, or else in a folder of this user.
     """
     import ray
@@ -45,7 +45,7 @@ def start_local_ray(**options: Any) -> None:
     for name, value in UNREAD.items():
         os.environ.setdefault(name, value)
     if "RAY_TMPDIR" not in os.environ:
-        # Ray opens its temporary folder to everybody: one inside a folder that it does not know.
+        # Ray makes its temporary folder writable for all users, so it lies inside a private folder.
         options["_temp_dir"] = str(make_private_folder(TEMPORARY) / "ray")
     with _keep_loopback(), _leave_out_log_monitor():
         ray.init(
@@ -59,9 +59,10 @@ def start_local_ray(**options: Any) -> None:
 
 
 def join_ray(address: str) -> None:
-    """Joins the Ray at `address`, which `RAY_ADDRESS` says, too; raises what `ray.init` raises.
+    """Join the Ray at `address`, which must also be the value of `RAY_ADDRESS`. Raises what `ray.init`
+    raises.
 
-    A Ray that `start_local_ray` started in another process is found at its loopback address.
+    A Ray that `start_local_ray` started in another process is joined at its loopback address.
     """
     import ray
 
@@ -70,8 +71,8 @@ def join_ray(address: str) -> None:
 
 
 def is_on_loopback_alone(address: str) -> bool:
-    """Whether something listens at this `host:port` of the loopback interface and not at the same port of the
-    machine's own address."""
+    """Whether a process listens at this `host:port` of the loopback interface and none listens at the same
+    port of the machine's own address."""
     from ray._private.services import node_ip_address_from_perspective
 
     host, _, port = address.rpartition(":")
@@ -92,7 +93,8 @@ def _is_answered(host: str, port: int) -> bool:
 
 @contextmanager
 def _keep_loopback() -> Iterator[None]:
-    """Ray keeps a loopback address only where it supports no clusters (`services.get_node_ip_address`)."""
+    """Make Ray keep a loopback address, which it does only on systems where it supports no clusters
+    (`services.get_node_ip_address`)."""
     from ray._private import ray_constants
 
     supported = ray_constants.ENABLE_RAY_CLUSTER
@@ -105,8 +107,8 @@ def _keep_loopback() -> Iterator[None]:
 
 @contextmanager
 def _leave_out_log_monitor() -> Iterator[None]:
-    """It reads all logs ten times a second for drivers that print them, which `log_to_driver` turns off; Ray
-    has no option to leave it out."""
+    """Start Ray without its log monitor, for which Ray has no option. The monitor reads all logs ten times a
+    second for drivers that print them, and `log_to_driver` turns that off."""
     from ray._private.node import Node
 
     start = Node.start_log_monitor
@@ -118,24 +120,24 @@ def _leave_out_log_monitor() -> Iterator[None]:
 
 
 def require_token() -> None:
-    """Turns Ray's token authentication on, unless `RAY_AUTH_MODE` is set."""
+    """Turn Ray's token authentication on, unless `RAY_AUTH_MODE` is set."""
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # it has read the environment when it was imported
+        Config.initialize("")  # reads the environment again
     if os.environ["RAY_AUTH_MODE"].lower() != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
         try:
             make_token_file(Path.home() / ".ray" / "auth_token")
-        except (OSError, RuntimeError):  # a read-only home, or none: only what this process starts has it
+        except (OSError, RuntimeError):  # no writable home: only processes started here know the token
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(TOKEN_BYTES)
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def make_token_file(path: Path) -> None:
-    """Makes a token where there is none. Its owner alone may read it. Raises `OSError`."""
+    """Create a token if the file does not exist. Only its owner may read it. Raises `OSError`."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,8 +148,8 @@ def make_token_file(path: Path) -> None:
 
 
 def make_private_folder(parent: Path) -> Path:
-    """A folder that this user alone may enter: the same at each start, unless another user has taken its
-    name."""
+    """Return a folder that only this user may enter. It is the same at each start, unless another user has
+    created a folder of its name."""
     folder = parent / f"kintsugi-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,5 +1,4 @@
-"""The pool of worker actors: sends batches, returns outcomes, replaces dead workers. A thin layer over
-Ray."""
+"""Pool of worker actors on Ray: sends batches, returns outcomes, replaces dead workers."""
 
 from __future__ import annotations
 
@@ -13,21 +12,21 @@ from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.worker import PrefillerFactory, Worker, WorkerSpec
 
 BATCHES_PER_WORKER = 2
-"""One runs and one waits, so that no worker idles for a round trip."""
+"""One batch runs and one waits, so that no worker idles for a round trip."""
 OBJECT_STORE_BYTES = 256 << 20
-"""Object store of a Ray instance started here: room for some blocks of token ids. Touched pages count as the
-driver's memory."""
+"""Size of the object store of a Ray that is started here: room for some blocks of token ids. Its used pages
+count as the driver's memory."""
 
 Outcome = list[str] | KintsugiError | None
-"""The outcome of each chunk, the error that failed the whole batch, or None if the worker died."""
+"""The outcome of each chunk, the error of the whole batch, or None if the worker died."""
 
 
 def ensure_ray(workers: int) -> None:
     """Use the running Ray, or join the one at `$RAY_ADDRESS`, or start one here that listens on loopback
     only.
 
-    A Ray started here is told that it has more CPUs than the machine, because workers reserve theirs
-    permanently and reading needs some as well. Raises `Unavailable` if Ray cannot be joined or started.
+    A Ray that is started here assumes more CPUs than the machine has: each worker reserves one permanently,
+    and reading needs some as well. Raises `Unavailable` if Ray cannot be joined or started.
     """
     import ray
 
@@ -95,7 +94,7 @@ class Pool:
         return actor.remote(self._spec, self._factory)
 
     def wait(self, timeout_s: float) -> list[tuple[ChunkBatch, Outcome]]:
-        """Return finished batches, waiting up to `timeout_s` for the first one. The outcome of a dead
+        """Wait up to `timeout_s` for a finished batch, and return the finished ones. The outcome of a dead
         worker's batches is None."""
         import ray
 

@@ -15,14 +15,13 @@ class State(StrEnum):
     RUNNING = "running"
     DONE = "done"
     CANCELLED = "cancelled"
-    """Stopped on request; running the same job again continues it."""
+    """Stopped on request; a new run of the same job continues it."""
     FAILED = "failed"
 
 
 @dataclass
 class Progress:
-    """Counts of one run. `chunks` counts distinct chunks, `chunks_listed` all chunks of the documents
-    read."""
+    """Counts of one run."""
 
     corpus: str = ""
     fingerprint: str = ""
@@ -37,12 +36,12 @@ class Progress:
     chunks: int = 0
     """Distinct chunks that were looked up in the store."""
     chunks_resident: int = 0
-    """Chunks that the store has, so they are skipped."""
+    """Chunks that are skipped because the store has them."""
     chunks_missing: int = 0
     chunks_filled: int = 0
     chunks_failed: int = 0
     chunks_evicted: int = 0
-    """Resident or filled chunks that were gone at the end: the store or the namespace's limit is too
+    """Resident or filled chunks that were missing at the end: the store or the namespace's limit is too
     small."""
     chunks_invalidated: int = 0
     tokens: int = 0
@@ -58,11 +57,11 @@ class Progress:
     """Resident chunks by the fastest tier that holds them."""
     worker_deaths: int = 0
     share_read: float = 0.0
-    """Share of the source that was read, estimated from bytes of text; 1 once everything was read."""
+    """Share of the source that was read, estimated from the length of its texts; 1 at the end."""
     elapsed_s: float = 0.0
     engine_start_s: float = 0.0
     fill_s: float = 0.0
-    """Time since the first batch was sent, without the engines' start."""
+    """Seconds since the first batch was sent, without the start of the engines."""
     failures: list[Failure] = field(default_factory=list)
     """The first failures; `documents_failed` counts all."""
     error: str = ""
@@ -73,7 +72,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated time left; None while there is nothing to estimate it from."""
+        """Estimated seconds that are left; None before an estimate is possible."""
         waiting = self.tokens_missing - self.tokens_filled
         if self.state is not State.RUNNING or self.tokens_per_s <= 0 or self.share_read <= 0:
             return None

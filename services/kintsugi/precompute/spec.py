@@ -28,13 +28,13 @@ _CORPUS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job. Running the same spec again continues where the last run stopped."""
+    """One job. A new run of the same spec continues where the last run stopped."""
 
     source: str
     """Path or URL of a file or folder."""
     model: str
-    """Checkpoint folder, present on every machine with a worker; or a hub name, `org/model`, or the reference
-    model's name, which each machine downloads."""
+    """Checkpoint folder that exists on every machine with a worker; or a hub name, `org/model`, or the
+    reference model's name, which each machine downloads."""
     store: str
     """URL that every worker can reach: grpc://, shards:// or shardfile://."""
     namespace: str
@@ -42,33 +42,34 @@ class JobSpec:
     corpus: str = ""
     """Name of the corpus. Empty: derived from the last part of the source."""
     format: Format | None = None
-    """Format of all files; None means by each file's suffix."""
+    """Format of all files; None: each file's suffix decides."""
     columns: Columns = field(default_factory=Columns)
     chunking: ChunkingConfig = field(default_factory=ChunkingConfig)
     prefix_token_ids: list[int] | None = None
-    """As in the engine's configuration; None means the head of the model's own prompt form."""
+    """As in the engine's configuration; None: the head of the model's own prompt form."""
     portable: bool = True
     """Whether the chunks may be used behind another prefix, as in the engine's configuration."""
     context_token_ids: list[int] = field(default_factory=list)
-    """What chunks are prefilled behind after the prefix, as in the engines' configuration."""
+    """Tokens between the prefix and each chunk when it is prefilled, as in the engines' configuration."""
     plain_copies: bool = True
-    """With a context: whether a plain copy of each chunk is stored, too. As in the engines' configuration."""
+    """Whether a plain copy of each chunk is stored too, if there is a context. As in the engines'
+    configuration."""
     codec: str = "raw"
     """Name of the codec, as configured for the serving engines."""
     workers: int = 1
-    """Number of workers. Each runs an engine of its own."""
+    """Number of workers. Each runs its own engine."""
     gpus_per_worker: float = 0.0
     """As Ray counts GPUs: below 1, several workers share one. 0 runs vLLM on the CPU."""
     batch_tokens: int = 16_384
-    """Tokens per batch, which is also what a dying worker loses."""
+    """Tokens per batch. A worker that dies loses one batch."""
     tokens_per_s_max: float = 0.0
     """Rate limit over all workers; 0 means none."""
     bytes_max: int = 0
     """Maximum KV bytes of the corpus in the store; 0 means the store's capacity."""
     errors_share_max: float = 0.05
-    """Share of documents that may fail before the job fails."""
+    """Share of documents that may fail without failing the job."""
     replace_model: bool = False
-    """Allow chunks for a second model beside those of another one, which can be retired afterwards."""
+    """Allow chunks of a second model in addition to the first one's, which can be retired afterwards."""
     retire: bool = False
     """When the job is complete, delete editions that were already replaced before it began. The edition that
     was complete last stays, because engines may still serve it."""
@@ -110,8 +111,8 @@ class JobSpec:
 
     @property
     def model_folder(self) -> str:
-        """The model for processes with another working folder or on another machine: an absolute path or a
-        name that the machine downloads."""
+        """The model, as processes in another working folder or on another machine can find it: an absolute
+        path, or a name that the machine downloads."""
         folder = Path(self.model)
         is_name = is_reference(self.model) or (not folder.is_dir() and is_hub_name(folder))
         return self.model if is_name else str(folder.resolve())
@@ -119,7 +120,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a job needs to know about a checkpoint, without loading its weights."""
+    """Facts about a checkpoint that a job needs. They are found without loading the weights."""
 
     dtype: str
     space: ChunkSpace
@@ -153,7 +154,7 @@ class ModelFacts:
         prefix = spec.prefix_token_ids
         if prefix is None:
             prefix = list(load_form(folder, vllm_args=spec.engine).head)
-        # One token follows the chunk, and one is generated.
+        # One token follows the chunk, and one token is generated.
         longest = positions - len(prefix) - len(spec.context_token_ids) - 2
         if spec.chunking.tokens_max > longest:
             raise InvalidField(
@@ -167,7 +168,7 @@ class ModelFacts:
 
 
 def _context_length(spec: JobSpec, text: Mapping[str, Any]) -> int:
-    """The engine's context length in tokens: `max_model_len` if given, else the checkpoint's."""
+    """Return the engine's context length in tokens: `max_model_len` if set, else the checkpoint's."""
     given = spec.engine.get("max_model_len")
     positions = given or text.get("max_position_embeddings") or POSITIONS_UNKNOWN
     if not isinstance(positions, int):

@@ -1,4 +1,5 @@
-"""Pins a corpus's chunks, retires editions that a newer model has replaced, and deletes unused chunks."""
+"""Pins the chunks of a corpus, retires editions that a newer model has replaced, and deletes unused
+chunks."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def newest_complete_edition(ledger: Ledger, corpus: str) -> Edition:
 def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> tuple[int, int]:
     """Protect the corpus's chunks from eviction for `lease_s` seconds; pin again before the leases end.
 
-    Returns the number of its chunks and of those pinned. If these are fewer, some are not in the store:
-    precompute those first. Raises `NotFound`, and `InvalidField` for a store without pins.
+    Return the number of chunks and the number of pinned chunks. If fewer are pinned, the others are not in
+    the store: precompute them first. Raises `NotFound`, and `InvalidField` for a store without pins.
     """
     edition = newest_complete_edition(ledger, corpus)
     with closing(open_store(store_url)) as store:
@@ -37,8 +38,9 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> tuple[in
 def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
     """Delete the corpus's editions older than the serving one, and the chunks that only they have.
 
-    Returns the number of chunks deleted. Raises `NotFound` if no edition is complete: nothing is retired
-    before its successor serves. Raises `Unavailable` if a shard does not answer; a second call continues.
+    Return the number of deleted chunks. Raises `NotFound` if no edition is complete, because an edition is
+    not retired before its successor serves; `Unavailable` if a shard does not answer. A second call
+    continues.
     """
     keep = newest_complete_edition(ledger, corpus)
     old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
@@ -47,7 +49,7 @@ def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
 
 
 def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:
-    """Delete editions and the chunks that only they have. Returns the number of chunks deleted.
+    """Delete editions and the chunks that only they have. Return the number of deleted chunks.
 
     An edition stays in the ledger until the store has deleted its chunks. Raises `Unavailable` if the store
     does not answer.
@@ -62,16 +64,16 @@ def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> in
 
 
 def delete_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
-    """Delete chunks that no document of any corpus has. Returns their number. Raises `Unavailable`; chunks
-    that the store may still hold stay in the ledger."""
+    """Delete chunks that belong to no document of any corpus. Return their number. Raises `Unavailable`;
+    chunks that the store may still hold stay in the ledger."""
     return sum(iter(lambda: delete_some_orphans(ledger, store, namespace), 0))
 
 
 def delete_some_orphans(ledger: Ledger, store: ChunkStore, namespace: str) -> int:
-    """Like `delete_orphans`, but at most one page. Returns 0 once there are none left."""
+    """Like `delete_orphans`, but delete at most one page. Return 0 if no orphans are left."""
     try:
         name_key = store.name_key(namespace)
-    except PermissionDenied:  # its keys were destroyed, and nobody can name its plain copies any more
+    except PermissionDenied:  # its keys were destroyed, so the keys of plain copies cannot be computed
         name_key = b""
     with ledger.orphans(namespace, name_key) as keys:
         if keys:

@@ -1,4 +1,4 @@
-"""Prefillers: the interface and the implementation on vLLM, and the worker that starts one."""
+"""Interface of prefillers, the implementation on vLLM, and the worker that starts one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kintsugi.store.client.registry import open_store
 
 
 class NotStarted(Unavailable):
-    """The engine did not start, and most likely will not start the next time."""
+    """The engine did not start, and most likely will not start at the next attempt."""
 
 
 FILLED, PRESENT = "filled", "present"
-"""Outcomes of a chunk. Any other outcome is the reason why the chunk is not in the store."""
+"""Outcomes of a stored chunk. Any other outcome is the reason why the chunk is not in the store."""
 
 PRIORITY = 1_000
 """Priority of save requests: vLLM serves lower numbers first, and users' requests have 0."""
@@ -31,7 +31,7 @@ _PROBES = ("The tide comes in.", "  two  spaces\n\nand lines\t", "naïve 漢字 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker needs. Ray pickles it."""
+    """The configuration of a worker. Ray pickles it."""
 
     model: str
     store: str
@@ -43,7 +43,7 @@ class WorkerSpec:
 
 
 def find_copy(space: ChunkSpace, chunk: PendingChunk) -> ChunkSpace:
-    """The space of which the chunk is a copy: that of the plain copies, or ``space`` itself."""
+    """Return the space that the chunk's key belongs to: the plain copies' space, or ``space`` itself."""
     return space.plain if chunk.key == ChunkKey.of(space.plain, chunk.token_ids) else space
 
 
@@ -63,11 +63,11 @@ PrefillerFactory = Callable[[WorkerSpec], Prefiller]
 
 
 class EnginePrefiller(Prefiller):
-    """vLLM with our connector in this process. Its batched save pass is the only source of chunk KV."""
+    """vLLM with our connector, in this process. Only the engine's save pass writes chunk KV."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Start the engine, which takes 10-30 s. Raises `Unavailable`, and `InvalidField` if its tokenizer
-        and the one that made the chunks disagree."""
+        """Start the engine, which takes 10 to 30 s. Raises `Unavailable`, and `InvalidField` if its tokenizer
+        disagrees with the one that made the chunks."""
         from kintsugi.engine.local import LocalEngine
 
         self._spec = spec
@@ -130,11 +130,11 @@ class Worker:
         self._store = open_store(spec.store)
 
     def fill(self, batch: Sequence[tuple[bytes, bytes, int]]) -> tuple[list[str], float]:
-        """Prefill (key, packed tokens, number of tokens) chunks. Returns each chunk's outcome and the seconds
-        that the engine took to start.
+        """Prefill chunks, each a tuple (key, packed tokens, number of tokens). Return each chunk's outcome
+        and the seconds that the engine took to start.
 
-        Looks the batch up first: another job, or a worker believed dead, may have stored some chunks
-        meanwhile.
+        The batch is looked up first: another job, or a worker that was assumed dead, may have stored some
+        chunks meanwhile.
         """
         chunks = [PendingChunk(ChunkKey(key), tokens, size) for key, tokens, size in batch]
         tiers = self._store.tiers(self._spec.space.namespace, [chunk.key for chunk in chunks])
@@ -154,8 +154,8 @@ class Worker:
 
 
 def durable_url(store_url: str, is_durable: bool) -> str:
-    """The URL with durable acknowledgement if the store is durable: puts are then on disk when they return,
-    so chunks counted as prefilled survive a killed shard."""
+    """Return the URL, with durable acknowledgement if the store is durable: a put then returns when the chunk
+    is on disk, so chunks that are counted as prefilled survive a killed shard."""
     if not is_durable or "ack=" in urlsplit(store_url).query:
         return store_url
     return f"{store_url}{'&' if urlsplit(store_url).query else '?'}ack=durable"

@@ -355,7 +355,7 @@ def test_a_ledger_that_is_deleted_meanwhile_ends_the_job_and_the_next_one_goes_o
             gone.append(True)
             shutil.rmtree(bench.ledger.folder)
 
-    with pytest.raises(Unavailable, match=r"ledger\.sqlite was deleted; start again"):
+    with pytest.raises(Unavailable, match=r"ledger\.sqlite was deleted; restart to create it again"):
         bench.job(delete_once, batch_tokens=128).run()
     bench.ledger = Ledger(bench.ledger.folder)
     # A batch that the end of the job interrupts is prefilled again; a chunk that is in the store is not.

@@ -49,10 +49,16 @@ def test_a_full_disk_is_said_and_nothing_is_half_written(database: Database) -> 
 def test_a_folder_that_is_deleted_meanwhile_is_said(database: Database) -> None:
     assert database.path is not None
     shutil.rmtree(database.path.parent)
-    with pytest.raises(Unavailable, match="was deleted; start again"), database.transaction() as db:
+    with (
+        pytest.raises(Unavailable, match="was deleted; restart to create it again"),
+        database.transaction() as db,
+    ):
         db.execute("INSERT INTO word VALUES ('a')")
     Database(database.path, SCHEMA, 1).close()  # another process makes one of the same name
-    with pytest.raises(Unavailable, match="was deleted; start again"), database.transaction() as db:
+    with (
+        pytest.raises(Unavailable, match="was deleted; restart to create it again"),
+        database.transaction() as db,
+    ):
         db.execute("INSERT INTO word VALUES ('a')")
 
 

@@ -87,14 +87,12 @@ def test_what_was_not_blended_is_not_measured(accounting: dict[str, object], err
         measure_selection(bench(engine), GOOD, range(10))
 
 
-def test_results_by_task_and_of_two_halves() -> None:
+def test_results_by_task() -> None:
     engine = FakeEngine()
     cases = [case(index, task="alias" if index < 4 else "code") for index in range(10)]
     one = Bench(engine, cases, 1)
     scores = measure_selection(one, BAD, range(10))
     assert scores.of_task("alias").entry.num_prompts == 4
-    halves = measure_selection(one, BAD, range(5)).join_scores(measure_selection(one, BAD, range(5, 10)))
-    assert halves.entry == scores.entry
 
 
 def test_prompts_that_do_not_fit_are_left_out_with_a_warning() -> None:

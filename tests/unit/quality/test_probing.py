@@ -13,7 +13,8 @@ from kintsugi.core.report import CalibrationReport, Thresholds
 from kintsugi.quality import calibrate as calibration
 from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.contexts import PROMPTS_MAX, PROMPTS_MIN, ContextProber
-from kintsugi.quality.measure import Bench, measure_selection
+from kintsugi.quality.measure import Bench
+from kintsugi.quality.racing import Ask
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
 
@@ -57,12 +58,14 @@ def test_the_context_behind_which_probes_are_nearest_to_full_prefill_wins() -> N
 def test_the_confirmation_never_sees_a_prompt_that_was_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     confirmed: set[int] = set()
 
-    def record(bench: Bench, selection: Any, indices: Sequence[int], is_confirmation: bool) -> Any:
-        if is_confirmation:
-            confirmed.update(indices)
-        return measure_selection(bench, selection, indices, is_confirmation)
+    keep = calibration._RaceRunner._keep
 
-    monkeypatch.setattr(calibration, "measure_selection", record)
+    def record(runner: Any, asked: Ask, indices: Sequence[int], measured: Any) -> None:
+        if asked.is_confirmation:
+            confirmed.update(indices)
+        keep(runner, asked, indices, measured)
+
+    monkeypatch.setattr(calibration._RaceRunner, "_keep", record)
     probed = FakeEngine()
     bench = Bench(probed, CASES, 1)
     prober_of(1).probe("none", bench, LAYERS)

@@ -16,7 +16,7 @@ from fsspec.spec import AbstractFileSystem
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 
 FILES_MAX = 250_000
-"""The listing is held in memory, about 0.5 KiB per file. Pack more documents into Parquet or JSON lines."""
+"""Maximum number of files. The listing is in memory and takes about 0.5 KiB per file."""
 PIECE_BYTES = 32 << 20
 """Larger files of JSON lines are read by several tasks."""
 
@@ -33,7 +33,7 @@ class Format(StrEnum):
 
 
 _CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified")
-"""Keys under which file systems report a value that changes with the file."""
+"""Names of the values, reported by file systems, that change when the file changes."""
 _SUFFIXES = {
     ".jsonl": Format.JSONL,
     ".ndjson": Format.JSONL,
@@ -54,7 +54,7 @@ class FileRange:
 
     url: str
     name: str
-    """Path below the source, used in the ids of documents without one."""
+    """Path below the source. It is part of the ids of documents that have no id of their own."""
     format: Format
     stamp: str
     """Changes when the file does: size and modification time, or the object store's equivalent."""
@@ -62,7 +62,7 @@ class FileRange:
     """Bytes of the whole file; 0 if the file system does not know."""
     start: int = 0
     stop: int | None = None
-    """Lines that begin at byte offsets `[start, stop)`; None means to the end."""
+    """The range has the lines that begin at byte offsets `[start, stop)`; None: up to the end."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Listing:
     pieces: list[FileRange]
     """Sorted by path."""
     unlisted: dict[str, str]
-    """Why a URL is not among the pieces, by URL. A folder's URL ends with a slash."""
+    """For each URL that is not among the pieces, the reason. A folder's URL ends with a slash."""
 
 
 def list_source(source: str, only: Format | None = None) -> Listing:
@@ -93,7 +93,7 @@ def list_source(source: str, only: Format | None = None) -> Listing:
                     f"{source} has more than {FILES_MAX} files; pack them into Parquet or JSONL"
                 )
     except FileNotFoundError as error:
-        if isinstance(error.__cause__, OSError):  # how fsspec reports an unreachable server
+        if isinstance(error.__cause__, OSError):  # fsspec reports an unreachable server this way
             raise Unavailable(f"{source} cannot be listed: {error.__cause__}") from error
         raise NotFound(f"{source} does not exist; check the path") from None
     except OSError as error:
@@ -121,7 +121,7 @@ def list_source(source: str, only: Format | None = None) -> Listing:
 
 
 def _open_filesystem(source: str) -> tuple[Any, str]:
-    """The file system of a source and the path in it."""
+    """Return the file system of a source and the path in it."""
     if "::" in source:
         raise InvalidField("source", f"{source!r} is an archive or a chain of URLs; unpack it first")
     if urlsplit(source).password:
@@ -137,11 +137,11 @@ def _open_filesystem(source: str) -> tuple[Any, str]:
 
 
 def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and info of everything that is not a folder, in no particular order."""
+    """Yield the path and info of every entry that is not a folder, in no particular order."""
     if not _is_tree(system):
         yield from system.find(root, detail=True).items()
         return
-    # For a web server everything is a file, so the suffix decides.
+    # A web server reports everything as a file, so the suffix decides.
     info = system.info(root)
     if info["type"] == "file" and ("http" not in system.protocol or _format_of(root) is not None):
         yield root, info
@@ -167,7 +167,7 @@ def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tu
 
 
 def _is_tree(system: Any) -> bool:
-    """Whether folders are listed one by one. Object stores have a flat listing, which fails as a whole."""
+    """Whether folders are listed one by one. An object store has one flat listing, which fails as a whole."""
     if isinstance(system, AsyncFileSystem):
         return type(system)._find is AsyncFileSystem._find
     return type(system).find is AbstractFileSystem.find
@@ -189,7 +189,7 @@ def _format_of(path: str) -> Format | None:
 
 
 def _cut_file(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
-    seekable = info.get("partial", True)  # web servers report whether they can send parts of a file
+    seekable = info.get("partial", True)  # a web server reports whether it can send parts of a file
     if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable:
         return [piece]
     starts = range(0, piece.size, PIECE_BYTES)
@@ -197,7 +197,7 @@ def _cut_file(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
 
 
 def _stamp(info: dict[str, Any]) -> str:
-    """The file's stamp. Empty if the file system reports nothing that would change; the file is then always
-    read."""
+    """Return the file's stamp. If the file system reports no value that changes with the file, the stamp is
+    empty, and the file is always read."""
     changed = next((info[name] for name in _CHANGES if name in info), "")
     return f"{info.get('size')}/{changed}" if changed else ""

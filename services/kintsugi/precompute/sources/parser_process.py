@@ -1,8 +1,9 @@
-"""The process in which files are parsed: `python -m kintsugi.precompute.sources.parser_process LIMITS`.
+"""The process that parses files: `python -m kintsugi.precompute.sources.parser_process LIMITS`.
 
-It limits itself before it reads anything, then answers requests, one JSON object per line, with messages: a
-length (4 bytes, big-endian) and JSON. A document that takes too much CPU time ends the process by a
-signal, one that takes too much memory by an error or `MEMORY_EXIT`; `sandbox` starts another.
+It sets its own resource limits first. Then it reads requests, one JSON object per line, and answers with
+messages: a length (4 bytes, big-endian) and JSON. A document that takes too much CPU time ends the process
+with a signal. A document that takes too much memory ends it with an error or `MEMORY_EXIT`. `sandbox` then
+starts another process.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class ParserLimits:
-    """What parsing may cost."""
+    """Resource limits of a parser."""
 
     __pydantic_config__ = STRICT
 
     memory_bytes_max: int = 1 << 30
-    """Address space beyond that of the process when it starts."""
+    """Address space, in addition to what the process has when it starts."""
     cpu_s_max: float = 60.0
     """CPU seconds for one document, or for one batch of Parquet rows."""
     wait_s_max: float = 300.0
-    """Seconds without a document, which a slow server takes, too."""
+    """Maximum seconds between two documents, which include the time of a slow server."""
 
 
 def main() -> None:
     limits = load(ParserLimits, json.loads(sys.argv[1]), "limits")
     _limit_memory(limits.memory_bytes_max)
-    # What libraries print must not end up among the messages.
+    # Output that libraries print must not mix with the messages.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         for line in sys.stdin.buffer:
@@ -51,7 +52,7 @@ def main() -> None:
             except MemoryError:
                 os._exit(MEMORY_EXIT)
             except BrokenPipeError:
-                os._exit(0)  # nobody reads any more
+                os._exit(0)  # the reader has closed the pipe
 
 
 def _limit_memory(size: int) -> None:
@@ -73,7 +74,7 @@ def _answer(request: Any, limits: ParserLimits, answers: BinaryIO) -> None:
 
 
 def _read_anything(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
-    """Read the piece. Parsers raise whatever a hostile file makes them raise: that costs the file alone."""
+    """Read the piece. A hostile file can make a parser raise any error; only this file then fails."""
     try:
         yield from read(piece, columns)
     except MemoryError:
@@ -83,8 +84,8 @@ def _read_anything(piece: FileRange, columns: Columns) -> Iterator[Document | Fa
 
 
 def _within_cpu_time(items: Iterator[Document | Failure], seconds_max: float) -> Iterator[Document | Failure]:
-    """Let SIGPROF end the process if one item takes too long. The kernel does it: a signal
-    handler of Python would wait for the parser."""
+    """Yield the items. If one takes more CPU time, SIGPROF ends the process; a signal handler of Python would
+    have to wait for the parser."""
     while True:
         signal.setitimer(signal.ITIMER_PROF, seconds_max)
         item = next(items, None)

@@ -1,4 +1,5 @@
-"""Reads documents from files. What cannot be read becomes a `Failure` with the reason; reading continues."""
+"""Reads documents from files. An unreadable document becomes a `Failure` with the reason; reading
+continues."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from kintsugi.precompute.documents import check_document_id
 from kintsugi.precompute.sources.files import FileRange, Format
 
 DOCUMENT_BYTES_MAX = 16 << 20
-"""Longer documents fail, because every reading task holds a whole document in memory."""
+"""Longer documents fail, because each reading task holds a whole document in memory."""
 PARQUET_ROWS = 64
 PARQUET_BUFFER_BYTES = 8 << 20
 """Columns are read in buffers of this size: a row group need not fit into memory."""
 PARQUET_EXPANSION_MAX = 1_000
-"""Texts may have this many characters per byte of their file, and one document more: a kilobyte of Parquet
-can stand for a billion rows."""
+"""Maximum number of characters per byte of a file, not counting one document: a kilobyte of Parquet can
+expand to a billion rows."""
 ROW_CHARS = 100
-"""What a row counts for besides its text."""
+"""Characters that each row counts in addition to its text."""
 _CHARSET = re.compile(rb"""charset=["']?([A-Za-z0-9_.:-]+)""")
 _WEB_CHARSETS = frozenset(
     {
@@ -50,8 +51,8 @@ _WEB_CHARSETS = frozenset(
         "tis-620",
     }
 )
-"""Python's names of the charsets of web pages. It knows others, such as punycode, whose decoding takes time
-with the square of the length."""
+"""Python's names of the charsets of web pages. Other charsets are refused: the time to decode punycode, for
+instance, grows with the square of the length."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Columns:
     text: str = "text"
     """Column of the document's text."""
     id: str = "id"
-    """If missing, the document's id is made from its file and place."""
+    """Column of the document's id. Without it, the id consists of file and place."""
     version: str = "version"
-    """If missing, the version is a digest of the text."""
+    """Column of the document's version. Without it, the version is a digest of the text."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ class Failure:
 
 
 def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
-    """Yield the piece's documents in order. Parses in this process: `sandbox.read_confined` is for files that
-    others wrote."""
+    """Yield the piece's documents in order. Parses in this process; for untrusted files use
+    `sandbox.read_confined`."""
     try:
         with fsspec.open(piece.url, "rb") as stream:
             if piece.format is Format.JSONL:
-                # Streams of remote files do not limit the length of a line.
+                # A remote file's own stream does not limit the length of a line.
                 with io.BufferedReader(stream) as lines:
                     yield from _read_lines(piece, lines, columns)
             elif piece.format is Format.PARQUET:
@@ -137,7 +138,7 @@ def row_to_document(
 
 
 def check_document(document: Document) -> Document | Failure:
-    """Return the document, or a `Failure` with the reason why it cannot be used."""
+    """Return the document, or a `Failure` with the reason if it cannot be used."""
     text = document.text
     try:
         check_document_id(document.document_id)
@@ -161,7 +162,7 @@ def check_document(document: Document) -> Document | Failure:
 def _read_lines(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
     place = piece.start
     if place:
-        # A line that began in the previous piece belongs to that piece: skip its rest.
+        # Skip the rest of a line that began in the previous piece.
         stream.seek(place - 1)
         place += len(_read_line(stream)[0]) - 1
     while piece.stop is None or place < piece.stop:
@@ -176,7 +177,7 @@ def _read_lines(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Doc
 
 
 def _read_line(stream: Any) -> tuple[bytes, int]:
-    """Read the next line. Returns it, cut off if it is too long, and its full length."""
+    """Read the next line. Return it, truncated if it is too long, and its full length."""
     line: bytes = stream.readline(DOCUMENT_BYTES_MAX + 1)
     size, part = len(line), line
     while len(part) > DOCUMENT_BYTES_MAX and not part.endswith(b"\n"):
@@ -218,7 +219,7 @@ def _read_parquet(piece: FileRange, stream: Any, columns: Columns) -> Iterator[D
 
 def _read_csv(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Document | Failure]:
     csv.field_size_limit(DOCUMENT_BYTES_MAX + 1)
-    # Bytes that are not UTF-8 become surrogates, which `check_document` finds: the row fails, not the file.
+    # Bytes that are not UTF-8 become surrogates. `check_document` finds them, so only the row fails.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as text:
         for place, row in enumerate(csv.DictReader(text)):
             yield row_to_document({str(name): value for name, value in row.items()}, piece, place, columns)
@@ -248,5 +249,5 @@ def _decode_text(data: bytes, kind: Format) -> str:
         return data.decode("utf-8-sig")
     charset = codecs.lookup(declared[1].decode("ascii"))
     if charset.name not in _WEB_CHARSETS:
-        raise LookupError(f"{charset.name} is no charset of web pages")
+        raise LookupError(f"{charset.name} is not a charset of web pages")
     return data.decode(charset.name)

@@ -1,7 +1,7 @@
-"""Reads files in a process of their own, with limits of memory and time, because they may be hostile.
+"""Reads files in a separate process with limits on memory and time, because files may be hostile.
 
-The parser's process is used for one file after another and replaced after a file that ended it. What it
-answers is checked as if it were the file: a parser may have been taken over.
+One parser process reads one file after another. If a file ends it, another process is started. A hostile file
+may have taken over the parser, so its answers are checked like the file itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kintsugi.precompute.sources.readers import (
 )
 
 MESSAGE_BYTES_MAX = 8 * DOCUMENT_BYTES_MAX
-"""JSON takes at most six bytes for a character."""
+"""JSON needs at most six bytes for a character."""
 REASON_CHARS_MAX = 2_000
 PLACE_MAX = (1 << 63) - 1
-"""What the ledger can hold."""
+"""Largest integer that the ledger can store."""
 IDLE_MAX = 1
-"""Parsers of this process that wait for their next file."""
+"""Maximum number of idle parsers."""
 _PIECE_BYTES = 1 << 20
 _MODULE = "kintsugi.precompute.sources.parser_process"
 
@@ -47,8 +47,8 @@ def read_confined(
     columns: Columns,
     limits: ParserLimits | None = None,
 ) -> Generator[Document | Failure]:
-    """Yield the piece's documents in order, as `readers.read` does. A file that takes more than the limits
-    ends with a `Failure`."""
+    """Yield the piece's documents in order, like `readers.read`. If a file exceeds the limits, its last item
+    is a `Failure`."""
     given = limits or ParserLimits()
     parser = _take_parser(given)
     is_reusable = False
@@ -67,9 +67,9 @@ def read_confined(
 
 
 def parse_answer(data: bytes, piece: FileRange) -> Document | Failure | None:
-    """A document or failure of the piece from a parser's message; None at the piece's end.
+    """Parse a message of the parser: a document or failure of the piece; None at the end of the piece.
 
-    Raises `_ParserEnded` for what a sound parser does not send."""
+    Raises `_ParserEnded` for a message that a correct parser does not send."""
     try:
         message = json.loads(data)
         if message == {"end": True}:
@@ -86,13 +86,13 @@ def parse_answer(data: bytes, piece: FileRange) -> Document | Failure | None:
         if kind != "document":
             raise ValueError("it is not a document")
     except (ValueError, TypeError, AttributeError, RecursionError, KintsugiError) as error:
-        raise _ParserEnded(f"its parser answers nonsense ({_shorten(str(error))})") from None
+        raise _ParserEnded(f"its parser sent an invalid answer ({_shorten(str(error))})") from None
     return check_document(document)
 
 
 def _check_place(place: int) -> None:
     if not 0 <= place <= PLACE_MAX:
-        raise ValueError(f"{place} is no place")
+        raise ValueError(f"place {place} is out of range")
 
 
 def _shorten(text: str) -> str:
@@ -104,7 +104,7 @@ class _ParserEnded(Exception):
 
 
 class _Parser:
-    """One parser's process."""
+    """One parser process."""
 
     def __init__(self, limits: ParserLimits) -> None:
         self.limits = limits
@@ -116,7 +116,7 @@ class _Parser:
             "MALLOC_ARENA_MAX": "2",
             "OMP_NUM_THREADS": "1",
         }
-        # -P: modules in the working folder must not stand in for the standard library's.
+        # -P: modules in the working folder must not replace the standard library's.
         command = [sys.executable, "-P", "-m", _MODULE, json.dumps(asdict(limits))]
         self._process = subprocess.Popen(
             command,
@@ -124,7 +124,7 @@ class _Parser:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the job, which ends the parser
+            start_new_session=True,  # Ctrl-C must reach only the job, which ends the parser
         )
 
     @property
@@ -132,7 +132,7 @@ class _Parser:
         return self._process.poll() is None
 
     def ask(self, piece: FileRange, columns: Columns) -> None:
-        """Raises `_ParserEnded`."""
+        """Send a request. Raises `_ParserEnded`."""
         request = {"piece": asdict(piece), "columns": asdict(columns)}
         assert self._process.stdin is not None
         try:
@@ -142,11 +142,11 @@ class _Parser:
             raise self._why_ended() from None
 
     def receive(self) -> bytes:
-        """The next message. Raises `_ParserEnded`."""
+        """Return the next message. Raises `_ParserEnded`."""
         until_s = time.monotonic() + self.limits.wait_s_max
         (size,) = LENGTH.unpack(self._receive_exactly(LENGTH.size, until_s))
         if size > MESSAGE_BYTES_MAX:
-            raise _ParserEnded(f"its parser answers with {size} bytes")
+            raise _ParserEnded(f"its parser sent an answer of {size} bytes")
         return self._receive_exactly(size, until_s)
 
     def _receive_exactly(self, size: int, until_s: float) -> bytes:
@@ -155,7 +155,7 @@ class _Parser:
         while len(data) < size:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
-                raise _ParserEnded(f"nothing came of it for {self.limits.wait_s_max:g} seconds")
+                raise _ParserEnded(f"no document was read for {self.limits.wait_s_max:g} seconds")
             part = os.read(pipe, min(size - len(data), _PIECE_BYTES))
             if not part:
                 raise self._why_ended()
@@ -171,7 +171,8 @@ class _Parser:
         if status == MEMORY_EXIT:
             return _ParserEnded(f"parsing it takes more than {memory} of memory; split it")
         return _ParserEnded(
-            f"its parser ended with status {status}, most likely for want of memory ({memory}); split it"
+            f"its parser ended with status {status}, most likely because {memory} of memory were not "
+            "enough; split it"
         )
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ class _Parser:
                 except BrokenPipeError:
                     continue
         try:
-            # A dying process has a status that says why; one that lives has no reason to go on.
+            # A process that is ending has a status that tells the reason; wait for it briefly.
             self._process.wait(1.0 if self._process.poll() is None else None)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -191,7 +192,7 @@ class _Parser:
 
 
 def _take_parser(limits: ParserLimits) -> _Parser:
-    """A parser that waits, or a new one."""
+    """Return an idle parser, or start a new one."""
     while _idle:
         parser = _idle.pop()
         if parser.limits == limits and parser.is_alive:

@@ -1,7 +1,7 @@
 """Reads and chunks files on Ray Data; yields documents with the keys of their chunks.
 
-Each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks while nobody takes
-their blocks, so the driver's memory is a few blocks for any corpus.
+Each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks until their blocks
+are consumed, so the driver holds only a few blocks of any corpus.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kintsugi.precompute.sources.sandbox import read_confined
 
 BLOCK_DOCUMENTS = 256
 BLOCK_TOKENS = 1 << 19
-"""A block ends at either limit, so it has at most 2 MiB of token ids."""
+"""A block ends at the first of the two limits, so it has about 2 MiB of token ids."""
 
 _PICKLED = "pickled"
-"""The only column of the tables that go in and out of the tasks: a pickled `FileRange` or `Scanned`."""
+"""The only column of the tasks' input and output tables: a pickled `FileRange` or `Scanned`."""
 
 Scanned = ScannedDocument | Failure
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """The functions that run in Ray's tasks. Holds plain values only, because Ray pickles it."""
+    """The functions that run in Ray's tasks. All fields are plain values, because Ray pickles them."""
 
     model: str
     chunking: ChunkingConfig
@@ -111,7 +111,7 @@ def scan(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]
 
 
 def _silence_ray() -> None:
-    """Turn off Ray Data's progress output, because we show our own."""
+    """Turn off Ray Data's progress output: the command shows its own."""
     from ray.data import DataContext
 
     DataContext.get_current().enable_progress_bars = False

@@ -99,7 +99,7 @@ def test_a_file_that_never_comes_is_given_up(tmp_path: Path) -> None:
     piece = FileRange(f"file://{tmp_path}/pipe.txt", "pipe.txt", Format.TEXT, "")
     (failure,) = read_confined(piece, Columns(), limits=ParserLimits(wait_s_max=2.0))
     assert isinstance(failure, Failure)
-    assert "nothing came of it for 2 seconds" in failure.reason
+    assert "no document was read for 2 seconds" in failure.reason
 
 
 def test_one_process_reads_one_file_after_another(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def document(**values: Any) -> bytes:
     ],
 )
 def test_a_parser_that_was_taken_over_is_not_believed(answer: bytes) -> None:
-    with pytest.raises(_ParserEnded, match="nonsense"):
+    with pytest.raises(_ParserEnded, match="its parser sent an invalid answer"):
         parse_answer(answer, PIECE)
 
 
