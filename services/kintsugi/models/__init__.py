@@ -1,1 +1,1 @@
-"""Models: checkpoints, hub names, the reference model, fingerprints, and small ones made here."""
+"""Models: checkpoints, hub names, the reference model, fingerprints, and small random checkpoints."""

@@ -1,8 +1,8 @@
-"""The model that ships with Kintsugi: small, trained, and accurate on the questions it was trained for.
+"""The bundled model: small, trained, and accurate on the questions it was trained for.
 
 It reads chronicles of several chunks in a closed vocabulary, so that the effect of blending can be shown
-without a download. `checkpoints/kintsugi_checkpoints/bundled/README.md` says how it was trained and how
-accurate it is. Its files are the distribution kintsugi-checkpoints, which the SDK does without.
+without a download. `checkpoints/kintsugi_checkpoints/bundled/README.md` describes its training and its
+accuracy. Its files are in the distribution kintsugi-checkpoints, which the SDK does not need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUNDLED_NAME = "kintsugi-testbed"
 
 
 def packaged_files() -> Path:
-    """The folder of the distribution kintsugi-checkpoints. Raises `Unavailable` where it is missing."""
+    """Return the folder of the distribution kintsugi-checkpoints. Raises `Unavailable` if it is missing."""
     spec = find_spec("kintsugi_checkpoints")
     if spec is None or spec.origin is None:
         raise Unavailable(
@@ -29,18 +29,18 @@ def packaged_files() -> Path:
 
 
 def bundled_checkpoint() -> Path:
-    """The folder of the bundled model's checkpoint. Raises `Unavailable`."""
+    """Return the folder of the bundled model's checkpoint. Raises `Unavailable`."""
     return packaged_files() / "bundled"
 
 
 def bundled_report() -> Path:
-    """The calibration report of the bundled model. Raises `Unavailable`."""
+    """Return the path of the bundled model's calibration report. Raises `Unavailable`."""
     return bundled_checkpoint() / "calibration.json"
 
 
 @dataclass(frozen=True)
 class Showcase:
-    """A question that needs several chunks, which the bundled model answers in one word."""
+    """A question that needs several chunks and that the bundled model answers in one word."""
 
     chunks: tuple[str, ...]
     question: str
@@ -50,6 +50,6 @@ class Showcase:
 
 @lru_cache(maxsize=1)
 def showcase() -> Showcase:
-    """The question that the demo shows."""
+    """Return the question that the demo shows."""
     document = json.loads((bundled_checkpoint() / "showcase.json").read_text(encoding="utf-8"))
     return Showcase(tuple(document["chunks"]), document["question"], document["answer"])

@@ -1,4 +1,4 @@
-"""Kintsugi's cache on this machine: folders that are made once and then used by every process."""
+"""Kintsugi's cache on this machine: folders that are made once and that all processes share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE_VARIABLE = "KINTSUGI_CACHE"
 
 
 def cache_folder() -> Path:
-    """`$KINTSUGI_CACHE`, or `kintsugi` in the user's XDG cache folder."""
+    """Return `$KINTSUGI_CACHE`, or `kintsugi` in the user's XDG cache folder."""
     if explicit := os.environ.get(CACHE_VARIABLE):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -25,10 +25,10 @@ def cache_folder() -> Path:
 
 
 def make_folder_once(final: Path, make: Callable[[Path], object]) -> Path:
-    """Return the folder `final`; if it does not exist, let `make` fill a draft that becomes it.
+    """Return the folder `final`. If it does not exist, let `make` fill a draft, and rename the draft.
 
-    One process at a time makes it; the others wait and use it. It appears whole or not at all. The draft of a
-    process that was killed is removed by the next one. Raises `InvalidField` if the cache cannot be written,
+    One process makes the folder while others wait for it. It appears whole or not at all. The next process
+    removes the draft of a killed one. Raises `InvalidField` if the cache cannot be written,
     `ResourceExhausted` if the disk is full, and what `make` raises.
     """
     if final.is_dir():
@@ -57,7 +57,7 @@ def _make_folder(final: Path, make: Callable[[Path], object]) -> None:
 
 
 def cache_error(folder: Path, error: OSError) -> KintsugiError:
-    """What to tell a user about an operating system error in the cache."""
+    """Return the error for a user from an operating system error in the cache."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceExhausted(
             f"the disk of the cache {folder} is full; free some space, or set {CACHE_VARIABLE} to a folder "
@@ -70,9 +70,10 @@ def cache_error(folder: Path, error: OSError) -> KintsugiError:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock. The operating system releases it when the process ends, however that happens.
+    """Hold an exclusive lock. The operating system releases it when the process ends in any way.
 
-    The file stays: a process that waits for a deleted file would not exclude one that creates it again.
+    The file is not deleted: a process that waits for a deleted file and one that creates the file again would
+    hold two different locks.
     """
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,8 +1,9 @@
-"""Computes the fingerprint of a model, everything that decides a token's KV, from its checkpoint folder.
+"""Computes the fingerprint of a model from its checkpoint folder: a digest of everything that a token's KV
+depends on.
 
-Every field of ``config.json`` counts unless it is known not to matter, so that a field unknown to this build
-causes a miss and not a wrong answer. What an engine overrides on its command line (such as a RoPE base) is
-not in the folder: pass it as `overrides`. Works without torch.
+Every field of ``config.json`` counts unless it is known to be irrelevant, so that an unknown field causes a
+miss and not a wrong answer. Values that an engine overrides on its command line (such as a RoPE base) are not
+in the folder: pass them as `overrides`. Works without torch.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 _SMALL_FILES = ("config.json", _INDEX, *_TOKENIZER_FILES, "chat_template.jinja")
-"""The files that are read besides the weights. The template is no part of a fingerprint: what it writes
-before the chunks is the prefix of their chunk space."""
+"""The files that are read besides the weights. The template is not part of a fingerprint: the text that it
+writes before the chunks is part of their chunk space as the prefix."""
 _IRRELEVANT_FIELDS = frozenset({"_commit_hash", "_name_or_path", "transformers_version", "use_cache"})
 _ROPE_FIELD = re.compile(r"rope|rotary|max_position_embeddings")
 _FILE_NAME = re.compile(r"(?!\.)[^/\\\0]{1,255}")
@@ -58,19 +59,20 @@ def model_fingerprint(
     revision: str | None = None,
     max_model_len: int | None = None,
 ) -> ModelFingerprint:
-    """The fingerprint of the checkpoint in folder `path`, its KV held as `kv_dtype` (``bfloat16``, …).
+    """Return the fingerprint of the checkpoint in folder `path`, with KV stored as `kv_dtype` (``bfloat16``,
+    …).
 
-    `max_model_len` is the engine's (None: vLLM's default). It counts for LongRoPE alone, whose factors
-    depend on it.
+    `max_model_len` is the engine's (None: vLLM's default). It counts only for LongRoPE, whose factors depend
+    on it.
 
     A hub name (``org/model``) means its snapshot in the local hub cache, at `revision` (None: ``main``);
-    `checkpoint_folder` downloads what is missing there. The reference model's name means its folder in the
-    cache, made if it is not there.
+    `checkpoint_folder` downloads missing files. The reference model's name means its folder in the cache,
+    which is made if it does not exist.
 
-    Weights count by content. In a hub cache (``…/snapshots/<revision>``) the revision stands for the content,
+    Weights count by content. In a hub cache (``…/snapshots/<revision>``) the revision represents the content,
     so that tens of gigabytes need not be read or even downloaded: the headers of missing files come from the
     hub. The folder's name never counts. The first call reads every weight file once, on all cores; later
-    calls in the same process stat them.
+    calls in the same process only stat them.
 
     Raises `NotFound` for a missing folder or file, `Corrupted` for a file that cannot be parsed,
     `InvalidField` for an empty `kv_dtype`, and what `reference.fetch_model` raises.
@@ -100,42 +102,44 @@ def model_fingerprint(
 def digest_weights(path: str | Path) -> None:
     """Read and cache the weights of a checkpoint folder, so that a later fingerprint is fast.
 
-    Meant for another thread. Errors are ignored: `model_fingerprint` raises them.
+    Call it in another thread. Errors are ignored, because `model_fingerprint` raises them.
     """
     try:
         if Path(path).is_dir():
             _weights(Path(path).resolve())
     except (KintsugiError, OSError) as error:
-        log.debug("not digested ahead: %s", error)
+        log.debug("the weights were not digested in advance: %s", error)
 
 
 def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
-    """Hexadecimal digest of the `tokenizer.json` that `precompute.chunking` uses; empty without one.
-    The checkpoint is found as by `model_fingerprint`, with the same errors."""
+    """Return the hexadecimal digest of the `tokenizer.json` that `precompute.chunking` uses; empty without
+    one. The checkpoint is found as in `model_fingerprint`, with the same errors."""
     file = _resolve_folder(Path(path), revision or hub.MAIN) / "tokenizer.json"
     return _digest(file) if file.is_file() else ""
 
 
 def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The `config.json` of a checkpoint, found as by `model_fingerprint`, with the same errors."""
+    """Return the `config.json` of a checkpoint, which is found as in `model_fingerprint`, with the same
+    errors."""
     return _json(_resolve_folder(Path(path), revision or hub.MAIN) / "config.json")
 
 
 def kv_dtype_of(dtype: str, cache_dtype: str = "auto", quantization: str | None = None) -> str:
-    """The KV's element type in a fingerprint: data types of model and cache, and the weights' quantisation.
+    """Return the KV's element type for a fingerprint: dtypes of model and cache, and the weights'
+    quantisation.
 
-    All three count, because a quantised cache rounds what is computed from it.
+    All three count, because a quantised cache also rounds the KV of later layers.
     """
     return f"torch.{dtype.removeprefix('torch.')}/{cache_dtype}/{quantization}"
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
-    """The folder with a model's configuration and tokenizer: `model` itself, the reference model's for its
-    name, or the snapshot of a hub name, with these files downloaded. A hub's weights are not downloaded.
+    """Return the folder with a model's configuration and tokenizer: `model` itself, the reference model's
+    folder, or the snapshot of a hub name. The small files of a hub name are downloaded, its weights are not.
 
-    All of the tokenizer's files are downloaded: they are part of the fingerprint, so machines with different
-    ones would not find each other's chunks. Raises as `hub.download_snapshot` and
-    `reference.fetch_model` do.
+    All files of the tokenizer are downloaded: they are part of the fingerprint, so machines with different
+    files would not find each other's chunks. Raises as `hub.download_snapshot` and `reference.fetch_model`
+    do.
     """
     path = Path(resolve_model(model))
     if path.is_dir() or not hub.is_hub_name(path):
@@ -144,8 +148,8 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
 
 
 def complete(model: str | Path, revision: str | None = None) -> None:
-    """Download what the fingerprint reads of a hub name's snapshot. If the hub does not answer, log a warning
-    and use what is there."""
+    """Download the files of a hub name's snapshot that the fingerprint reads. If the hub does not answer, log
+    a warning and use the files in the cache."""
     try:
         checkpoint_folder(model, revision)
     except KintsugiError as error:
@@ -173,7 +177,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Corrupted(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(value, dict):
-        raise Corrupted(f"{path} holds no JSON object; download it again")
+        raise Corrupted(f"{path} does not hold a JSON object; download it again")
     return value
 
 
@@ -186,18 +190,18 @@ def _tokenizer_digests(folder: Path) -> dict[str, str]:
 
 
 def _weights(folder: Path) -> dict[str, object]:
-    """Names, dtypes and shapes of all tensors, and a digest or revision for their content."""
+    """Return names, dtypes and shapes of all tensors, and a digest or revision of their content."""
     revision = _hub_revision(folder)
     if revision is not None:
         return {"tensors": sorted(_hub_tensors(folder, revision)), "revision": revision}
     files = _weight_files(folder)
     tensors = [tensor for file in files for tensor in _tensors(file)]
-    # Sorted by digest: the names of the files are no property of the model.
+    # Sorted by digest, because the names of the files do not belong to the model.
     return {"tensors": sorted(tensors), "content": sorted(_digest(file) for file in files)}
 
 
 def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
-    """The tensors, from files in the folder if they exist, otherwise from the hub."""
+    """Return the tensors, from files in the folder if they exist, otherwise from the hub."""
     name = hub.name_of(folder)
     if (folder / _INDEX).is_file() or any(folder.glob("*.safetensors")):
         files = [file.name for file in _weight_files(folder)]
@@ -213,19 +217,19 @@ def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
 
 
 def _hub_revision(folder: Path) -> str | None:
-    """The commit of a hub cache's snapshot folder; None for another folder."""
+    """Return the commit of a hub cache's snapshot folder; None for another folder."""
     is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return folder.name if is_snapshot and _REVISION.fullmatch(folder.name) else None
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files that the index lists; without an index, every safetensors file."""
+    """Return the weight files that the index lists; without an index, every safetensors file."""
     if (folder / _INDEX).is_file():
         shards = _json(folder / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise Corrupted(f"{folder / _INDEX} has no weight_map; download it again")
         if outside := [name for name in shards.values() if not _FILE_NAME.fullmatch(name)]:
-            raise Corrupted(f"{folder / _INDEX} names {outside[0]!r}, which is no file of the folder")
+            raise Corrupted(f"{folder / _INDEX} names {outside[0]!r}, which is not in the folder")
         return [folder / name for name in sorted(set(shards.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -234,7 +238,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(file: Path) -> list[list[Any]]:
-    """`[name, dtype, shape]` of each tensor, from the file's header."""
+    """Return `[name, dtype, shape]` of each tensor, from the file's header."""
     size, mtime_ns = _stat(file)
     return [[name, dtype, list(shape)] for name, dtype, shape in _header(file, size, mtime_ns)]
 
@@ -244,7 +248,7 @@ def _digest(file: Path) -> str:
 
 
 def _stat(file: Path) -> tuple[int, int]:
-    """Size and mtime_ns, which together with the path key the memoised digests."""
+    """Return size and mtime_ns. Together with the path they are the key of a memoised digest."""
     try:
         status = file.stat()
     except FileNotFoundError:
@@ -256,7 +260,8 @@ def _stat(file: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _content_digest(file: Path, size: int, mtime_ns: int) -> str:
-    """blake3 of the file, memory-mapped and on all cores: about 3 GB/s a core from the page cache."""
+    """Return the blake3 digest of the file, computed on all cores: about 3 GB/s per core from the page
+    cache."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     hasher.update_mmap(file)
     return hasher.hexdigest()
@@ -264,7 +269,8 @@ def _content_digest(file: Path, size: int, mtime_ns: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _header(file: Path, size: int, mtime_ns: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """https://huggingface.co/docs/safetensors: a little-endian u64 length, then that much JSON."""
+    """Parse a header (https://huggingface.co/docs/safetensors): its length as a little-endian u64, then
+    JSON."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= min(HEADER_BYTES_MAX, size - 8):

@@ -1,7 +1,7 @@
-"""The context: natural text that chunks are prefilled behind, so that their KV is that of chunks in a prompt.
+"""The context: text that precedes chunks when they are prefilled, so that their KV is closer to a prompt's.
 
-Everybody who needs the context's tokens gets them here: engines, calibration and precompute must agree on
-every token, because the context is part of the chunk space (docs/adr/0010).
+Engines, calibration and precompute must agree on every token of the context, because it is part of the chunk
+space (docs/adr/0010). All of them get the tokens here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kintsugi.models.texts import read_user_text
 
 NONE, BUNDLED = "none", "bundled"
 BUNDLED_PASSAGES = 2
-"""A third and fourth passage gained nothing when this was measured; one passage alone gives less."""
+"""In measurements, more passages gained nothing, and one passage gained less."""
 BUNDLED_TOKENS = 320
-"""Tokens of each bundled passage. Half as many helped less."""
+"""Tokens of each bundled passage. In measurements, half of this gained less."""
 CONTEXT_TOKENS_MAX = 4096
-"""A longer context is most likely the wrong file: every chunk is prefilled behind it."""
+"""Maximum length of a context. A longer text is most likely the wrong file."""
 
 
 def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO_ARGS) -> tuple[int, ...]:
-    """The token ids of a context for the tokenizer of `model`. See `encode_context`.
+    """Return the token ids of a context with the tokenizer of `model`. See `encode_context`.
 
-    ``vllm_args``: the engines', as for `load_tokenizer`. The tokenizer is loaded only if there is text.
+    ``vllm_args``: the engines' arguments, as in `load_tokenizer`. For `none`, no tokenizer is loaded.
     """
     if context == NONE:
         return ()
@@ -35,11 +35,11 @@ def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO
 
 
 def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids of a context, without special tokens.
+    """Return the token ids of a context, without special tokens.
 
     ``context``: `none`, `bundled` (the first `BUNDLED_PASSAGES` bundled passages, each cut to
-    `BUNDLED_TOKENS` tokens) or the path of a text file, which is taken whole. Raises `NotFound` for a file
-    that is not there, `InvalidField` for a file that is not text, empty or too long.
+    `BUNDLED_TOKENS` tokens) or the path of a text file, which is used whole. Raises `NotFound` for a missing
+    file, `InvalidField` for a file that is not text, empty or too long.
     """
     return () if context == NONE else _encode(context, _read_texts(context), tokenizer)
 
@@ -56,8 +56,8 @@ def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ..
     if len(tokens) > CONTEXT_TOKENS_MAX:
         raise InvalidField(
             "context",
-            f"{context} has {len(tokens)} tokens; at most {CONTEXT_TOKENS_MAX} are read: one or two passages "
-            "of a chunk's length are enough",
+            f"{context} has {len(tokens)} tokens; at most {CONTEXT_TOKENS_MAX} are allowed, and one or two "
+            "passages of a chunk's length are enough",
         )
     return tokens
 

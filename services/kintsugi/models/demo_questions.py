@@ -1,11 +1,11 @@
-"""The demo's questions about the bundled passages, and what the reference model answered.
+"""The demo's questions about the bundled passages, and the reference model's answers to them.
 
 Each question was written before the model answered it. `benchmarks/support/demo_questions.py` asked the
-reference model each of them with full prefill, full KV reuse and the demo's blend, in several rounds whose
-rounding errors differ, and recorded the answers in `demo_questions.jsonl`. The demo shows the
-first question on which the three differ as promised, and says how many do. Full prefill and the blend must be
-right in every round; full KV reuse counts as right if it is right in any. All is computed in float32: in
-bfloat16 the answers depend on the CPU.
+reference model each question with full prefill, full KV reuse and the demo's blend, in several rounds with
+different rounding errors, and recorded the answers in `demo_questions.jsonl`. The demo shows the first
+question that shows the effect of blending, and the number of such questions. Full prefill and the blend must
+be right in every round; full KV reuse counts as right if it is right in any round. The answers were computed
+in float32, because in bfloat16 they depend on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_right(text: str, answers: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Said:
-    """What the reference model answered to one question."""
+    """The reference model's answers to one question."""
 
     full: str
     """With full prefill."""
@@ -48,9 +48,9 @@ class DemoQuestion:
     """Title of the passage."""
     question: str
     answers: tuple[str, ...]
-    """Any of them makes an answer right."""
+    """An answer is right if it contains one of these."""
     said: tuple[Said, ...] = ()
-    """One for each round. A later round asks only what full prefill answered right before."""
+    """The answers of each round. Later rounds ask only questions that full prefill has answered right."""
 
     @staticmethod
     def from_mapping(fields: dict[str, Any]) -> DemoQuestion:
@@ -81,17 +81,17 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class RightAnswers:
-    """How often the reference model was right."""
+    """Numbers of right answers of the reference model."""
 
     asked: int
     full_right: int
-    """Questions that full prefill answered right. The next two are among these."""
+    """Questions that full prefill answered right. The next two fields count some of these."""
     reuse_right: int
     blend_right: int
     reuse_wrong: int
-    """Questions that full prefill answered right and full KV reuse wrong."""
+    """Questions that full prefill answered right and full KV reuse answered wrong."""
     blend_mended: int
-    """Questions among those that the blend answered right."""
+    """Those of `reuse_wrong` that the blend answered right."""
 
     @staticmethod
     def of(questions: Sequence[DemoQuestion]) -> RightAnswers:
@@ -109,7 +109,7 @@ class RightAnswers:
 
 @lru_cache(maxsize=1)
 def read_demo_questions() -> tuple[DemoQuestion, ...]:
-    """All questions, in the order in which they were written. Raises `Unavailable`."""
+    """Return all questions, in the order in which they were written. Raises `Unavailable`."""
     text = (packaged_files() / QUESTIONS_FILE).read_text(encoding="utf-8")
     return tuple(DemoQuestion.from_mapping(json.loads(line)) for line in text.splitlines())
 
@@ -121,5 +121,5 @@ def write_demo_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
 
 
 def choose_shown(questions: Sequence[DemoQuestion]) -> DemoQuestion:
-    """The first question on which blending shows."""
+    """Return the first question that shows the effect of blending."""
     return next(question for question in questions if question.shows_blending)

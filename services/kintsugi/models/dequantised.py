@@ -1,8 +1,8 @@
 """Writes a Llama model from a GGUF file as a checkpoint folder in bfloat16, without torch.
 
-The library gguf reads the file and dequantises its tensors. Rejected: reading it with `transformers`, which
-needs accelerate for that, and whose tokenizer then does not split digits from what precedes them as this
-model's does.
+The library gguf reads the file and dequantises its tensors. Rejected: `transformers` can read the file too,
+but needs accelerate for it, and the resulting tokenizer does not split digits from the preceding text as this
+model's tokenizer does.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class GgufFile:
         return cls(metadata, {tensor.name: tensor for tensor in reader.tensors})
 
     def shape_of(self, name: str) -> list[int]:
-        """A tensor's dimensions, slowest first as in torch; the file has them in reverse order."""
+        """Return a tensor's dimensions in the order of torch; the file has them in reverse order."""
         return [int(size) for size in reversed(self.tensors[name].shape)]
 
 
 def write_checkpoint(file: Path, folder: Path) -> None:
     """Write config, weights and tokenizer. Weights are dequantised in float32 and then rounded once.
 
-    `file` has to be the GGUF of a Llama with a byte-level BPE that splits digits (`tokenizer.ggml.pre`:
+    `file` must be the GGUF file of a Llama with a byte-level BPE that splits digits (`tokenizer.ggml.pre`:
     ``smollm``).
     """
     gguf = GgufFile.open(file)
@@ -88,7 +88,7 @@ def _special_ids(gguf: GgufFile) -> dict[str, Any]:
 
 def _config(gguf: GgufFile) -> dict[str, Any]:
     found = {key.removeprefix("llama."): value for key, value in gguf.metadata.items()}
-    # Stored as float32: 1e-5 and not the nearest double of its nearest float.
+    # The file has a float32; its shortest decimal form is the original value, such as 1e-5.
     epsilon = float(str(np.float32(found["attention.layer_norm_rms_epsilon"])))
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -113,7 +113,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
-    """A `tokenizer.json`. It adds no special tokens to a text."""
+    """Return a `tokenizer.json` that adds no special tokens to a text."""
     tokens, kinds = gguf.metadata["tokenizer.ggml.tokens"], gguf.metadata["tokenizer.ggml.token_type"]
     whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -181,7 +181,7 @@ def _write_weights(gguf: GgufFile, path: Path) -> None:
 
 
 def _weights(gguf: GgufFile) -> Iterator[Float32s]:
-    """Each tensor's values, as transformers expects them, in the order of the file."""
+    """Yield each tensor's values as transformers expects them, in the order of the file."""
     heads = {
         "attn_q.weight": gguf.metadata["llama.attention.head_count"],
         "attn_k.weight": gguf.metadata["llama.attention.head_count_kv"],
@@ -206,6 +206,6 @@ def _checkpoint_name(name: str) -> str:
 
 
 def _to_bfloat16(values: Float32s) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, ties to even. Finite values only."""
+    """Return the bits of the nearest bfloat16, ties to even, for finite values."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")

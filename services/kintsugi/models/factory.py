@@ -14,21 +14,22 @@ from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 from kintsugi.models.weights import WeightTraits, fill_weights
 
 RECIPE = 2
-"""Raised when the same shape and seed give other weights, so that older cached checkpoints are not used."""
+"""Increase this when the same shape and seed produce other weights, so that cached checkpoints are not
+used."""
 
 
 def make_checkpoint(shape: ModelShape, folder: Path, seed: int = 0) -> Path:
-    """Write config, weights (safetensors) and tokenizer of a random model into `folder`, and return it.
+    """Write config, weights (safetensors) and tokenizer of a random model into `folder`, and return `folder`.
 
-    The same shape and seed give the same bytes. Memory: one copy of the weights.
+    The same shape and seed produce the same bytes. Memory: one copy of the weights.
     """
     config = shape.config(bos_token_id=BOS_ID, eos_token_id=EOS_ID)
     return _make(config, getattr(torch, shape.dtype), WeightTraits.of_shape(shape), folder, seed)
 
 
 def make_checkpoint_of(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """The same for any config of a decoder that transformers knows, with float32 weights. The ids of its
-    special tokens are set to the tokenizer's."""
+    """Like `make_checkpoint`, with float32 weights, for the config of any decoder that transformers knows.
+    The ids of its special tokens are set to the tokenizer's."""
     config.bos_token_id, config.eos_token_id, config.pad_token_id = BOS_ID, EOS_ID, EOS_ID
     return _make(config, torch.float32, WeightTraits.of_config(config), folder, seed)
 
@@ -49,19 +50,19 @@ def _make(
 
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Allocate a model without initialising it: every parameter is about to be overwritten."""
+    """Allocate a model without initialising it, because every parameter will be overwritten."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to_empty(device="cpu")
-    model.tie_weights()  # `to_empty` parts what the config ties
+    model.tie_weights()  # `to_empty` separates tied weights
     return model
 
 
 def make_checkpoint_once(name: str, seed: int = 0, layers: int | None = None) -> Path:
-    """The checkpoint of the shape called `name`, created on first use.
+    """Return the checkpoint of the shape called `name`. It is created on first use.
 
-    ``layers`` overrides the shape's number of layers. Safe with several processes (see `make_folder_once`,
-    also for errors of the cache). Raises `InvalidField` for an unknown name.
+    ``layers`` overrides the shape's number of layers. Several processes may call this at the same time.
+    Raises `InvalidField` for an unknown name, and as `make_folder_once` does.
     """
     shape = find_shape(name)
     if layers is not None:

@@ -1,7 +1,7 @@
-"""Finds and downloads checkpoints with hub names, `org/model`, in the hub's cache on this machine.
+"""Finds checkpoints with hub names, `org/model`, in the hub's cache on this machine, or downloads them.
 
-`huggingface_hub` takes the hub's address, the token, the cache folder and offline mode from its own
-environment variables. It comes with tokenizers and with vLLM.
+`huggingface_hub` reads the hub's address, the token, the cache folder and offline mode from its own
+environment variables. It is installed with tokenizers and with vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kintsugi.core.errors import NotFound, PermissionDenied, Unavailable
 
 MAIN = "main"
 REASON_CHARS_MAX = 300
-"""Maximum length of a library error in our message; the library writes whole paragraphs."""
+"""Maximum length of a library's error in our message; some are whole paragraphs."""
 
 
 def is_hub_name(model: str | Path) -> bool:
@@ -26,7 +26,7 @@ def is_hub_name(model: str | Path) -> bool:
 
 
 def snapshot(name: str | Path, revision: str = MAIN) -> Path:
-    """The cache's folder for a model at a branch, tag or commit; it may not exist."""
+    """Return the cache's folder for a model at a branch, tag or commit. The folder may not exist."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     repository = cache / f"models--{'--'.join(Path(name).parts)}"
@@ -36,14 +36,14 @@ def snapshot(name: str | Path, revision: str = MAIN) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """The hub name of a snapshot's folder."""
+    """Return the hub name of a snapshot's folder."""
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
-    """Download those of the files that the model has, and return the snapshot's folder.
+    """Download the files, as far as the model has them, and return the snapshot's folder.
 
-    Asks the hub for the commit, and uses the cache's if the hub does not answer. Raises `NotFound`,
+    The hub determines the commit, or the cache if the hub does not answer. Raises `NotFound`,
     `PermissionDenied`, and `Unavailable` if neither the cache nor the hub has the files.
     """
     with _translate_hub_errors(name):
@@ -53,7 +53,7 @@ def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MA
 
 
 def safetensors_files(name: str, revision: str) -> list[str]:
-    """The weight files at the root of a model's repository. Raises as `download_snapshot` does."""
+    """Return the weight files at the root of a model's repository. Raises as `download_snapshot` does."""
     with _translate_hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -62,8 +62,8 @@ def safetensors_files(name: str, revision: str) -> list[str]:
 
 
 def tensors(name: str, file: str, revision: str) -> list[list[Any]]:
-    """`[name, dtype, shape]` of each tensor in a file on the hub; downloads only the file's header.
-    Raises as `download_snapshot` does."""
+    """Return `[name, dtype, shape]` of each tensor in a file on the hub. Only the file's header is
+    downloaded. Raises as `download_snapshot` does."""
     with _translate_hub_errors(name):
         from huggingface_hub import HfApi
 
@@ -79,7 +79,7 @@ def _translate_hub_errors(model: str | Path) -> Iterator[None]:
         raise NotFound(
             f"{model} is not a checkpoint folder, and cannot be downloaded: pip install huggingface_hub"
         ) from error
-    # The library's transport has its own error classes; in older versions they derive from OSError.
+    # The library's transport has its own error classes. In older versions they derive from OSError.
     unreachable = (getattr(errors, name, OSError) for name in ("HTTPError", "XetDownloadError"))
     try:
         yield

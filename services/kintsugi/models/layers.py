@@ -1,9 +1,9 @@
-"""Describes a model's decoder layers: what each one stores per token, and what must hold to blend it.
+"""Descriptions of a model's decoder layers: what each layer stores per token, and whether it can be blended.
 
 Layout, costs, rotation and attention follow from one `ModelLayers`. `describe_layers` builds it from a
-checkpoint's config, by the names that transformers and vLLM use there; the engine's `learn_model` builds the
-same type from the loaded model, whose rotations it measures, and where the two differ, the loaded model is
-right. Everything here is pure: no torch, no vLLM.
+checkpoint's config, by the field names of transformers and vLLM. The engine's `learn_model` builds the same
+type from the loaded model and measures its rotations; if the two differ, the loaded model is right. Pure: no
+torch, no vLLM.
 
 A layer that cannot be blended has a `Decline`: a reason from a fixed list, the layer, and what to do.
 """
@@ -56,7 +56,7 @@ class DeclineReason(StrEnum):
 
 
 PLAIN = "every prompt is prefilled in full, prefix caching works as before"
-"""What every reason says happens instead."""
+"""The consequence of every reason."""
 ADVICE: Mapping[DeclineReason, str] = {
     DeclineReason.MLA: f"{PLAIN}; to blend, serve a model whose latents have a rotary key beside them",
     DeclineReason.RECURRENT: f"{PLAIN}; to blend, serve a model whose layers are all attention",
@@ -80,13 +80,13 @@ ADVICE: Mapping[DeclineReason, str] = {
 
 @dataclass(frozen=True)
 class Decline:
-    """One thing that rules blending out."""
+    """One property that rules blending out."""
 
     reason: DeclineReason
     layer: int | None
-    """None where it is the whole model."""
+    """None: the property belongs to the whole model."""
     feature: str
-    """What the layer or model has, as a noun phrase."""
+    """The property, as a noun phrase after "has"."""
 
     @property
     def detail(self) -> str:
@@ -146,11 +146,11 @@ class LayerSpec:
     value_is_key: bool = False
     """Whether V follows from the same tensor as K before RoPE, which is stored once."""
     label: str = ""
-    """What the config calls the layer."""
+    """The layer's name in the config."""
 
     @property
     def has_frame(self) -> bool:
-        """Whether a stored chunk has bytes of this layer."""
+        """Whether a stored chunk has bytes for this layer."""
         return self.shares_kv_with is None and self.kv_heads > 0
 
     @property
@@ -169,11 +169,11 @@ class ModelLayers:
 
     layers: tuple[LayerSpec, ...]
     declines: tuple[Decline, ...] = ()
-    """What rules blending out; empty where nothing that a config tells does."""
+    """The properties that rule blending out, as far as a config shows them."""
 
     def layout(self, dtype: str) -> KVLayout:
-        """The stored KV over all ranks, in elements of `dtype`. Layers without a frame are left out. Raises
-        `InvalidField` for shapes that no chunk can have."""
+        """Return the layout of the stored KV over all ranks, in elements of `dtype`. Layers without a frame
+        are left out. Raises `InvalidField` for shapes that no chunk can have."""
         groups = [LayerGroup(1, layer.kv_heads, layer.parts) for layer in self.layers if layer.has_frame]
         return KVLayout.of_groups(groups, dtype)
 
@@ -184,9 +184,9 @@ class ModelLayers:
 
 
 def describe_layers(config: Mapping[str, Any]) -> ModelLayers:
-    """The layers of a checkpoint, from its ``config.json`` (or `PretrainedConfig.to_dict()`).
+    """Return the layers of a checkpoint, from its ``config.json`` (or `PretrainedConfig.to_dict()`).
 
-    Never raises for an unknown model: what is not understood is a decline.
+    An unknown model raises no error: properties that are not understood become declines.
     """
     text = _text_config(config)
     count = _first(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -208,7 +208,7 @@ _LABELS: tuple[tuple[str, LayerKind], ...] = (
     (r"attention|attn|sliding|full|global|local|\*", LayerKind.ATTENTION),
     (r"mlp|moe|ffn|\be\b|-", LayerKind.NONE),
 )
-"""What layers are called in configs; the first that matches counts."""
+"""Patterns of layers' names in configs; the first match counts."""
 _LAYER_LISTS = (
     "layer_types",
     "layers_block_type",
@@ -223,11 +223,11 @@ _INDEX_FIELD = re.compile(r"index_topk|index_n_heads|sparse_attention_config|com
 _LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt", "xglm", "biogpt", "gpt_neo", "ctrl"})
 """Model types that add a learned embedding of the absolute position."""
 _ROTATES_WINDOWS_ALONE = frozenset({"cohere2", "cohere2_moe", "exaone4", "exaone_moe"})
-"""Model types whose full-attention layers have no rotation where others have windows."""
+"""Model types in which only layers with windows rotate, if some layers have windows."""
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config."""
+    """Return the language model's part of a config."""
     for name in ("text_config", "llm_config", "language_config"):
         inner = config.get(name)
         if isinstance(inner, Mapping):
@@ -236,12 +236,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> Any:
-    """The first field that is there and not None."""
+    """Return the value of the first field that exists and is not None."""
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def _kinds(config: Mapping[str, Any], count: int) -> list[tuple[LayerKind, str]]:
-    """Kind and label of each layer."""
+    """Return kind and label of each layer."""
     labels = _first(config, *_LAYER_LISTS)
     if isinstance(labels, (str, list, tuple)) and len(labels) >= count:
         named = [(_kind_called(str(label)), str(label)) for label in labels[:count]]
@@ -289,7 +289,7 @@ def _describe_layer(config: Mapping[str, Any], index: int, kind: LayerKind, labe
 
 
 def _head_shape(config: Mapping[str, Any], label: str) -> tuple[int, int]:
-    """KV heads and the width of one."""
+    """Return the number of KV heads and the width of a head."""
     queries = _first(config, "num_attention_heads", "n_head", "n_heads") or 1
     hidden = _first(config, "hidden_size", "n_embd", "d_model") or queries
     heads = _first(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -318,7 +318,7 @@ def _rotates(config: Mapping[str, Any], index: int, windowed: bool) -> bool:
     """Whether the layer's keys rotate."""
     flags = config.get("no_rope_layers")
     if isinstance(flags, (list, tuple)) and index < len(flags):
-        return bool(flags[index])  # 1: rotates, whatever the name says
+        return bool(flags[index])  # 1 means that the layer rotates, despite the field's name
     interval = config.get("no_rope_layer_interval")
     if isinstance(interval, int) and interval > 0:
         return (index + 1) % interval != 0
@@ -348,9 +348,9 @@ def _rotation(config: Mapping[str, Any], label: str, width: int | None) -> Rotar
 
 
 def longrope_factors(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
-    """Which of LongRoPE's two lists of factors vLLM rotates every prompt by: ``short`` or ``long``; None for
-    another rotation. vLLM chooses once, by whether `max_model_len` exceeds the length that the model was
-    trained for. None or -1 is its default: that length if the config names it beside the rotation."""
+    """Return which of LongRoPE's two lists of factors vLLM uses for all prompts: ``short`` or ``long``; None
+    for another rotation. vLLM uses ``long`` if `max_model_len` exceeds the length that the model was trained
+    for. A `max_model_len` of None or -1 means vLLM's default."""
     text = _text_config(config)
     fields = _first(text, "rope_parameters", "rope_scaling") or {}
     of_layers = [one for one in fields.values() if isinstance(one, Mapping)]
@@ -370,7 +370,8 @@ def _rope_type(fields: Mapping[str, Any]) -> str:
 
 
 def _shared_with(config: Mapping[str, Any], index: int, label: str) -> int | None:
-    """The last layer of the same type that has KV of its own, for the layers behind those that do."""
+    """Return the last layer of the same type that has its own KV, for layers that share KV; otherwise
+    None."""
     count, shared = _first(config, "num_hidden_layers", "n_layer"), config.get("num_kv_shared_layers")
     if not isinstance(shared, int) or not shared or index < count - shared:
         return None
@@ -388,7 +389,8 @@ _FEATURES = {
 
 
 def _declines(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Iterator[Decline]:
-    """The first layer of each kind that is not plain attention, then what the whole model has."""
+    """Yield a decline for the first layer of each kind that is not plain attention, then those of the whole
+    model."""
     seen: set[LayerKind] = set()
     for index, layer in enumerate(layers):
         if layer.kind in _FEATURES and layer.kind not in seen:

@@ -1,4 +1,4 @@
-"""The encyclopedic passages and questions that ship with Kintsugi: the demo's corpus."""
+"""The bundled encyclopedic passages and questions: the demo's corpus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Passage:
 
     title: str
     text: str
-    """The whole file, title line included: what is tokenised and stored."""
+    """The whole file, with its title line. This text is tokenised and stored."""
 
 
 BUNDLED_QUESTIONS = (
@@ -27,7 +27,7 @@ BUNDLED_QUESTIONS = (
 
 @lru_cache(maxsize=1)
 def read_bundled_passages() -> tuple[Passage, ...]:
-    """The passages, in order of their file names. Raises `Unavailable`."""
+    """Return the passages, in the order of their file names. Raises `Unavailable`."""
     paths = sorted((packaged_files() / "passages").glob("*.txt"))
     texts = [path.read_text(encoding="utf-8") for path in paths]
     return tuple(Passage(text.split("\n", 1)[0].strip(), text.strip() + "\n") for text in texts)

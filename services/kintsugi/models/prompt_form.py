@@ -1,10 +1,10 @@
-"""Writes prompts as they are served: a head, the chunks, the question, a foot.
+"""Writes prompts in the form in which they are served: a head, the chunks, the question, a foot.
 
-Commands, calibration, precompute, engines and the gateway all use this code, so evidence is gathered on the
-prompts that clients send, and every part agrees on what chunks are prefilled behind. In the forms of a chat
-template, a prompt has the token ids that vLLM renders for an OpenAI client that sends one user message, with
-each chunk tokenised alone (`engine.openai.prompt`). Special tokens are those that the template writes or, in
-the plain form, those that the tokenizer adds: some add a BOS, others none.
+Commands, calibration, precompute, engines and the gateway all use this code. So calibration measures prompts
+like those of clients, and all parts agree on the prefix of chunks. In the forms that use a chat template, a
+prompt has the token ids that vLLM renders for an OpenAI client that sends one user message, with each chunk
+tokenised alone (`engine.openai.prompt`). The template writes the special tokens; in the plain form the
+tokenizer adds its own, such as a BOS, if it has any.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 from kintsugi.models.reference import resolve_model
 
 CLOCK = datetime(2024, 7, 26)
-"""The time that templates are told. A head with today's date would turn every stored chunk into a miss at
-midnight. It is the date that Llama 3's template writes where it is told none."""
+"""The current time for templates. A head with the real date would turn every stored chunk into a miss at
+midnight. This is the default date of Llama 3's template."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 REASON_CHARS_MAX = 200
 """Maximum length of a template's error in our message."""
 _LETTER = "a"
-"""Tokenised to see which special tokens the tokenizer puts around a text."""
+"""Text that is tokenised to find the special tokens that the tokenizer adds."""
 _QUESTION = 'Which "<probe>" & why?\n(Kintsugi asks.)'
-"""Stands for the user's message while a template is rendered. A template that escapes texts changes it."""
+"""Placeholder of the user's message while a template is rendered. A template that escapes texts changes
+it."""
 _DOCUMENT = 'The "<probe>" & document {}.\n(Kintsugi.)'
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """One way to write prompts for one model. Make it with `of` or `load_form`."""
+    """One way to write prompts for one model. Create it with `of` or `load_form`."""
 
     name: FormName
     """`CHAT`, `DOCUMENTS` or `PLAIN`."""
     head: tuple[int, ...]
     """Token ids of everything before the first chunk: special tokens, system prompt, start of the turn."""
     foot: str
-    """Text behind the question: end of the user's turn and start of the assistant's. Tokenise it together
+    """Text after the question: end of the user's turn and start of the assistant's. It is tokenised together
     with the question."""
     tokenizer: Any = field(repr=False, compare=False)
     """One of transformers."""
@@ -52,8 +53,8 @@ class PromptForm:
 
     @staticmethod
     def of(tokenizer: Any, name: FormName = FormName.AUTO, system: str | None = None) -> PromptForm:
-        """Raises `InvalidField` for a form that the model's template cannot write, and for a system prompt
-        that it has no place for."""
+        """Return the form `name` of a model. Raises `InvalidField` if the model's template cannot write the
+        form or drops the system prompt."""
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if name is FormName.AUTO:
             name = FormName.CHAT if has_template else FormName.PLAIN
@@ -78,11 +79,11 @@ class PromptForm:
         return _ids(self.tokenizer, text)
 
     def build(self, chunks: Sequence[PromptChunk], question: str, bare: bool = True) -> RagPrompt:
-        """Write the prompt. A ``bare`` question is phrased as the form asks; another one is the whole text
+        """Write the prompt. The form adds text to a ``bare`` question; any other question is the whole text
         between the last chunk and the foot.
 
-        Raises `InvalidField` for an empty question, and where the template writes this many documents in
-        another way than one.
+        Raises `InvalidField` for an empty question, and if the template writes another head for this number
+        of documents.
         """
         if not question.strip():
             raise InvalidField("question", "is empty; ask something about the chunks")
@@ -101,7 +102,7 @@ class PromptForm:
     def _phrase(self, question: str) -> str:
         if self.name is FormName.PLAIN:
             return f"\nQuestion: {question}\nAnswer:"
-        # Chunks fill the message up to the question, and the last need not end its line.
+        # The question follows the last chunk, which may not end with a line break.
         return f"\n{question}" if self.name is FormName.CHAT else question
 
 
@@ -111,18 +112,18 @@ def load_form(
     system: str | None = None,
     vllm_args: Mapping[str, Any] = NO_ARGS,
 ) -> PromptForm:
-    """The form of a checkpoint folder or a hub name, for engines with these arguments.
+    """Return the form of a checkpoint folder or a hub name, for engines with these arguments.
 
-    The head of its form `AUTO` is what engines, precompute and calibration prefill chunks behind where
-    nothing else is configured. Raises as `load_tokenizer` and `PromptForm.of` do.
+    The head of the form `AUTO` is the default prefix of chunks in engines, precompute and calibration. Raises
+    as `load_tokenizer` and `PromptForm.of` do.
     """
     return PromptForm.of(load_tokenizer(model, vllm_args), name, system)
 
 
 def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) -> Any:
-    """The tokenizer of a model: a checkpoint folder, a hub name or the reference model. Of vLLM's arguments,
-    `revision` and `trust_remote_code` count. Raises `NotFound`, `Unavailable` without transformers, and as
-    `reference.fetch_model` does."""
+    """Return the tokenizer of a model: a checkpoint folder, a hub name or the reference model. Only the
+    arguments `revision` and `trust_remote_code` of vLLM are used. Raises `NotFound`, `Unavailable` without
+    transformers, and as `reference.fetch_model` does."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -135,7 +136,7 @@ def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) ->
             trust_remote_code=bool(vllm_args.get("trust_remote_code")),
         )
     except Exception as error:
-        # The libraries below raise many types for files that they cannot read.
+        # The libraries raise many types of errors for files that they cannot read.
         raise NotFound(
             f"{model} is neither a checkpoint folder nor a model that can be downloaded, or has no tokenizer "
             f"({type(error).__name__}); check the name"
@@ -143,7 +144,7 @@ def load_tokenizer(model: str | Path, vllm_args: Mapping[str, Any] = NO_ARGS) ->
 
 
 def special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the tokenizer adds before and behind a plain text."""
+    """Return the ids that the tokenizer adds before and after a plain text."""
     plain, full = _ids(tokenizer, _LETTER), tuple(tokenizer(_LETTER, add_special_tokens=True).input_ids)
     start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), len(full))
     return full[:start], full[start + len(plain) :]
@@ -154,13 +155,13 @@ def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _render_pieces(tokenizer: Any, system: str | None, documents: int) -> list[str]:
-    """What the template writes before, between and behind the documents and the user's message:
-    ``documents`` + 2 texts. Raises `InvalidField`."""
+    """Return the ``documents`` + 2 texts that the template writes before, between and after the documents and
+    the user's message. Raises `InvalidField`."""
     texts = [*(_DOCUMENT.format(number) for number in range(1, documents + 1)), _QUESTION]
     try:
         return _cut(_render(tokenizer, system, texts, as_parts=False), texts)
     except InvalidField as error:
-        # As vLLM does, which passes lists of parts to a template that iterates over a message's content.
+        # Like vLLM, pass lists of parts to a template that iterates over a message's content.
         with suppress(InvalidField):
             return _cut(_render(tokenizer, system, texts, as_parts=True), texts)
         raise error from error.__cause__
@@ -182,7 +183,7 @@ def _render(tokenizer: Any, system: str | None, texts: Sequence[str], as_parts: 
             strftime_now=CLOCK.strftime,
         )
     except Exception as error:
-        # A template may raise any type: it calls methods of what it is given.
+        # A template may raise any type of error: it calls methods of its inputs.
         reason = " ".join(str(error).split())[:REASON_CHARS_MAX] or type(error).__name__
         if system is None:
             problem = f"the model's chat template fails ({reason}); use the form plain"
@@ -193,14 +194,14 @@ def _render(tokenizer: Any, system: str | None, texts: Sequence[str], as_parts: 
 
 
 def _cut(rendered: str, texts: Sequence[str]) -> list[str]:
-    """The pieces around the texts, each of which must occur once, in order. Raises `InvalidField`."""
+    """Return the pieces around the texts. Each text must occur once, in order. Raises `InvalidField`."""
     pieces = []
     for text in texts:
         before, found, rendered = rendered.partition(text)
         if not found or text in rendered:
-            problem = "does not write a user's message as it is; use the form plain"
+            problem = "changes a user's message; use the form plain"
             if len(texts) > 1:
-                problem = "does not write documents as they are before the question; use the form chat"
+                problem = "changes documents, or writes them after the question; use the form chat"
             raise InvalidField("form", f"the model's chat template {problem}")
         pieces.append(before)
     return [*pieces, rendered]

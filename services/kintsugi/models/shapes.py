@@ -1,4 +1,4 @@
-"""Shapes of checkpoints: architectures, sizes, and the named shapes that tests and benchmarks use."""
+"""Shapes of random checkpoints: architectures, sizes, and the named shapes of tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Architecture(StrEnum):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides a checkpoint's tensors and config, except the weights' values."""
+    """Everything that determines a checkpoint's tensors and config, except the values of the weights."""
 
     architecture: Architecture
     layers: int
@@ -41,7 +41,7 @@ class ModelShape:
     intermediate: int
     """Width of the MLP, or of one expert."""
     vocab: int
-    """Number of rows of the embedding; the tokenizer has at most as many tokens."""
+    """Number of rows of the embedding, which is also the size of the tokenizer's vocabulary."""
     max_positions: int = 8192
     rope: MappingProxyType[str, Any] = field(
         default_factory=lambda: MappingProxyType({"rope_type": "default", "rope_theta": 10_000.0})
@@ -51,7 +51,8 @@ class ModelShape:
     """RoPE base of sliding-window layers, if it differs."""
     sliding_window: int | None = None
     full_attention_every: int = 1
-    """Every n-th layer attends to everything, the others to `sliding_window` tokens; 1: all are alike."""
+    """Every n-th layer attends to all tokens, the others to `sliding_window` tokens; 1: all layers are
+    equal."""
     experts: int = 0
     experts_per_token: int = 0
     dtype: str = "float32"
@@ -75,8 +76,8 @@ class ModelShape:
         ]
 
     def config(self, bos_token_id: int, eos_token_id: int) -> PretrainedConfig:
-        """The transformers config. Embeddings are never tied: with random weights a tied head would
-        make every model repeat its last token."""
+        """Return the transformers config. Embeddings are never tied: with random weights, a model with a tied
+        head repeats its last token."""
         values: dict[str, Any] = {
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
@@ -98,7 +99,7 @@ class ModelShape:
         return config
 
     def _architecture_fields(self) -> dict[str, Any]:
-        """Config fields specific to this architecture."""
+        """Return the config fields of this architecture."""
         match self.architecture:
             case Architecture.MISTRAL:
                 return {"sliding_window": self.sliding_window}
@@ -163,7 +164,7 @@ TINY_SHAPES: dict[str, ModelShape] = {
         Architecture.LLAMA, rope=_rope("yarn", factor=4.0, original_max_position_embeddings=2048)
     ),
     "tiny-linear-rope": _tiny(Architecture.LLAMA, rope=_rope("linear", factor=2.0)),
-    # Not a multiple of any backend's block of 16, 64 or 128 tokens, so that windows end inside blocks.
+    # 200 is not a multiple of a backend's block of 16, 64 or 128 tokens, so windows end inside blocks.
     "tiny-mistral-window": _tiny(Architecture.MISTRAL, sliding_window=200),
     "tiny-mixtral": _tiny(Architecture.MIXTRAL, experts=4, experts_per_token=2),
     "tiny-qwen2": _tiny(Architecture.QWEN2, rope=_rope("default", 1_000_000.0)),
@@ -178,7 +179,7 @@ TINY_SHAPES: dict[str, ModelShape] = {
         full_attention_every=3,
     ),
 }
-"""Shapes small enough for a test; each covers one way in which decoders differ."""
+"""Shapes that are small enough for a test. Each covers one difference between decoders."""
 
 SHAPES: dict[str, ModelShape] = {
     **TINY_SHAPES,
@@ -237,7 +238,7 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape called `name`. Raises `InvalidField` with the valid names."""
+    """Return the shape called `name`. Raises `InvalidField` with the valid names."""
     if name not in SHAPES:
         raise InvalidField("shape", f"{name!r} is not one of {', '.join(SHAPES)}")
     return SHAPES[name]

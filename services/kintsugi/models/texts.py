@@ -7,14 +7,14 @@ from pathlib import Path
 from kintsugi.core.errors import InvalidField, NotFound
 
 TEXT_BYTES_MAX = 1 << 20
-"""A larger file is not read: it may be a checkpoint, and would be tokenised whole."""
+"""Larger files are refused: they may be checkpoints, and would be tokenised whole."""
 
 
 def read_user_text(path: Path, option: str, purpose: str) -> str:
-    """The text of a file, with its line endings as they are.
+    """Return the text of a file, with unchanged line endings.
 
-    ``option`` names the setting, ``purpose`` what the file should hold, for errors. Raises `NotFound` for a
-    file that is not there, `InvalidField` for one that is not UTF-8 text or larger than `TEXT_BYTES_MAX`.
+    ``option`` (the setting's name) and ``purpose`` (the expected content) appear in errors. Raises `NotFound`
+    for a missing file, `InvalidField` for one that is not UTF-8 text or larger than `TEXT_BYTES_MAX`.
     """
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name {purpose}")

@@ -14,9 +14,9 @@ BOS_ID, EOS_ID = 0, 1
 def train_tokenizer(vocab: int, max_positions: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer with `vocab` ids. Any text round-trips, because every byte is a token.
 
-    BOS is added to plain prompts, as Llama does. Training is deterministic: the same passages give the same
-    file. If the passages have too few distinct merges, unused tokens fill the vocabulary, so that every id a
-    model can emit decodes to something.
+    Plain prompts start with BOS, as for Llama. Training is deterministic: the same passages produce the same
+    file. If the passages have too few distinct merges, unused tokens fill the vocabulary, so that every id
+    that a model can emit can be decoded.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,19 +1,19 @@
-"""Fills a transformer with random weights under which it still behaves like a trained one.
+"""Fills a transformer with random weights, such that it behaves similarly to a trained one.
 
 With the usual small initialisation attention scores are nearly equal: attention averages everything, KV
 deviation measures nothing, and greedy decoding repeats one token. With large weights the network is chaotic:
-it amplifies rounding until two exact ways to compute the same prompt give different answers. So every
+it amplifies rounding until two exact ways to compute the same prompt produce different answers. So every
 projection is scaled by its fan-in to a chosen gain (standard deviations, for inputs of unit RMS):
 
-* query·key scores spread by 2, so that a few dozen of a few thousand tokens get most of the attention;
-  where the model normalises queries and keys, the norm's weights carry that gain;
-* the output of attention is an average and similar at all positions: it gets a smaller gain than the MLP, or
-  the hidden states of a deep model all point in the same direction;
-* embeddings spread by the square root of the number of layers, so that all layers together weigh about
-  as much as the token itself. Measured at 16 layers, bfloat16 against float32: the best token's logprob
-  moves by 0.03 on average and a chunk read alone predicts the same next token as behind another one in
-  43 % of places; with embeddings of 1 and scores of 3, by 0.30 and in 3 %;
-* logits spread by about 2, which leaves the best token ahead of the next by a few tenths;
+* query·key scores have a spread of 2, so that a few dozen of a few thousand tokens get most of the attention;
+  if the model normalises queries and keys, the norm's weights have that gain;
+* the output of attention is an average and similar at all positions: its gain is smaller than the MLP's,
+  because otherwise the hidden states of a deep model all point in the same direction;
+* embeddings have a spread of the square root of the number of layers, so that all layers together have about
+  the same weight as the token itself. Measured at 16 layers, bfloat16 against float32: the best token's
+  logprob changes by 0.03 on average, and a chunk that is read alone predicts the same next token as after
+  another chunk at 43 % of positions; with embeddings of 1 and scores of 3, these are 0.30 and 3 %;
+* logits have a spread of about 2, so that the best token leads by a few tenths;
 * the end-of-sequence row of the head is zero, so that greedy decoding does not stop by chance.
 """
 
@@ -37,7 +37,7 @@ _GAINS = {
     "k_proj": _QK_GAIN,
     "down_proj": 1.5,
     "lm_head": 2.0,
-    # A router: the best experts should lead clearly, or rounding would switch them.
+    # Routers: the best experts must lead clearly, so that rounding does not switch them.
     "gate": 2.0,
     "router": 2.0,
 }
@@ -50,21 +50,21 @@ _EMBEDDINGS = frozenset({"embed_tokens", "embed_in", "wte", "word_embeddings"})
 _ADDS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
 """Model types whose norms multiply by one plus the weight."""
 _TIED_SPREAD = 0.1
-"""Spread of embeddings that are the head, too: so small that layers decide, or the model repeats its last
-token."""
+"""Spread of embeddings that are tied to the head. It is small, so that the layers determine the next token
+and the model does not repeat its last token."""
 
 
 @dataclass(frozen=True)
 class WeightTraits:
-    """What of a model decides how large its weights have to be."""
+    """Properties of a model that determine the size of its weights."""
 
     layers: int
     embeddings_scaled_by: float = 1.0
-    """What the model multiplies embeddings by."""
+    """Factor by which the model multiplies embeddings."""
     norms_add_one: bool = False
     """Whether norms multiply by one plus the weight, as Gemma's do."""
     is_tied: bool = False
-    """Whether the embeddings are the head, too."""
+    """Whether the embeddings are tied to the head."""
 
     @staticmethod
     def of_shape(shape: ModelShape) -> WeightTraits:
@@ -88,7 +88,7 @@ def fill_weights(model: nn.Module, traits: WeightTraits, seed: int) -> None:
     """Overwrite every parameter of `model` in place, and every buffer that its checkpoint holds.
 
     Each parameter has its own generator, seeded by `seed` and the parameter's name, so a decoder layer's
-    weights do not depend on how many layers there are.
+    weights do not depend on the number of layers.
     """
     stored = model.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
@@ -119,6 +119,6 @@ def _values(name: str, size: torch.Size, traits: WeightTraits, generator: torch.
 
 
 def _norm_centre(module: str, traits: WeightTraits) -> float:
-    """Mean of a norm's weights."""
+    """Return the mean of a norm's weights."""
     scale = _QK_GAIN if module in ("q_norm", "k_norm") else 1.0
     return scale - 1.0 if traits.norms_add_one else scale

@@ -1,15 +1,15 @@
-"""Confidence bounds for mean losses that hold for small samples, near-zero rates and at every look. Pure.
+"""Confidence bounds for mean losses, valid for small samples, for rates near zero and at any time. Pure.
 
 A loss is a number of at most 1: a disagreement (0 or 1), a share, a capped divergence, or a paired difference
 in [-1, 1]. The hypothesis "the mean loss is at least m" is tested by betting against it: a wealth starts at 1
-and is multiplied by ``1 + bet * (m - loss)`` at every prompt, with a bet that can never lose everything.
-While the hypothesis is true, the wealth is a non-negative supermartingale. So it reaches ``1 / error`` with
-a probability of at most `error`, however often one looks and whenever one stops (Ville's inequality;
-Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). Nothing else is
-assumed about the distribution; a bootstrap or a normal approximation reports certainty where no loss has
-been seen yet.
+and is multiplied by ``1 + bet * (m - loss)`` for each prompt. Bets are so small that the wealth stays
+positive. While the hypothesis is true, the wealth is a non-negative supermartingale. So it reaches ``1 /
+error`` with a probability of at most `error`, however often it is checked and whenever the test stops
+(Ville's inequality; Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting",
+2024). No other assumption about the distribution is needed. A bootstrap or a normal approximation, by
+contrast, reports certainty as long as no loss has occurred.
 
-Bets are fixed shares of the largest one, and the wealth is their weighted mean, so the order of the prompts
+Bets are fixed shares of the largest bet, and the wealth is their weighted mean, so the order of the prompts
 does not matter. Prompts must be independent; positions within a prompt need not be, because a prompt is one
 number.
 """
@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 BETS = {0.95: 0.35, 0.8: 0.2, 0.65: 0.15, 0.5: 0.1, 0.35: 0.08, 0.2: 0.06, 0.1: 0.03, 0.05: 0.03}
-"""Shares of the largest bet, and their weights. The best share for a rate p is 1 - p / m, so these suit
-rates up to 0.95 m; weights favour rates near 0, where prompts are few for what has to be shown."""
+"""Shares of the largest bet, and their weights. The best share for a rate p is 1 - p / m, so these shares
+suit rates up to 0.95 m. The weights favour rates near 0, which need the fewest prompts."""
 STEPS = 40
-"""Bisections of a bound, which is then exact to 1e-12."""
+"""Bisection steps of a bound; its error is then below 1e-11."""
 
 
 class BelowTest:
@@ -56,22 +56,22 @@ class BelowTest:
 
     @property
     def log_wealth(self) -> float:
-        """Natural logarithm of the wealth; the mean is below the threshold if it is at least ``log(1 /
-        error)``."""
+        """Natural logarithm of the wealth. If it is at least ``log(1 / error)``, the mean is below the
+        threshold, except with probability `error`."""
         highest = max(self._log_wealths)
         parts = zip(BETS.values(), self._log_wealths, strict=True)
         return highest + math.log(sum(weight * math.exp(wealth - highest) for weight, wealth in parts))
 
     @property
     def is_above(self) -> bool:
-        """Whether the mean is probably above the threshold, so that more prompts would be wasted on it. An
-        approximation, good enough to give up: two standard errors, as if one loss had a variance of at least
-        the threshold."""
+        """Whether the mean is probably above the threshold, so that more prompts would be wasted. This is an
+        approximation: two standard errors, where the variance of a loss is increased by the threshold."""
         variance = self._sum_of_squares / self.count - self.mean**2
         return self.mean - 2 * math.sqrt((variance + self.threshold) / self.count) > self.threshold
 
     def prompts_missing(self, error: float) -> int | None:
-        """How many more prompts like those so far would reach ``1 / error``; None if more would not help."""
+        """Estimate how many more prompts, similar to the previous ones, bring the wealth to ``1 / error``;
+        None if more prompts do not help."""
         missing = math.log(1 / error) - self.log_wealth
         growth = max(self._log_wealths) / self.count if self.count else 0.0
         if missing <= 0:
@@ -80,8 +80,8 @@ class BelowTest:
 
 
 def upper_bound(losses: Sequence[float], error: float) -> float:
-    """The mean loss is below this, except with probability `error`: the highest mean that the losses do not
-    rule out. 1 if there are no losses."""
+    """Return the highest mean that the losses do not rule out: the mean loss is below it, except with
+    probability `error`. Without losses it is 1."""
     enough, low, high = math.log(1 / error), -1.0, 1.0
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -92,7 +92,7 @@ def upper_bound(losses: Sequence[float], error: float) -> float:
 
 
 def prompts_needed(threshold: float, error: float) -> int:
-    """How many prompts without any loss show that the mean is below `threshold`."""
+    """Return the number of prompts without any loss that shows that the mean is below `threshold`."""
     test = BelowTest(threshold)
     while test.log_wealth < math.log(1 / error):
         test.add([0.0])

@@ -1,12 +1,12 @@
-"""Calibration: finds configurations of a model that can be trusted, and says how far.
+"""Calibration: finds configurations of a model whose losses are within the thresholds, and reports bounds.
 
-1. Full prefill answers some prompts. A form in which it is rarely right is refused (`quality.form`).
-2. The noise floor: full prefill compared with itself.
+1. Full prefill answers some prompts. A form in which it is rarely right is refused (`check_answers`).
+2. The noise floor: full prefill is compared with itself.
 3. A race over configurations (`quality.racing`): screening on some prompts, confirmation on others.
-4. The report: confidence bounds, and the lengths of the prompts that they were measured on.
+4. The report: confidence bounds, and the lengths of the prompts on which they were measured.
 
-This module runs prompts for the race and writes down what came of it. The result depends on seed, model and
-questions alone, unless `Budget.minutes` ends the search.
+This module runs prompts for the race and writes the report. The result depends only on seed, model and
+questions, unless `Budget.minutes` ends the search.
 """
 
 from __future__ import annotations
@@ -56,54 +56,55 @@ from kintsugi.quality.questions import Question, make_passage_questions, make_se
 from kintsugi.quality.racing import FINALISTS_MAX, FINALISTS_MIN, SCREENING_ROUNDS, Ask, Race, RacePrompt
 
 AGREEMENT = frozenset({Quantity.KL, Quantity.DISAGREEMENT})
-"""What can be measured without answers."""
+"""The quantities that can be measured without given answers."""
 ANSWER_TOKENS_MIN = 32
-"""At least so many tokens of full prefill's answer are compared, if it does not end before."""
+"""Minimum number of tokens of full prefill's answer that are compared, unless it ends earlier."""
 FORM_PROMPTS = 32
 NOISE_PROMPTS = 16
 RIGHT_MIN = 0.3
-"""Least mean score of full prefill, where answers are given."""
+"""Minimum mean score of full prefill, if answers are given."""
 ENDED_MAX = 0.5
 """Largest share of prompts whose answer ends with its first token."""
 SHOWN_CHARACTERS = 60
 ACCURACY_LOW = 0.5
 """A lower score of full prefill causes a warning."""
 LENGTHS_APART = 1.5
-"""Prompts or answers are judged in two halves, by length, if the longest has so many times the tokens of the
-shortest."""
+"""Prompts or answers are judged in two halves, by length, if the longest has at least this many times the
+tokens of the shortest."""
 DOMAIN_TAIL = 0.02
-"""Share of the prompts at either end that does not widen the domain: single prompts say nothing."""
+"""Share of the shortest and of the longest prompts that does not widen the domain, because single prompts
+show nothing."""
 PASSAGE_PROMPTS = 400
 """Maximum number of prompts that are made of the bundled passages."""
 PASSAGE_TOKENS = 192
-"""Tokens of each bundled passage in a prompt: enough for attention across chunks, few enough to measure
-often."""
+"""Tokens of each bundled passage in a prompt: enough for attention across chunks, but few enough for many
+measurements."""
 QUESTION_TOKENS = 128
-"""Room in a prompt for instruction, question, the form's foot and the answer."""
+"""Tokens of a prompt that are reserved for instruction, question, the form's foot and the answer."""
 _WIDEST = 0.123456
-"""A measurement with as many digits as a report keeps."""
+"""A measurement with the maximum number of digits in a report."""
 _POSITION_BYTES = 16
-"""Room in a report for one position of its baseline."""
+"""Bytes of a report that are reserved for one position of its baseline."""
 _OTHER_BYTES = 1 << 14
-"""Room for whatever else it holds."""
+"""Bytes that are reserved for all other fields."""
 PROMPTS = 2000
 MINUTES = 12.0
 SCREENING_TIME_SHARE = 0.25
-"""Share of the minutes that screening may take, as far as that is known beforehand."""
+"""Share of the minutes that screening may take, by an estimate made before it starts."""
 CONFIRMATION_TIME_SHARE = 0.6
-"""Share of them that is left for the confirmation."""
+"""Share of the minutes that is left for the confirmation."""
 DECIDING_PROMPTS = 200
-"""About so many prompts decide about a configuration that loses half of what it may."""
+"""Approximate number of prompts that decide about a configuration whose losses are half of the thresholds."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to measure."""
+    """Limits of a calibration, and the configurations to try."""
 
     prompts: int = PROMPTS
-    """At most so many. Only as many are run as the decision takes."""
+    """Maximum number of prompts. The search stops earlier when it is decided."""
     minutes: float | None = MINUTES
-    """The search ends after so many; what is undecided then does not pass. None: no limit."""
+    """Maximum duration of the search; configurations that are undecided then do not pass. None: no limit."""
     seed: int = 0
     ratios: Sequence[float] = grid.RATIOS
     selectors: Sequence[str] = field(default_factory=grid.candidate_names)
@@ -112,15 +113,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A report, and warnings for its reader."""
+    """A report, and warnings for the user."""
 
     report: CalibrationReport
     warnings: list[str]
 
 
 def check_budget(budget: Budget, thresholds: Thresholds) -> None:
-    """Raise `InvalidField` if the budget is too small to confirm anything. Call it before starting an
-    engine."""
+    """Raise `InvalidField` if the budget is too small to confirm anything. Call this before an engine
+    starts."""
     if budget.prompts < thresholds.prompts_min:
         raise InvalidField(
             "prompts",
@@ -137,10 +138,10 @@ def prepare_bench(
     budget: Budget,
     segments: bool = False,
 ) -> tuple[Bench, list[str]]:
-    """Write the given questions, or prompts of the bundled passages, in the engine's form. Returns the bench
-    for `calibrate`, and warnings.
+    """Write the given questions, or questions about the bundled passages, in the engine's form. Return the
+    bench for `calibrate`, and warnings.
 
-    With ``segments``, the chunks are cut as discovery cuts them, and the bundled passages come in varying
+    With ``segments``, the chunks are cut as discovery cuts them, and prompts hold bundled passages of varying
     number and length. Raises `InvalidField` if no question fits the model.
     """
 
@@ -174,10 +175,10 @@ def calibrate(
     notify: Notify = lambda text: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> Calibration:
-    """Measure configurations and write a report.
+    """Measure configurations and return a report.
 
     `form` names the prompt form, for the report. Raises `InvalidField` for too few questions, and for a
-    form in which full prefill is rarely right or says nothing.
+    form in which full prefill is rarely right or mostly answers nothing.
     """
     started_s = clock_s()
     order = sample_cases(len(bench.cases), budget, thresholds)
@@ -220,16 +221,16 @@ def calibrate(
 
 
 def _affordable_answers(budget: Budget, full_s: float) -> float:
-    """How many blended answers screening has time for, if each takes about as long as one of full prefill:
-    it is cheaper, but is run freely and along full prefill's answer."""
+    """Return the number of blended answers for which screening has time, if each takes as long as an answer
+    of full prefill: a blend is cheaper, but may run twice, freely and along full prefill's answer."""
     if budget.minutes is None:
         return math.inf
     return SCREENING_TIME_SHARE * 60 * budget.minutes / max(full_s, 1e-6)
 
 
 def count_affordable_finalists(screening_max: float) -> int:
-    """How many finalists can be decided about in the time that is left behind a screening of so many answers.
-    Every prompt is prefilled in full as well."""
+    """Return the number of finalists that can be decided in the time after a screening of `screening_max`
+    answers. Every prompt is also prefilled in full."""
     if math.isinf(screening_max):
         return FINALISTS_MAX
     answers = screening_max * CONFIRMATION_TIME_SHARE / SCREENING_TIME_SHARE
@@ -237,25 +238,27 @@ def count_affordable_finalists(screening_max: float) -> int:
 
 
 class _RaceRunner:
-    """Measures what a race asks for, and keeps every prompt's scores."""
+    """Runs the measurements that a race requests, and keeps the scores of every prompt."""
 
     def __init__(
         self, bench: Bench, order: Sequence[int], race: Race, quantities: frozenset[Quantity], notify: Notify
     ) -> None:
         self.race = race
         self.scores: dict[Selection, list[PromptScore]] = {}
-        """From each configuration's last phase, on prompts like all."""
+        """Scores of each configuration in its last phase, without prompts that were chosen for single
+        tasks."""
         self.confirmed: list[int] = []
         """Indices of the cases that the confirmation used."""
         self.screened: list[int] = []
-        """Indices of those that the screening used."""
+        """Indices of the cases that the screening used."""
         self._bench = bench
         self._order = order
         self._quantities = quantities
         self._notify = notify
 
     def run(self, has_time: Callable[[], bool]) -> None:
-        """Until the race is over, or `has_time` says no. A round that is not finished then does not count."""
+        """Run rounds until the race is over or `has_time` returns False. An unfinished round does not
+        count."""
         while (asked := self.race.ask()) is not None:
             indices = [self._order[number] for number in asked.prompts]
             measured: list[list[PromptScore]] = []
@@ -293,7 +296,8 @@ class _RaceRunner:
         return f"confirming {now} on {len(self.confirmed) + prompts} prompts{some}{leader}"
 
     def entries(self) -> list[ReportEntry]:
-        """One for each configuration that was measured: the finalists, then what was only screened."""
+        """Return an entry for each measured configuration: first the finalists, then those that were only
+        screened."""
         found = []
         for place, finalist in enumerate(self.race.finalists):
             if not finalist.tests:
@@ -315,7 +319,8 @@ class _RaceRunner:
         ]
 
     def domain(self, form: str) -> Domain:
-        """The prompts that the confirmation used; if there was none, those of the screening, or the first."""
+        """Return the domain of the prompts that the confirmation used; without a confirmation, of the
+        screened prompts, or else of the first prompts."""
         used = self.confirmed or self.screened or self._order[:FORM_PROMPTS]
         cases = [self._bench.cases[index] for index in used]
         chunks = [len(case.prompt.chunks) for case in cases]
@@ -340,15 +345,15 @@ class _RaceRunner:
 
 
 def _range(lengths: Sequence[int]) -> LengthRange:
-    """From the shortest to the longest, without the tails."""
+    """Return the range from the shortest to the longest, without the tails."""
     return LengthRange(
         int(metrics.percentile(lengths, DOMAIN_TAIL)), int(metrics.percentile(lengths, 1 - DOMAIN_TAIL))
     )
 
 
 def race_prompts(cases: Sequence[Case], quantities: frozenset[Quantity]) -> list[RacePrompt]:
-    """What the race may judge on its own: tasks, and two halves of the prompts' and the answers' lengths. Of
-    `quantities`, a prompt without answers can measure agreement alone."""
+    """Return the strata of each prompt (its task, and the half of the prompts' and the answers' lengths that
+    it belongs to), and the quantities that it can measure: without answers only agreement."""
     tasks = {case.question.task for case in cases}
     by_prompt = _halves("prompts", [len(case.prompt.token_ids) for case in cases])
     by_answer = _halves("answers", [len(case.answer_ids) for case in cases])
@@ -363,7 +368,8 @@ def race_prompts(cases: Sequence[Case], quantities: frozenset[Quantity]) -> list
 
 
 def _halves(what: str, lengths: Sequence[int]) -> list[tuple[str, ...]]:
-    """Name the half that each length belongs to; nothing for a length of 0, or if all are alike."""
+    """Return the name of the half that each length belongs to; no name for a length of 0, or if the lengths
+    are similar."""
     known = sorted(length for length in lengths if length)
     if not known or known[-1] < LENGTHS_APART * known[0]:
         return [()] * len(lengths)
@@ -373,7 +379,7 @@ def _halves(what: str, lengths: Sequence[int]) -> list[tuple[str, ...]]:
 
 
 def sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int]:
-    """Choose the indices of the cases to use, shuffled by the seed."""
+    """Return the indices of the cases to use, shuffled by the seed. Raises `InvalidField` for too few."""
     check_budget(budget, thresholds)
     if count < thresholds.prompts_min:
         raise InvalidField(
@@ -388,7 +394,8 @@ def sample_cases(count: int, budget: Budget, thresholds: Thresholds) -> list[int
 def _judged_quantities(
     cases: Sequence[Case], thresholds: Thresholds
 ) -> tuple[frozenset[Quantity], list[str]]:
-    """What is judged: accuracy only if enough questions have answers. And warnings."""
+    """Return the quantities that are judged, and warnings. Accuracy is judged only if enough questions have
+    answers."""
     answered = sum(bool(case.question.answers) for case in cases)
     if answered >= thresholds.stratum_prompts_min or answered == len(cases):
         missing = len(cases) - answered
@@ -408,12 +415,13 @@ def _judged_quantities(
 def _warn_of_few(
     race: Race, cases: Sequence[Case], quantities: frozenset[Quantity], thresholds: Thresholds
 ) -> list[str]:
-    """Warn if nothing can pass, however good, and of tasks that are too small to be judged."""
+    """Return warnings about tasks that are too small to be judged, and if there are too few prompts for any
+    configuration to pass."""
     warnings = []
     for name, count in sorted(Counter(case.question.task for case in cases).items()):
         if race.has_tasks and f"task {name}" not in race.judged:
             warnings.append(
-                f"task {name} is not judged on its own: {count} questions, of which fewer than "
+                f"task {name} is not judged separately: it has {count} questions, and fewer than "
                 f"{thresholds.stratum_prompts_min} are left for the confirmation"
             )
     error = 1 - thresholds.confidence
@@ -482,8 +490,8 @@ def _shorten(text: str) -> str:
 
 
 def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -> None:
-    """Raise `InvalidField` if no store could keep the report: it holds the bounds of each finalist in every
-    stratum, and a baseline of so many positions. Call it before the search spends minutes."""
+    """Raise `InvalidField` if the report may be too large for a store: it has the bounds of each finalist in
+    every stratum, and a baseline of `positions` positions. Call this before the search."""
     bounds = [
         LossBound(quantity, stratum, -_WIDEST, _WIDEST, len(race.counts))
         for stratum in ("", *race.judged)
@@ -504,7 +512,7 @@ def _check_report_size(race: Race, tried: Sequence[Selection], positions: int) -
     if num_bytes > room:
         raise InvalidField(
             "questions",
-            f"{len(race.judged)} kinds of questions would be judged on their own, which takes about "
-            f"{num_bytes} bytes of the report, and a store has room for {room}; name about "
+            f"{len(race.judged)} kinds of questions would be judged separately, which takes about "
+            f"{num_bytes} bytes of the report, but only {room} are available; use at most "
             f"{room * len(race.judged) // num_bytes} tasks, or give them shorter names",
         )

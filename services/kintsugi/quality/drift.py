@@ -1,28 +1,28 @@
-"""A sequential test that detects when shadowed requests leave the bounds of the calibration. Pure.
+"""Sequential tests that detect when shadowed requests leave the bounds of the calibration. Pure.
 
-Every request's deviation from full prefill is compared with `Bounds`. A report with a baseline
-(`core.baseline`) bounds three kinds of means, each over as many positions as the request compares:
+Every request's deviation from full prefill is compared with `Bounds`. They follow from the report's baseline
+(`core.baseline`) and bound three kinds of means, each over the request's number of positions:
 
 - the share of positions whose most likely token differs;
 - the KL divergence, capped at `KL_CAP` nats;
 - for some quantiles of the calibrated KL, the share of requests above the quantile: most damage moves the
   whole distribution long before an answer changes.
 
-A bound is an upper confidence limit, because a calibration of few prompts knows its own means only roughly.
-Requests that were shadowed long ago without an alarm join the calibration's prompts. They tighten the limits
-and never loosen them, so that a small drop from a good level is detected after a while, too, and a slow drift
-never becomes the norm. A report without a baseline bounds what its thresholds name.
+A bound is an upper confidence limit, because a calibration on few prompts estimates its means only roughly.
+Requests that were shadowed long ago without an alarm are added to the calibration's prompts. They tighten the
+bounds and never loosen them: a small drop from a good level is then detected, too, and a slow drift never
+becomes normal.
 
 Each mean is tested by betting against "it is within its bound". A wealth is multiplied by
 ``1 + λ(x - bound)`` at every observation x in [0, 1] and restarts from 1 whenever it falls below 1. While the
-bound holds, a wealth reaches 1/α only once in 1/α observations on average, whatever the distribution; when
+bound holds, a wealth reaches 1/α at most once in 1/α observations on average, for any distribution. When
 the bound is broken, the wealth grows exponentially (e-detectors: Shin, Ramdas and Rinaldo, 2022). Several
-values of λ detect both large drifts (fast) and small ones. Observations may come from any number of engines
-in any order: the test only needs that their order does not depend on their values.
+values of λ detect large drifts fast, and also small ones. Observations may come from any number of engines
+in any order, as long as their order does not depend on their values.
 
-Audits of stored chunks need no statistics: a chunk beyond its tolerance (`fusor.audit`) is damaged. One
-damaged chunk may be a bad disk, and dropping it is enough. `DAMAGED_MIN` different ones mean that what writes
-chunks, or keeps them, is wrong.
+Audits of stored chunks need no statistics: a chunk beyond its tolerance (`fusor.audit`) is damaged. A single
+damaged chunk may come from a bad disk and is only dropped. `DAMAGED_MIN` different ones show that writing or
+storing chunks is faulty.
 """
 
 from __future__ import annotations
@@ -38,49 +38,49 @@ from kintsugi.core.report import Noise, Thresholds
 from kintsugi.core.spaces import ChunkKey
 
 FALSE_ALARM = 5e-4
-"""Rate of false alarms per shadowed request while every mean is at its bound; within the bounds it is far
-lower."""
+"""Rate of false alarms per shadowed request while every mean is exactly at its bound. Below the bounds the
+rate is much lower."""
 BETS = (0.01, 0.03, 0.1, 0.4)
-"""λ times the bound: below 1, so that no single observation reduces the wealth to zero. A bet gains most on a
-mean that exceeds its bound by about this much."""
+"""Values of λ times the bound. They are below 1, so that no single observation reduces the wealth to zero. A
+bet gains most if the mean exceeds its bound by about this share."""
 KL_CAP = 1.0
-"""Nats that count as 1 in a comparison with a baseline: the test needs a bounded variable, and beyond this a
-larger divergence says little more."""
+"""Cap of the KL in nats. The test needs a bounded variable, and larger values add little information."""
 QUANTILES = (0.5, 0.1, 0.02)
-"""Shares of the calibration's prompts that exceed the watched levels of KL."""
+"""Shares of the calibration's prompts above each tested level of KL."""
 ODDS_MAX = 3.0
-"""The odds of exceeding a level may be this many times the calibrated ones: served prompts are never quite
-those of the calibration."""
+"""Maximum ratio of the odds of exceeding a level to the calibrated odds: served prompts always differ a
+little from those of the calibration."""
 CONFIDENCE = 0.85
-"""One-sided, of a bound that is estimated from a baseline."""
+"""One-sided confidence of a bound."""
 _Z = 1.036
 """The normal quantile of `CONFIDENCE`."""
 TAIL_MAX = 0.9
-"""More requests than this may never be required to exceed a level: the test needs some room to bet."""
+"""Largest bound of a share above a level: the test cannot bet against a bound near 1."""
 USUAL_KL_MIN = 0.0005
 """Nats: a KL below this never counts as unusual, however rare it was in calibration."""
 DISAGREEMENT_MIN = 0.01
 """A smaller share of differing tokens is never a drift."""
 KL_MEAN_MIN = 0.002
-"""Nats: nor is a smaller mean of the capped KL."""
+"""Nats. A smaller mean of the capped KL is never a drift."""
 
 
 RECENT = 600
-"""Observations that do not tighten the bounds yet: a drift must be detected before it is part of them."""
+"""Number of the latest observations that do not tighten the bounds, so that a drift is detected before it
+becomes part of them."""
 SETTLED_MAX = 4000
-"""Older observations that tighten the bounds."""
+"""Maximum number of older observations that tighten the bounds."""
 SETTLED_STEP = 200
 """Observations between two updates of the bounds."""
 
 AUDITS_WINDOW = 300
-"""Latest audits in which damaged chunks are counted: five hours, at one shadowed request a minute."""
+"""Number of the latest audits in which damaged chunks are counted: five hours at one request a minute."""
 DAMAGED_MIN = 2
-"""Different damaged chunks among them that are a reason to stop blending."""
+"""Number of different damaged chunks among them that stops blending."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """A level of KL, and how many requests may exceed it."""
+    """A level of KL, and the largest share of requests that may exceed it."""
 
     level: float
     """Nats."""
@@ -89,7 +89,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the means over requests of one number of positions are held to."""
+    """Bounds of the means over requests with one number of positions."""
 
     disagreement: float
     kl: float
@@ -104,8 +104,8 @@ def baseline_bounds(
     noise: Noise,
     settled: Sequence[Deviation] = (),
 ) -> Bounds:
-    """The bounds for requests that compare `positions` positions. `settled`: requests that were served
-    without an alarm; those of other lengths do not count."""
+    """Return the bounds for requests that compare `positions` positions. ``settled``: requests that were
+    shadowed without an alarm; those with other numbers of positions do not count."""
     calibrated = baseline.deviations(positions)
     alike = [one for one in settled if one.positions == positions]
     disagreement_max = min(0.5, max(1 - min(thresholds.top1_agreement_min, noise.top1_agreement), 1e-3))
@@ -129,17 +129,18 @@ def baseline_bounds(
 
 
 def _tail_share(deviations: Sequence[Deviation], level: float) -> float:
-    """How many requests may exceed a level of KL, given how many of these do."""
+    """Return the bound of the share of requests above a level of KL, from the share of `deviations` above
+    it."""
     count, total = sum(one.kl > level for one in deviations), len(deviations)
     odds = ODDS_MAX * count / (total - count)
     return min(TAIL_MAX, max(upper_share(count, total), odds / (1 + odds)))
 
 
 def upper_mean(values: Sequence[float], least: float) -> float:
-    """An upper confidence limit of a mean, as if there had been one more value as bad as the worst.
+    """Return an upper confidence limit of a mean, with the worst value counted once more.
 
-    That one keeps the limit honest where the sample is small and its variance is that of a few rare values.
-    The worst value counts as at least `least`.
+    The extra value keeps the limit valid if the sample is small and its variance comes from a few rare
+    values. It is at least `least`.
     """
     sample = [*values, max(*values, least)]
     mean = sum(sample) / len(sample)
@@ -149,7 +150,7 @@ def upper_mean(values: Sequence[float], least: float) -> float:
 
 @lru_cache(maxsize=1024)
 def upper_share(count: int, total: int) -> float:
-    """The upper confidence limit of a share of which `count` of `total` were seen (Clopper and Pearson)."""
+    """Return the upper confidence limit of a share that was `count` of `total` (Clopper and Pearson)."""
     if count >= total:
         return 1.0
     low, high = count / total, 1.0
@@ -178,14 +179,14 @@ def _binomial_cdf(count: int, total: int, share: float) -> float:
 
 
 class MeanBoundTest:
-    """Bets on the mean of one variable in [0, 1] being above its bound."""
+    """Bets that the mean of one variable in [0, 1] is above its bound."""
 
     def __init__(self, alarm: float) -> None:
         self._alarm = math.log(1 / alarm) + math.log(len(BETS))
         self._wealth = [0.0] * len(BETS)
 
     def observe(self, value: float, bound: float) -> bool:
-        """Add one observation, and what its mean is held to. Returns whether the bound counts as broken."""
+        """Add one observation with the bound of its mean. Return whether the bound is probably broken."""
         assert 0 <= value <= 1
         assert 0 < bound < 1
         for index, bet in enumerate(BETS):
@@ -208,7 +209,7 @@ class DriftDetector:
         self.observations = 0
 
     def observe(self, observation: Deviation) -> str | None:
-        """Add one shadowed request. Returns a description of the drift, or None while there is none."""
+        """Add one shadowed request. Return a description of the drift; None without a drift."""
         self.observations += 1
         self._settle(observation)
         bounds = self._bounds_for(observation.positions)
@@ -252,14 +253,14 @@ class DamageDetector:
         self._latest: deque[tuple[ChunkKey, str] | None] = deque(maxlen=AUDITS_WINDOW)
 
     def observe(self, key: ChunkKey, damage: str | None) -> str | None:
-        """Add an audit of the chunk; `damage` is None for a sound one. Returns a description of what is
-        wrong with the store, or None."""
+        """Add an audit of a chunk; `damage` is None if the chunk is intact. Return a description of the fault
+        if too many chunks are damaged, or None."""
         self._latest.append(None if damage is None else (key, damage))
         damaged = dict(one for one in self._latest if one is not None)
         if len(damaged) < DAMAGED_MIN:
             return None
         examples = "; ".join(f"{key}: {damage}" for key, damage in [*damaged.items()][-DAMAGED_MIN:])
         return (
-            f"{len(damaged)} of the latest {len(self._latest)} audited chunks are not what this model "
+            f"{len(damaged)} of the latest {len(self._latest)} audited chunks differ from what this model "
             f"computes ({examples})"
         )

@@ -1,4 +1,4 @@
-"""What shadowing exports: counts, and the effect of blending on the latest requests."""
+"""Metrics of shadowing: counts, and the effect of blending on the latest requests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Evaluation: measures quality, cost and time of configurations over several shapes of prompts.
 
 Axes: selector, ratio and check layer; codec; tokens per chunk; number of chunks; prompts per batch; speed of
-the tier. Each combination of codec and tier speed runs in an engine of its own, one after the other. A row
-holds one configuration in one setting; each setting also has rows for full prefill and full KV reuse.
+the tier. Each combination of codec and tier speed runs in its own engine, one after the other. A row holds
+one configuration in one setting; each setting also has rows for full prefill and full KV reuse.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Axes:
     chunk_tokens: Sequence[int | None] = (None,)
     """None keeps the chunks' own lengths."""
     chunk_counts: Sequence[int | None] = (None,)
-    """How many of the first chunks to keep; None keeps all."""
+    """Number of leading chunks to keep; None keeps all."""
     batches: Sequence[int] = (32,)
-    """Prompts submitted together; TTFT includes waiting for the others."""
+    """Prompts that are submitted together; TTFT includes the time spent waiting for each other."""
     tier_bytes_per_s: Sequence[float | None] = (None,)
     """None means as fast as memory."""
     rates_per_s: Sequence[float] = ()
-    """Rates of Poisson arrivals, for TTFT against request rate."""
+    """Rates of Poisson arrivals at which TTFT is measured."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "chunk_counts", "batches"):
@@ -109,8 +109,8 @@ class RateRow:
 
 
 def reshape_cases(cases: Sequence[Case], chunk_tokens: int | None, chunk_count: int | None) -> list[Case]:
-    """Cut the same text into chunks of `chunk_tokens` (the last may be shorter) and keep the first
-    `chunk_count`. Where it is cut again, what a template wrote between documents is left out."""
+    """Cut the chunks' text into chunks of `chunk_tokens` (the last may be shorter), and keep the first
+    `chunk_count`. Text that a template wrote between documents is dropped when chunks are cut again."""
     changed = []
     for case in cases:
         prompt = case.prompt
@@ -148,7 +148,7 @@ def evaluate(
 
 def _measure_setting(bench: Bench, setting: Setting, axes: Axes, notify: Notify) -> list[EvaluationRow]:
     everything = range(len(bench.cases))
-    # Warm up: an engine's first prompts pay for kernels that are compiled on first use.
+    # Warm up: an engine's first prompts include the time to compile kernels.
     Bench(bench.engine, bench.cases[:2], bench.max_tokens, bench.batch).full(range(min(2, len(everything))))
     notify(FULL)
     full = bench.full(everything)
@@ -160,7 +160,7 @@ def _measure_setting(bench: Bench, setting: Setting, axes: Axes, notify: Notify)
 
 
 def _blends(selections: Sequence[Selection]) -> list[tuple[str, Selection]]:
-    """Full KV reuse and the selections, with their names."""
+    """Return full KV reuse and the selections, with their names."""
     return [(REUSE, REUSE_SELECTION), *((describe_selection(one), one) for one in selections)]
 
 
@@ -201,8 +201,8 @@ def _task_row(scores: Scores) -> dict[str, float]:
 
 
 def best_by_selector(rows: Sequence[EvaluationRow]) -> list[Selection]:
-    """The best selection of each selector in the first setting: the closest to full prefill among those that
-    cost at most `RATE_COST_MAX`."""
+    """Return each selector's best selection in the first setting: the one closest to full prefill among those
+    that cost at most `RATE_COST_MAX`."""
     best: dict[str, EvaluationRow] = {}
     for row in rows:
         if row.selection is None or row.method == REUSE or row.setting != rows[0].setting:
@@ -224,7 +224,8 @@ def measure_rates(
     rates_per_s: Sequence[float],
     notify: Notify,
 ) -> list[RateRow]:
-    """Measure TTFT under Poisson arrivals, the same for every method. The bench's chunks must be stored."""
+    """Measure TTFT under Poisson arrivals, which are the same for every method. The bench's chunks must be
+    stored."""
     rows = []
     count = min(RATE_PROMPTS_MAX, len(bench.cases))
     methods: list[tuple[str, Selection | None]] = [(FULL, None), *_blends(selections)]

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 ENGINES_MAX = 32
 """Maximum number of parts of a document. The part that was written longest ago is dropped first."""
 DEVIATIONS_MAX = 128
-"""Deviations of a part: the latest ones."""
+"""Maximum number of deviations of a part. The oldest are dropped first."""
 ANSWER_TOKENS_MAX = 1 << 20
-"""More positions than any answer has: larger numbers overflow where they are averaged."""
+"""Maximum number of positions of a deviation. It is larger than any answer, and its averages do not
+overflow."""
 _DIGITS = 6
 _TICK = timedelta(milliseconds=1)
 """The resolution of `Evidence.created`."""
@@ -42,16 +43,16 @@ _TICK = timedelta(milliseconds=1)
 
 @dataclass(frozen=True)
 class EngineEvidence:
-    """What one engine saw."""
+    """The deviations that one engine measured."""
 
     __pydantic_config__ = STRICT
 
     engine: str
     """An id that differs between engines and between starts."""
     count: int
-    """Deviations so far, those that are no longer listed included."""
+    """Number of deviations so far, including those that are no longer listed."""
     latest: tuple[tuple[float, float, int], ...]
-    """KL in nats, disagreement, positions; the last is the newest."""
+    """KL in nats, disagreement and positions of each deviation; the newest is last."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.engine) <= 64:
@@ -61,24 +62,24 @@ class EngineEvidence:
         for values in self.latest:
             one = Deviation(*values)
             if one.kl > KL_MAX or one.positions > ANSWER_TOKENS_MAX:
-                raise InvalidField("evidence.latest", "holds a deviation that no answer can have")
+                raise InvalidField("evidence.latest", "lists an impossible deviation")
 
     def since(self, count: int) -> list[Deviation]:
-        """The listed deviations behind the first `count`; none if it has fewer."""
+        """Return the listed deviations after the first `count`; none if there are fewer."""
         new = min(max(self.count - count, 0), len(self.latest))
         return [Deviation(*values) for values in self.latest[len(self.latest) - new :]]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What all engines saw since one calibration."""
+    """The deviations that all engines measured since one calibration."""
 
     __pydantic_config__ = STRICT
 
     calibration: str
     """`CalibrationReport.created`."""
     created: str
-    """ISO 8601, UTC. Orders the copies that shards hold, as for reports."""
+    """ISO 8601, UTC. It orders the copies on different shards, as in reports."""
     engines: tuple[EngineEvidence, ...]
     """In the order in which they were written."""
 
@@ -91,7 +92,7 @@ class Evidence:
 
     @staticmethod
     def from_bytes(document: bytes) -> Evidence:
-        """Raises `Corrupted` for what is no evidence."""
+        """Parse a document. Raises `Corrupted` if it does not hold evidence."""
         try:
             return load(Evidence, open_document(document), "evidence")
         except InvalidField as error:
@@ -99,12 +100,12 @@ class Evidence:
 
 
 def evidence_name(binding: Binding) -> str:
-    """The name under which a store keeps the evidence of engines of this binding."""
+    """Return the name under which a store keeps the evidence of the engines with this binding."""
     return f"evidence/{binding.report_name}"
 
 
 class EvidencePool:
-    """One engine's access to the shared evidence. One thread at a time; blocks on the store."""
+    """One engine's access to the shared evidence. Not thread-safe; calls block on the store."""
 
     def __init__(
         self,
@@ -123,10 +124,10 @@ class EvidencePool:
         self._seen: dict[str, int] = {}
 
     def exchange(self, calibration: str, mine: Sequence[Deviation]) -> list[Deviation]:
-        """Publish what this engine saw since the last call. Returns what the others saw since then.
+        """Publish this engine's deviations since the last call. Return those of other engines since then.
 
-        Another `calibration` than before starts anew. Where the store does not answer, or holds something
-        else, nothing is returned, and the engine's own part is published next time.
+        A `calibration` that differs from the last one starts without evidence. If the store does not answer
+        or holds another document, nothing is returned, and the engine's deviations are published next time.
         """
         if calibration != self._calibration:
             self._calibration, self._own, self._count, self._seen = calibration, [], 0, {}
@@ -139,11 +140,12 @@ class EvidencePool:
             new = self._take_new(merged)
             self._store.put_report(*self._address, merged.to_bytes())
         except KintsugiError as error:
-            logger.warning("shadowing cannot share what engines see: %s", error)
+            logger.warning("engines cannot share their shadowed requests: %s", error)
         return new
 
     def _merge(self, document: bytes | None) -> Evidence:
-        """The document to write: what was found of this calibration, with this engine's part replaced."""
+        """Return the document to write: the parts of other engines for this calibration, and this
+        engine's."""
         now, found = self._now(), None
         if document is not None:
             now = max(now, ReportRevision.of(document).created + _TICK)

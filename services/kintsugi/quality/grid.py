@@ -1,4 +1,4 @@
-"""Lists the configurations to measure: every selector at the ratios and layers worth trying."""
+"""Lists the configurations to measure: every selector at several ratios and layers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from kintsugi.quality.measure import Case
 RATIOS = (0.05, 0.1, 0.15, 0.25, 0.4)
 
 DEPTHS = (0.0, 0.125, 0.25, 0.375)
-"""Check layers worth trying, as shares of the model's depth. Deeper ones cost too much."""
+"""Check layers to try, as shares of the model's depth. Deeper ones cost too much."""
 ADAPTIVE_MASS = 0.7
 """Share of the signal that an adaptive ratio covers, with the largest ratio as its ceiling."""
 LATE_DEPTHS = (0.4, 0.8)
-"""Query layers worth trying beside the fusor's own, as shares of the depth."""
+"""Range of the query layers to try in addition to the fusor's own, as shares of the depth."""
 KEPT_MIN = 8
-"""Configurations that are tried however slow the model is."""
+"""Minimum number of configurations to try, even for a slow model."""
 COST_MAX = 0.6
-"""Configurations that cost more than this share of a full prefill are not worth their loss in quality."""
+"""Configurations that cost more than this share of a full prefill are not tried: they save too little."""
 
 
 def candidate_names() -> tuple[str, ...]:
-    """All selectors but the control, with those that other distributions add."""
+    """Return all selectors except the control, including those of other distributions."""
     own = (name for name in SelectorName if name is not SelectorName.RANDOM)
     return (*own, *plugin_names(SELECTORS))
 
 
 def check_layers(num_layers: int) -> list[int]:
-    """Check layers for a model of this depth, each at least 1: layer 0 sees no context, so nothing
-    deviates."""
+    """Return the check layers for a model of this depth. Each is at least 1: the KV of layer 0 does not
+    depend on the context, so nothing deviates there."""
     return sorted({max(1, min(round(depth * num_layers), num_layers - 1)) for depth in DEPTHS})
 
 
@@ -50,7 +50,7 @@ def selections(
     num_layers: int,
     layers: Sequence[int] | None = None,
 ) -> list[Selection]:
-    """Every selector at every ratio, and at every check layer if it uses one."""
+    """Return every selector at every ratio, and at every check layer if it uses one."""
     deep = check_layers(num_layers) if layers is None else list(layers)
     return [
         Selection(ratio, name, layer)
@@ -61,8 +61,8 @@ def selections(
 
 
 def candidates(names: Sequence[str], ratios: Sequence[float], num_layers: int) -> list[Selection]:
-    """What a calibration tries: `selections`, each of them also with other query layers and with an adaptive
-    ratio, where the selector uses them."""
+    """Return what a calibration tries: `selections`, and variants with other query layers and an adaptive
+    ratio if the selector uses them."""
     found = []
     for selection in selections(names, ratios, num_layers):
         selector = make_selector(selection, num_layers)
@@ -76,14 +76,14 @@ def candidates(names: Sequence[str], ratios: Sequence[float], num_layers: int) -
 
 
 def query_layer_sets(num_layers: int) -> list[tuple[int, ...]]:
-    """The fusor's own choice, later layers, and all. Which is best differs from model to model."""
+    """Return the fusor's own choice, later layers, and all layers. Which set is best depends on the model."""
     first, end = (round(depth * num_layers) for depth in LATE_DEPTHS)
     return [(), tuple(range(first, max(end, first + 1))), tuple(range(num_layers))]
 
 
 def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
-    """The workload of the mean prompt. A projection is assumed to cost 0.05 of a layer, which is good enough
-    to rank candidates."""
+    """Return the workload of the mean prompt. A projection is assumed to cost 0.05 of a layer, which is
+    accurate enough to rank candidates."""
     hit = sum(len(chunk.token_ids) for case in cases for chunk in case.prompt.chunks)
     other = sum(len(case.prompt.token_ids) for case in cases) - hit
     leading = [case.prompt.chunks[0] for case in cases]
@@ -93,14 +93,14 @@ def workload_of(cases: Sequence[Case], num_layers: int) -> PassWorkload:
 
 
 def affordable(tried: Sequence[Selection], work: PassWorkload, cost_max: float = COST_MAX) -> list[Selection]:
-    """Those predicted to cost at most `cost_max`, cheapest first."""
+    """Return the configurations whose predicted cost is at most `cost_max`, cheapest first."""
     priced = [(configuration_cost(one, work), index) for index, one in enumerate(tried)]
     return [tried[index] for cost, index in sorted(priced) if cost <= cost_max]
 
 
 def thin(tried: Sequence[Selection], most: float) -> list[Selection]:
-    """At most so many of them, but at least `KEPT_MIN`, in their order. Those that vary least from their
-    selector's own choices are kept first; of those that vary alike, some from the cheapest to the dearest."""
+    """Return at most `most` of the configurations, but at least `KEPT_MIN`, in their order. Those with the
+    fewest changed settings are kept first; among equals, some from the cheapest to the most expensive."""
     if len(tried) <= most:
         return list(tried)
     room = max(KEPT_MIN, int(most))

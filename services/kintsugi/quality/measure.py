@@ -1,10 +1,10 @@
-"""Runs prompts through an engine, once with full prefill and once per configuration, and compares.
+"""Runs prompts through an engine, with full prefill and with each configuration, and compares the answers.
 
-The engine is real vLLM, so what is measured is what serves. Chunks are stored once; every method starts with
-an empty prefix cache, and many prompts share steps. Full prefill's greedy answer is the reference. A blend is
-compared with it token by token and forced to continue like it (teacher forcing), so that one early difference
-does not count again at every later token. The token that ends an answer is not compared: once the answer is
-given, both ends agree on it.
+The engine is the same vLLM that serves. Chunks are stored once; every method starts with an empty prefix
+cache, and many prompts share steps. Full prefill's greedy answer is the reference. A blend is compared with
+it token by token and forced to continue like it (teacher forcing), so that one early difference does not
+count again at every later token. The token that ends an answer is not compared, because both almost always
+agree on it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ TOP_LOGPROBS = 20
 """vLLM's default limit."""
 SAVE_BATCH = 256
 CONTINUATION_TOKENS = 8
-"""Number of tokens to compare when no answer is known: the first tokens of full prefill's continuation."""
+"""Number of leading tokens of full prefill's answer to compare if no answer is given."""
 ANSWER_TOKENS_MAX = 120
 ANSWER_SLACK_TOKENS = 8
 NAMESPACE = "quality"
 
 Notify = Callable[[str], None]
-"""Receives a line about the current step."""
+"""Receives a line of text about the current step."""
 Score = Callable[[str, Sequence[str]], float]
-"""Scores a text by the answers."""
+"""Scores a text against the right answers."""
 
 
 class MeasuredEngine(Protocol):
-    """The part of `engine.local.LocalEngine` that measuring needs."""
+    """The methods of `engine.local.LocalEngine` that measurements use."""
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generation]: ...
 
@@ -66,7 +66,7 @@ class Case:
     question: Question
     prompt: RagPrompt
     answer_ids: tuple[int, ...] = ()
-    """The first given answer, tokenised as it would follow the question; empty where none is given."""
+    """The first given answer, tokenised as it would follow the question; empty if none is given."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class CaseAnswer:
     text: str
     token_ids: tuple[int, ...]
     steps: tuple[dict[int, float], ...]
-    """Highest logprobs at each position, by token id. Full prefill's own leave out the token that ends the
-    answer, unless it is the only one."""
+    """Highest logprobs at each position, by token id. For full prefill, the token that ends the answer is
+    left out unless it is the only one."""
     cost: float
     ttft_s: float
 
 
 def answer_tokens(questions: Sequence[Question], tokenizer: Any) -> int:
-    """Number of tokens to generate: as many as the longest answer has, plus some slack unless answers are a
-    single token."""
+    """Return the number of tokens to generate: the length of the longest answer, plus some slack unless all
+    answers are a single token."""
     lengths = [
         len(tokenizer(f" {a}", add_special_tokens=False).input_ids) for q in questions for a in q.answers
     ]
@@ -101,12 +101,12 @@ def tokenize_questions(
     max_tokens: int,
     classes: TokenClasses | None = None,
 ) -> tuple[list[Case], list[str]]:
-    """Write the questions in the form. Returns the cases that fit the model, and a warning about each that
-    does not.
+    """Write the questions in the form. Return the cases that fit the model, and a warning about each question
+    that does not fit.
 
     Raises `InvalidField` if none fits. Chunks are tokenised one by one, as they are stored. With ``classes``,
-    those of the model's tokens, they are then cut into segments as discovery cuts them. The prompts stay as
-    they are.
+    the token classes of the model, they are then cut into segments as discovery cuts them. This does not
+    change the prompts' tokens.
     """
     tokenize = lru_cache(maxsize=None)(form.tokenize)  # many questions share chunks
     cases, warnings = [], []
@@ -156,8 +156,8 @@ class Bench:
         self._stored: set[tuple[int, ...]] = set()
 
     def on_engine(self, engine: MeasuredEngine) -> Bench:
-        """The same cases on another engine of the same model. Full prefill's answers are shared: nothing that
-        an engine loads changes them."""
+        """Return a bench for the same cases on another engine of the same model. The answers of full prefill
+        are shared, because they do not depend on stored chunks."""
         other = Bench(engine, self.cases, self.max_tokens, self.batch)
         other._full = self._full
         return other
@@ -176,7 +176,7 @@ class Bench:
         self._stored.update(distinct)
 
     def full(self, indices: Sequence[int]) -> list[CaseAnswer]:
-        """Full prefill's answers to some cases; each is computed once."""
+        """Return full prefill's answers to some cases. Each is computed once."""
         missing = [index for index in indices if index not in self._full]
         for index, generation in self._run(missing, None, {}):
             answer = _make_answer(generation, generation)
@@ -186,7 +186,8 @@ class Bench:
         return [self._full[index] for index in indices]
 
     def noise(self, indices: Sequence[int]) -> Noise:
-        """Run full prefill again in other batches: the noise floor, below which differences mean nothing."""
+        """Run full prefill again in other batches. Return the noise floor: smaller differences mean
+        nothing."""
         full = self.full(indices)
         self.batch, batch = max(1, self.batch // 2 - 1), self.batch
         forced = {index: answer.token_ids for index, answer in zip(indices, full, strict=True)}
@@ -202,11 +203,11 @@ class Bench:
         return Noise(metrics.mean(divergences), metrics.percentile(divergences, 0.99), agreement)
 
     def blend(self, selection: Selection, indices: Sequence[int]) -> list[CaseAnswer]:
-        """Blended answers to some cases, with distributions along full prefill's answers."""
+        """Return blended answers to some cases, with distributions along full prefill's answers."""
         full = dict(zip(indices, self.full(indices), strict=True))
         self.engine.plan_with(selection)
         free = dict(self._run(indices, selection, {}))
-        # Up to the first different token, a free answer equals a forced one.
+        # A free answer equals a forced one up to the first different token.
         parted = [index for index in indices if tuple(free[index].token_ids) != full[index].token_ids]
         parted = [index for index in parted if len(full[index].steps) > 1]
         forced_ids = {index: full[index].token_ids[: len(full[index].steps)] for index in parted}
@@ -231,7 +232,7 @@ class Bench:
     def prompt(
         self, index: int, selection: Selection | None, forced: tuple[int, ...] | None = None
     ) -> Prompt:
-        """The request for one case; `selection` None means full prefill."""
+        """Return the request for one case; `selection` None means full prefill."""
         prompt = self.cases[index].prompt
         params = None if selection is None else KintsugiParams(NAMESPACE, spans=prompt.spans)
         length = self.max_tokens if forced is None else len(forced)
@@ -264,7 +265,7 @@ def _make_answer(free: Generation, forced: Generation) -> CaseAnswer:
 
 @dataclass(frozen=True)
 class PromptScore:
-    """What one configuration does on one prompt, compared with full prefill."""
+    """Comparison of one configuration with full prefill on one prompt."""
 
     cost: float
     divergences: tuple[float, ...]
@@ -274,7 +275,7 @@ class PromptScore:
     right: tuple[float, float] | None = None
     """Exact match of the blend and of full prefill; None without answers."""
     f1: tuple[float, float] | None = None
-    """F1 of both, or Rouge-L for tasks that are scored by it."""
+    """F1 of the blend and of full prefill; Rouge-L for tasks that are scored by it."""
 
     @property
     def losses(self) -> PromptLosses:
@@ -289,12 +290,12 @@ class PromptScore:
 
 
 def make_baseline(scores: Sequence[PromptScore]) -> Baseline:
-    """What shadowing compares the answers of a configuration with, from its scores."""
+    """Return the baseline of a configuration, which shadowing compares answers with, from its scores."""
     return Baseline.of([one.divergences for one in scores], [one.disagreements for one in scores])
 
 
 def summarize(selection: Selection, scores: Sequence[PromptScore]) -> ReportEntry:
-    """The entry of a report, without a verdict."""
+    """Return the entry for a report, without a verdict."""
     divergences = [value for one in scores for value in one.divergences]
     agreement = 1 - metrics.mean([value for one in scores for value in one.disagreements])
     right = [one.right for one in scores if one.right is not None]
@@ -365,7 +366,7 @@ class Scores:
         return found
 
     def _score_pairs(self, choose: Callable[[Question], Score]) -> list[tuple[float, float] | None]:
-        """(blend's, full prefill's) score of each case; None for one without answers."""
+        """Return the scores (blend, full prefill) of each case; None for a case without answers."""
         return [
             (choose(case.question)(blend.text, answers), choose(case.question)(full.text, answers))
             if (answers := case.question.answers)

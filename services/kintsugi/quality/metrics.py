@@ -40,7 +40,7 @@ def rouge_l(text: str, answers: Sequence[str]) -> float:
 
 
 def _best_f(text: str, answers: Sequence[str], count_common: Callable[[list[str], list[str]], int]) -> float:
-    """Best F-measure over the answers, given how to count the words that two texts have in common."""
+    """Best F-measure over the answers. ``count_common`` counts the words that two texts have in common."""
     mine, best = normalize_answer(text).split(), 0.0
     for answer in answers:
         theirs = normalize_answer(answer).split()
@@ -62,15 +62,15 @@ def _longest_common_subsequence(mine: list[str], theirs: list[str]) -> int:
 Distribution = Mapping[int, float]
 """Logprobs by token id, of the most likely tokens only."""
 KL_MAX = 1000.0
-"""Nats. A model whose KV is broken answers with NaN, which must count as the worst and not go missing."""
+"""Nats. A model with broken KV produces NaN, which must count as the worst value."""
 
 
 def kl_divergence(full: Distribution, blend: Distribution) -> float:
     """KL(full ‖ blend) in nats, over the tokens that `full` reports and one bucket for all others.
 
     It is a lower bound of the true KL, and equal to it if both report the whole vocabulary: merging tokens
-    only lowers it, and a token that `blend` does not report counts as likely as the least likely one it
-    reports. At most `KL_MAX`, which is also the divergence of anything that is no distribution.
+    only lowers it, and a token that `blend` does not report is assumed to be as likely as the least likely
+    token that it reports. It is at most `KL_MAX`, which is also returned for invalid distributions.
     """
     unreported = min(blend.values())
     total, rest_full, rest_blend = 0.0, 1.0, 1.0
@@ -86,11 +86,11 @@ def kl_divergence(full: Distribution, blend: Distribution) -> float:
 
 
 _REST_MIN = 1e-6
-"""A smaller rest is a rounding error of the sum, because logprobs are float32."""
+"""A smaller remainder is a rounding error of the sum, because logprobs are float32."""
 
 
 def same_top(full: Distribution, blend: Distribution) -> bool:
-    """Whether both have the same most likely token; what is no distribution has none."""
+    """Whether both have the same most likely token; False if one of them holds NaN."""
     if any(map(math.isnan, (*full.values(), *blend.values()))):
         return False
     return top_token(full) == top_token(blend)
@@ -102,7 +102,7 @@ def top_token(distribution: Distribution) -> int:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile, which is always a measured value."""
+    """Return the nearest-rank percentile, which is always one of the values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -138,8 +138,8 @@ def resample(sample: Sequence[Sampled], statistic: Callable[[Sequence[Sampled]],
 
 
 def share_interval(shares: Sequence[float]) -> Interval:
-    """Wilson's interval of a mean of shares. Too wide for shares over many positions, which vary less than
-    yes and no do, but never empty where all are 0."""
+    """Wilson's interval of a mean of shares. It is too wide for shares over many positions, which vary less
+    than binary values, but it has a positive width even if all shares are 0."""
     count = len(shares)
     mean = sum(shares) / count
     middle = (mean + _NORMAL**2 / (2 * count)) / (1 + _NORMAL**2 / count)
@@ -152,7 +152,7 @@ def share_interval(shares: Sequence[float]) -> Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The normal interval of a mean of values that are not negative."""
+    """The normal interval of a mean of non-negative values."""
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
     half = _NORMAL * math.sqrt(variance / len(values))

@@ -1,4 +1,4 @@
-"""Reads questions over chunks from files of several formats; every record becomes a `Question`.
+"""Questions about chunks: read from files of several formats, or made of the bundled passages.
 
 A file holds one JSON record per line (JSONL) or one JSON list. Formats of a record:
 
@@ -30,16 +30,17 @@ CHUNK_WORDS = 350
 """About 512 tokens of English, the paper's chunk."""
 
 ROUGE_DATASETS = frozenset({"gov_report", "qmsum", "multi_news", "vcsum", "samsum"})
-"""LongBench data sets whose answers are summaries, scored by Rouge-L. The other English ones are scored by
+"""LongBench data sets whose answers are summaries. They are scored by Rouge-L, the other English ones by
 F1."""
 
 PASSAGE_CHUNKS = 4
 SEGMENT_LENGTHS = (80, 160, 360, 720)
-"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64, which a
-report about 80 still admits. Passages of up to 384 stay whole, and those of 720 become two or more."""
+"""Tokens of each bundled passage in a prompt that is cut into segments. A segment has at least 64 tokens; a
+report about 80 still admits it. Passages of up to 384 tokens stay whole; passages of 720 become two or
+more."""
 INSTRUCTION = "Read these passages before you answer.\n\n"
-"""Stands before them, too short for a segment. A segment right behind the prefix would be exact, and say
-nothing about those that clients send behind texts of their own."""
+"""Text before the passages, too short for a segment. A segment directly after the prefix would be exact, and
+would not represent segments that follow other text."""
 
 _PASSAGE = re.compile(r"^(?=Passage \d+:)", re.MULTILINE)
 
@@ -50,14 +51,13 @@ class Question:
 
     chunks: tuple[str, ...]
     tail: str
-    """The question, or the whole text after the chunks. It is tokenised on its own."""
+    """The question, or the whole text after the chunks. It is tokenised alone."""
     answers: tuple[str, ...] = ()
-    """Any of them counts as right; empty if the answer is not known."""
+    """Each of them is right; empty if the answer is not known."""
     task: str = "questions"
     """Results are also reported per task."""
     bare: bool = False
-    """Whether `tail` is a question that the prompt's form phrases (`models.prompt_form`), and not the whole
-    text after the chunks."""
+    """Whether `tail` is only the question, to which the prompt's form adds text (`models.prompt_form`)."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.chunks) <= CHUNKS_MAX:
@@ -137,7 +137,7 @@ def parse_question(record: Any) -> Question:
 
 
 def _context_texts(contexts: Any) -> tuple[str, ...]:
-    """The texts of `ctxs`, each behind its title if it has one."""
+    """Return the texts of `ctxs`, each after its title if it has one."""
     if not isinstance(contexts, list) or not all(
         isinstance(context, dict) and isinstance(context.get("text"), str) for context in contexts
     ):
@@ -159,8 +159,8 @@ def _parse_longbench(record: dict[str, Any]) -> Question:
 
 
 def cut_context(context: str) -> list[str]:
-    """Cut a long context into chunks that concatenate to it: its passages, or groups of paragraphs of up to
-    `CHUNK_WORDS`."""
+    """Cut a long context into its passages, or else into groups of paragraphs of up to `CHUNK_WORDS` words.
+    Concatenated, the chunks are the context."""
     passages = [part for part in _PASSAGE.split(context) if part.strip()]
     if len(passages) > 1:
         return passages
@@ -196,7 +196,7 @@ def _answers(record: dict[str, Any]) -> tuple[str, ...]:
 def make_passage_questions(
     count_tokens: Callable[[str], int], chunk_tokens: int, count: int, seed: int
 ) -> list[Question]:
-    """Make questions about the bundled passages, for users without questions. Their answers are not known.
+    """Make questions about the bundled passages, for users without questions. They have no answers.
 
     Each has `PASSAGE_CHUNKS` passages in random order, each cut to about `chunk_tokens`.
     """
@@ -217,18 +217,19 @@ def make_passage_questions(
 
 
 def describe_prompts(questions: str | None, segments: bool) -> str:
-    """What a report says that it was measured on. ``questions``: their file; None: the bundled passages."""
+    """Return the description of the prompts for a report. ``questions``: their file; None: the bundled
+    passages."""
     return (questions or "bundled passages") + (", in segments" if segments else "")
 
 
 def make_segment_questions(
     count_tokens: Callable[[str], int], room: int, count: int, seed: int
 ) -> list[Question]:
-    """Make questions about the bundled passages whose prompts hold one to many segments.
+    """Make questions about the bundled passages, for prompts with various numbers of segments.
 
-    Each has between one passage and as many as fit into ``room`` tokens, all cut to one of `SEGMENT_LENGTHS`:
-    so the mean length of a prompt's chunks varies as well. They stand behind `INSTRUCTION`. Raises
-    `InvalidField` where none fits.
+    Each question has one passage or more, up to ``room`` tokens, after `INSTRUCTION`. All passages of a
+    question are cut to one of `SEGMENT_LENGTHS`, so that the mean length of a prompt's chunks varies too.
+    Raises `InvalidField` if no passage fits.
     """
     texts = [passage.text.split() for passage in read_bundled_passages()]
     passages = {
@@ -239,7 +240,7 @@ def make_segment_questions(
     if not passages:
         raise InvalidField(
             "segments",
-            f"the model has room for {max(0, room)} tokens of passages in a prompt, and a segment takes "
+            f"a prompt has room for {max(0, room)} tokens of passages, but a segment needs "
             f"{SEGMENT_LENGTHS[0]}; raise --engine max_model_len, or calibrate without segments",
         )
     picks = random.Random(seed)
@@ -253,7 +254,7 @@ def make_segment_questions(
 
 
 def _cut_words(words: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The first words as one paragraph of at most so many tokens, with a blank line behind it."""
+    """Return the first words as one paragraph of at most `tokens` tokens, followed by a blank line."""
     number = bisect_right(
         range(len(words) + 1), tokens, key=lambda taken: count_tokens(_paragraph(words[:taken]))
     )

@@ -1,21 +1,21 @@
-"""Finds the cheapest configuration that passes: a race over candidates, decided on prompts of its own. Pure.
+"""Finds the cheapest configuration that passes: a race over candidates. Pure.
 
-A `Race` asks for measurements ("these configurations on these prompts") and is told the losses; it never
-runs anything. `calibrate` answers with an engine, a benchmark with recorded outcomes. What is asked follows
-from the losses alone, never from time.
+A `Race` requests measurements ("these configurations on these prompts") and receives the losses; it never
+runs anything. `calibrate` measures with an engine, a benchmark uses recorded outcomes. The requests depend
+only on the losses, never on time.
 
 1. Screening, on the first prompts: rounds of growing length. A configuration that is probably beyond a
-   threshold is dropped, and of the others those stay that no cheaper one beats. What is left is thinned to
-   at most `FINALISTS_MAX` finalists. Whatever screening saw is forgotten then.
+   threshold is dropped. Of the others, those remain that have a lower risk than every cheaper one. At most
+   `FINALISTS_MAX` of them become finalists. The losses of the screening are not used again.
 2. Confirmation, on the other prompts: a sequence from the safest finalist to the cheapest. Every round tests
-   every loss of a finalist, over all prompts and in each stratum, by betting (`quality.bounds`), so looking
-   after every round costs nothing. A finalist passes if all tests succeed with the chance of error that it
-   is entitled to (`core.report.entitlements`); one that is probably beyond a threshold is dropped. Once only
-   single tasks are undecided, only their prompts are measured, and count for these tasks alone. The race
-   ends when the cheapest finalist left has passed, or when the prompts are used up.
+   every loss of a finalist, over all prompts and in each stratum, by betting (`quality.bounds`), which stays
+   valid if it is checked after every round. A finalist passes if all tests succeed with its allowed error
+   probability (`core.report.entitlements`); a finalist that is probably beyond a threshold is dropped. When
+   only single tasks are undecided, only their prompts are measured, and count only for these tasks. The race
+   ends when the cheapest remaining finalist has passed, or when no prompts are left.
 
-All tests of one finalist have to succeed, so their number needs no correction. The number of finalists does:
-the entitlements are that correction. Screening needs none, because none of its prompts counts.
+All tests of one finalist must succeed, so no correction for their number is needed. The entitlements correct
+for the number of finalists. Screening needs no correction, because its prompts do not count.
 """
 
 from __future__ import annotations
@@ -38,51 +38,53 @@ from kintsugi.quality import metrics
 from kintsugi.quality.bounds import BelowTest, upper_bound
 
 SCREENING_ROUNDS = ((4, 40), (4, 24), (8, 16), (16, 14), (32, 12), (64, 12))
-"""Prompts of each round, and the most configurations that stay behind it."""
+"""For each round, the number of prompts, and the maximum number of configurations that remain after it."""
 SCREENING_SHARE = 0.2
-"""At most this share of the prompts is used for screening."""
+"""Maximum share of the prompts that is used for screening."""
 FINALISTS_MAX = 8
 FINALISTS_MIN = 3
-"""Finalists of a race against time: the safest, the cheapest, and one between them."""
+"""Number of finalists if time is short: the safest, the cheapest, and one between them."""
 COST_STEP = 0.95
-"""A finalist costs at most this share of the one before it: more alike ones would only share the error."""
+"""A finalist costs at most this share of the previous one: more similar ones would only share the allowed
+error."""
 CONFIRMATION_ROUND = 32
 CHASE_PROMPTS_MAX = 400
-"""Once something has passed, a cheaper finalist is followed while it seems to need no more prompts than
-this."""
+"""After a finalist has passed, a cheaper one is measured further only if it needs at most this many more
+prompts."""
 RISK_MAX = 1.3
 """Greatest risk of a finalist, see `Runner.risk`."""
 PRIOR_PROMPTS = 10
-"""Screening takes mean losses as if so many more prompts had lost half of each threshold."""
+"""Number of imaginary prompts, each with half of the threshold as its loss, that screening adds to the mean
+losses."""
 
 
 @dataclass(frozen=True)
 class PromptLosses:
-    """One configuration against full prefill on one prompt."""
+    """Cost and losses of one configuration on one prompt."""
 
     cost: float
     by_quantity: Mapping[Quantity, float]
-    """In [-1, 1]. A quantity that the prompt cannot measure is missing."""
+    """Losses in [-1, 1]. Quantities that the prompt cannot measure are missing."""
 
     def only(self, quantities: Container[Quantity]) -> PromptLosses:
-        """Without the other quantities."""
+        """Return a copy with only these quantities."""
         return PromptLosses(self.cost, {q: loss for q, loss in self.by_quantity.items() if q in quantities})
 
 
 TestKey = tuple[Quantity, str]
-"""What a test is about: a loss, and a stratum; empty for all prompts."""
+"""Quantity and stratum of a test; the stratum is empty for all prompts."""
 
 
 @dataclass(frozen=True)
 class RacePrompt:
-    """What a race knows of a prompt before anything is measured."""
+    """Strata and quantities of a prompt, which are known before anything is measured."""
 
     task: str
-    """Empty where the questions name no tasks."""
+    """Empty if all questions belong to one task."""
     lengths: tuple[str, ...] = ()
     """Names of the length strata that it belongs to."""
     quantities: frozenset[Quantity] = frozenset(Quantity)
-    """What it can measure."""
+    """The quantities that it can measure."""
 
     @property
     def strata(self) -> tuple[str, ...]:
@@ -91,13 +93,13 @@ class RacePrompt:
 
 @dataclass(frozen=True)
 class Ask:
-    """What to measure next: each of these configurations on each of these prompts."""
+    """A request to measure each of these configurations on each of these prompts."""
 
     selections: tuple[Selection, ...]
     prompts: tuple[int, ...]
     is_confirmation: bool
     tasks: frozenset[str] | None = None
-    """The tasks that the prompts were chosen for, and count for alone; None: the prompts are like all."""
+    """The tasks for which the prompts were chosen; they count only for these. None: they count for all."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Runner:
     losses: dict[TestKey, list[float]] = field(default_factory=dict)
     tests: dict[TestKey, BelowTest] = field(default_factory=dict)
     error: float | None = None
-    """The chance of error with which it passed; None until it has."""
+    """The error probability with which it passed; None if it has not passed."""
     is_dropped: bool = False
 
     @property
@@ -118,13 +120,13 @@ class Runner:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is neither dropped nor passed."""
+        """Whether it has neither been dropped nor passed."""
         return self.error is None and not self.is_dropped
 
     @property
     def risk(self) -> float:
-        """The greatest of its mean losses as a share of its threshold, plus their mean, which ranks those
-        that have not lost anything yet. Few prompts are taken with a grain of salt."""
+        """The largest mean loss as a share of its threshold, plus the mean of these shares, which ranks
+        configurations without losses. `PRIOR_PROMPTS` dampens results from few prompts."""
         shares = [
             (test.mean * test.count / test.threshold + PRIOR_PROMPTS / 2) / (test.count + PRIOR_PROMPTS)
             for test in self.tests.values()
@@ -133,7 +135,7 @@ class Runner:
 
     @property
     def divergence(self) -> float:
-        """Mean KL over all prompts: small differences show in it before any answer changes."""
+        """Mean KL over all prompts: it shows small differences before any answer changes."""
         return self.tests[Quantity.KL, ""].mean
 
     @property
@@ -142,13 +144,13 @@ class Runner:
         return any(test.count > 0 and test.is_above for test in self.tests.values())
 
     def undecided(self, error: float) -> set[str]:
-        """The strata of which some test has not succeeded yet."""
+        """Return the strata with a test that has not succeeded yet."""
         enough = math.log(1 / error)
         return {stratum for (_, stratum), test in self.tests.items() if test.log_wealth < enough}
 
 
 class Race:
-    """One search. Call `ask`, measure, `tell` the losses of each configuration, until `ask` returns None."""
+    """One search. Call `ask`, measure, and pass the losses to `tell`, until `ask` returns None."""
 
     def __init__(
         self,
@@ -159,20 +161,20 @@ class Race:
         screening_max: float = math.inf,
         finalists_max: int = FINALISTS_MAX,
     ) -> None:
-        """`prompts` in the order in which they are used: shuffled. Screening ends before a round that would
-        take it beyond `screening_max` answers, and has at least one round."""
+        """`prompts` must be shuffled; they are used in their order. Screening has at least one round, and
+        ends before a round that would exceed `screening_max` answers."""
         self.noise = noise
         self.thresholds = thresholds
         self.screened = [Runner(selection) for selection in candidates]
         self.finalists: list[Runner] = []
-        """From the safest to the cheapest; empty until screening is over."""
+        """From the safest to the cheapest; empty during the screening."""
         self._prompts = prompts
         self._rounds = list(_screening_rounds(len(prompts)))
         self._in_screening = list(self.screened)
         self._screening_left = screening_max
         self._finalists_max = finalists_max
         self.num_screening = count_screening(len(prompts))
-        """Prompts that screening may use; those behind them belong to the confirmation."""
+        """Number of prompts that screening may use. The prompts after them belong to the confirmation."""
         self._unused = list(range(self.num_screening, len(prompts)))
         self.counts = Counter(
             (quantity, stratum)
@@ -180,18 +182,18 @@ class Race:
             for stratum in ("", *one.strata)
             for quantity in one.quantities
         )
-        """Prompts of the confirmation that can measure each loss in each stratum."""
+        """Number of the confirmation's prompts that can measure each quantity in each stratum."""
         self._required = {
             key for key, count in self.counts.items() if not key[1] or count >= thresholds.stratum_prompts_min
         }
-        """The tests that a finalist has to pass. One whose prompts have not come up yet counts, too."""
+        """The tests that a finalist must pass, including those whose prompts have not been measured yet."""
         self.judged = {stratum for _, stratum in self._required if stratum}
-        """The strata with enough prompts to be judged on their own."""
+        """The strata with enough prompts to be judged separately."""
         self._tasks = {one.task for one in prompts} & self.judged
         self.has_tasks = any(one.task for one in prompts)
 
     def ask(self) -> Ask | None:
-        """What to measure next; None when the race is over."""
+        """Return what to measure next; None when the race is over."""
         if self._in_screening:
             now = self._rounds[0]
             return Ask(_selections(self._in_screening), tuple(range(now.first, now.end)), False)
@@ -203,12 +205,12 @@ class Race:
 
     @property
     def running(self) -> list[Runner]:
-        """The open finalists that are cheaper than any that passed."""
+        """The open finalists that are cheaper than all that passed."""
         passed = [place for place, one in enumerate(self.finalists) if one.error is not None]
         return [one for one in self.finalists[max(passed, default=-1) + 1 :] if one.is_open]
 
     def _undecided_tasks(self) -> frozenset[str] | None:
-        """The tasks that are undecided, once all else is decided; None before."""
+        """Return the undecided tasks if everything else is decided; otherwise None."""
         found: set[str] = set()
         for place, runner in enumerate(self.finalists):
             if runner in self.running:
@@ -216,7 +218,7 @@ class Race:
         return frozenset(found) if found and found <= self._tasks else None
 
     def tell(self, asked: Ask, losses: Sequence[Sequence[PromptLosses]]) -> None:
-        """The losses of each configuration of `asked`, one per prompt."""
+        """Add the losses of each configuration of `asked`, one per prompt."""
         runners = self.running if asked.is_confirmation else self._in_screening
         for runner, mine in zip(runners, losses, strict=True):
             if asked.tasks is None:
@@ -251,8 +253,8 @@ class Race:
             runner.losses.setdefault(key, []).extend(values)
 
     def _thin_out(self, stay: int) -> None:
-        """Drop what probably fails, then what others beat in cost and risk; after the last round, pick the
-        finalists."""
+        """Drop configurations that probably fail, then those that others beat in cost and risk. After the
+        last round, pick the finalists."""
         left = [one for one in self._in_screening if not one.is_failing]
         left.sort(key=lambda one: (one.cost, one.risk, describe_selection(one.selection)))
         kept: list[Runner] = []
@@ -266,7 +268,7 @@ class Race:
             self._in_screening = []
 
     def _has_next_round(self, count: int) -> bool:
-        """Whether there is one, and room for the answers of so many configurations."""
+        """Whether there is another round, and room for the answers of `count` configurations."""
         return bool(self._rounds) and count * self._rounds[0].length <= self._screening_left
 
     def _decide(self) -> None:
@@ -279,18 +281,19 @@ class Race:
                 runner.is_dropped = True
 
     def _is_worth_chasing(self, place: int) -> bool:
-        """Whether a finalist seems near enough to passing, once another one has passed."""
+        """Whether a finalist is probably near passing. Always true until a finalist has passed."""
         if all(one.error is None for one in self.finalists):
             return True
         missing = self.prompts_missing(place)
         return missing is not None and missing <= CHASE_PROMPTS_MAX
 
     def _is_covered(self, runner: Runner) -> bool:
-        """Whether every loss that is judged was measured, in every stratum where it is."""
+        """Whether every required test has measurements."""
         return self._required <= runner.tests.keys()
 
     def error_of(self, place: int) -> float:
-        """The chance of error of a finalist's bounds: with which it passed, or which it may use now."""
+        """Return the error probability of a finalist's bounds: the one with which it passed, or may pass
+        now."""
         error = self.finalists[place].error
         if error is not None:
             return error
@@ -298,7 +301,7 @@ class Race:
         return entitlements(passed, len(self.finalists), self.thresholds)[-1]
 
     def bounds_of(self, place: int) -> list[LossBound]:
-        """The confidence bounds of a finalist, for the report."""
+        """Return the confidence bounds of a finalist, for the report."""
         error = self.error_of(place)
         return [
             LossBound(
@@ -312,8 +315,8 @@ class Race:
         ]
 
     def prompts_missing(self, place: int) -> int | None:
-        """About how many more prompts would let a finalist pass; None if it has passed, or if they would not
-        help."""
+        """Estimate how many more prompts a finalist needs to pass; None if it has passed, or if more prompts
+        do not help."""
         runner = self.finalists[place]
         if runner.error is not None or runner.is_failing or not runner.tests:
             return None
@@ -332,7 +335,7 @@ def _selections(runners: Sequence[Runner]) -> tuple[Selection, ...]:
 
 
 def _unbeaten(runners: Sequence[Runner]) -> list[Runner]:
-    """Those of lower risk than every cheaper one. `runners` are sorted by cost."""
+    """Return the runners with a lower risk than every cheaper one. `runners` are sorted by cost."""
     front: list[Runner] = []
     for one in runners:
         if not front or one.risk < front[-1].risk:
@@ -341,11 +344,11 @@ def _unbeaten(runners: Sequence[Runner]) -> list[Runner]:
 
 
 def _pick_finalists(runners: Sequence[Runner], most: int) -> list[Runner]:
-    """From the safest to the cheapest, each clearly cheaper than the one before; at most so many, which must
-    be two or more.
+    """Return at most `most` (at least 2) finalists, from the safest to the cheapest, each clearly cheaper
+    than the previous one.
 
-    The one nearest to full prefill comes first even if others lost no more in screening: it is there if those
-    fail. For the same reason, of those of one risk the dearest comes first.
+    The configuration closest to full prefill comes first, even if others lost no more in screening, so that
+    it remains if they fail. For the same reason, the most expensive of those with equal risk comes first.
     """
     chosen: list[Runner] = []
     for one in sorted(runners, key=lambda one: (one.risk, -one.cost)):
@@ -362,7 +365,7 @@ def _pick_finalists(runners: Sequence[Runner], most: int) -> list[Runner]:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of screening: its prompts, and how many configurations may stay behind it."""
+    """One round of screening: its prompts, and the maximum number of configurations that remain after it."""
 
     first: int
     end: int
@@ -374,13 +377,13 @@ class Round:
 
 
 def count_screening(num_prompts: int) -> int:
-    """How many of the prompts screening may use: the first ones. Those behind them are left for the
+    """Return the number of leading prompts that screening may use. The others are left for the
     confirmation."""
     return list(_screening_rounds(num_prompts))[-1].end
 
 
 def _screening_rounds(num_prompts: int) -> Iterator[Round]:
-    """The rounds that the prompts suffice for, at least one."""
+    """Yield the rounds for which there are enough prompts, at least one."""
     first = 0
     for length, stay in SCREENING_ROUNDS:
         if first and first + length > SCREENING_SHARE * num_prompts:

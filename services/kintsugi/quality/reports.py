@@ -1,4 +1,4 @@
-"""Stores calibration reports and reads them back: in a chunk store or in a file."""
+"""Writes and reads calibration reports, in a chunk store or in a file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 
 def publish(store: ChunkStore, report: CalibrationReport) -> None:
-    """Put a new calibration where every engine of its binding looks. It replaces the current report, even a
-    tripped one: if this clock is behind, `created` is moved past the current report's.
+    """Publish a new calibration to all engines of its binding. It replaces the current report, even a tripped
+    one: if this clock is behind, `created` is set later than the current report's.
 
     Raises `InvalidField` if this clock is more than a day ahead of the store's."""
     current = store.get_report(report.binding.model, report.binding.report_name)
@@ -21,16 +21,16 @@ def publish(store: ChunkStore, report: CalibrationReport) -> None:
     try:
         _put(store, moved)
     except InvalidField:
-        # By the store's clock, the current report is from the future; any other one replaces it.
+        # By the store's clock, the current report is from the future; any other report replaces it.
         if moved == report:
             raise
         _put(store, report)
 
 
 def publish_shipped(store: ChunkStore, report: CalibrationReport) -> bool:
-    """Put a calibration that was made earlier where engines look, unless a report is there. Returns whether
-    it was put. Its date stays, so that a tripped copy on a shard that does not answer now still supersedes
-    it."""
+    """Publish a calibration that was made earlier, unless the store has a report. Return whether it was
+    published. Its date does not change, so that a tripped copy on an unreachable shard supersedes it
+    later."""
     if store.get_report(report.binding.model, report.binding.report_name) is not None:
         return False
     _put(store, report)
@@ -42,7 +42,7 @@ def _put(store: ChunkStore, report: CalibrationReport) -> None:
 
 
 def fetch_report(store: ChunkStore, binding: Binding) -> CalibrationReport | None:
-    """Fetch the report that engines of this binding use; None if there is none that can be read."""
+    """Fetch the report that engines of this binding use; None if it does not exist or cannot be read."""
     document = store.get_report(binding.model, binding.report_name)
     if document is None:
         return None
@@ -53,10 +53,10 @@ def fetch_report(store: ChunkStore, binding: Binding) -> CalibrationReport | Non
 
 
 def trip(store: ChunkStore, report: CalibrationReport, reason: str, at: str) -> bool:
-    """Turn blending off for every engine that reads the report, until the next calibration.
+    """Turn blending off for every engine that uses the report, until the next calibration.
 
-    Only this report is tripped: the store keeps a calibration that was written meanwhile. Returns whether
-    blending is off now.
+    Only this report is tripped: a newer calibration in the store stays as it is. Return whether blending is
+    off now.
     """
     current = fetch_report(store, report.binding)
     if current is None or current.tripped is None:
@@ -66,7 +66,7 @@ def trip(store: ChunkStore, report: CalibrationReport, reason: str, at: str) -> 
 
 
 def write(path: Path, report: CalibrationReport) -> None:
-    """Write the report to a file, atomically because an engine may be polling the file."""
+    """Write the report to a file, atomically, because an engine may poll the file."""
     if not path.parent.is_dir():
         raise InvalidField("out", f"{path.parent} is not a folder; create it first")
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -1,7 +1,7 @@
-"""Chooses which requests to shadow: a share of them, at least so many a minute, evenly among tenants. Pure.
+"""Samples requests for shadowing: a share of them, a minimum per minute, evenly among tenants. Pure.
 
-A share alone compares next to nothing where little is asked: half a percent of one request a minute is seven
-a day. So the share grows until it gives `per_minute` requests a minute, up to all of them.
+A share alone samples very little of light traffic: half a percent of one request a minute is seven a day. So
+the share grows until `per_minute` requests are sampled per minute, up to all requests.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import blake3
 WINDOW = 1024
 """Number of recent requests over which tenants are counted."""
 WINDOW_S = 600.0
-"""Older requests say nothing about the present rate."""
+"""Older requests do not count for the current rate."""
 
 
 def is_sampled(request_id: str, probability: float) -> bool:
-    """Whether to shadow the request. A hash of its id decides, so every run decides alike."""
+    """Whether to shadow the request. A hash of its id decides, so every run makes the same decision."""
     digest = blake3.blake3(b"kintsugi-shadow\0" + request_id.encode()).digest()[:8]
     return int.from_bytes(digest, "little") < probability * (1 << 64)
 
 
 def fair_share(wanted: Iterable[int], room: float) -> float:
-    """The max-min fair share: the largest amount that each may take so that all together take at most `room`.
-    Those that want less leave the rest to the others. Infinite if there is room for everything."""
+    """Return the max-min fair share: the largest amount that each may take, so that the sum is at most
+    `room`. Those that want less leave the rest to the others. It is infinite if all wishes fit."""
     ordered = sorted(wanted)
     for index, one in enumerate(ordered):
         share = room / (len(ordered) - index)
@@ -38,8 +38,8 @@ def fair_share(wanted: Iterable[int], room: float) -> float:
 
 
 class FairSampler:
-    """Samples a share of all requests, divided evenly among tenants: a tenant that sends most of the requests
-    gets no more samples than any other tenant that sends enough."""
+    """Samples a share of all requests, divided evenly among tenants. A tenant that sends most of the requests
+    has no more samples than any other tenant that sends enough."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class FairSampler:
         per_minute: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`per_minute`: sample a larger share where `share` gives fewer requests a minute. `now`: seconds."""
+        """`per_minute`: minimum number of samples per minute, if `share` results in fewer. `now`: a clock in
+        seconds."""
         self._share = share
         self._per_minute = per_minute
         self._window = window
@@ -57,7 +58,7 @@ class FairSampler:
         self._counts: Counter[str] = Counter()
 
     def count_request(self, tenant: str) -> float:
-        """Count a request of the tenant. Returns the probability with which to sample it."""
+        """Count a request of the tenant. Return the probability with which to sample it."""
         now = self._now()
         self._recent.append((tenant, now))
         self._counts[tenant] += 1
@@ -70,7 +71,7 @@ class FairSampler:
         return min(1.0, samples / self._counts[tenant])
 
     def _share_now(self, now: float) -> float:
-        """The share of the recent requests to sample. Without a rate yet, all that `per_minute` may want."""
+        """Return the share of the recent requests to sample. It is 1 while the rate is unknown."""
         if not self._share or not self._per_minute:
             return self._share
         if len(self._recent) == 1:

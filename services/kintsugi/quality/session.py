@@ -18,19 +18,20 @@ from kintsugi.models.reference import resolve_model
 from kintsugi.models.texts import read_user_text
 
 PATIENCE_MS = 120_000
-"""Deadline for lookups and layers: long, so that a busy machine does not cause declined blends."""
+"""Deadline for lookups and layers. It is long, so that blends are not declined on a busy machine."""
 
 
 @dataclass(frozen=True)
 class MeasuringEngineSpec:
-    """The engine to measure. Start it as it will serve: a report is bound to dtype, KV dtype and prefix."""
+    """Configuration of the engine to measure. It must match the serving engines: a report is bound to dtype,
+    KV dtype and prefix."""
 
     model: str
     codec: str = "raw"
     store: str | None = None
     """URL of the chunk store. None: in this process's memory, for the lifetime of the engine."""
     form: PromptForm | None = None
-    """How prompts are written; its head is what chunks are prefilled behind. None: the model's own."""
+    """Form of the prompts; its head is the prefix of the chunks. None: the model's own form."""
     context_token_ids: tuple[int, ...] = ()
     extra_config: Mapping[str, object] = field(default_factory=dict)
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
@@ -41,12 +42,12 @@ class MeasuringEngineSpec:
             raise InvalidField(
                 "connector.plain_copies",
                 "must stay on while a model is measured: without plain copies every prompt's first chunk is "
-                "a miss. Blends are equally good without them, and cost that chunk more",
+                "a miss. Serving without them has the same quality, but computes that chunk too",
             )
 
 
 def read_context_length(model: str) -> int:
-    """The model's context length in tokens. Raises `NotFound`, and as `reference.fetch_model` does."""
+    """Return the model's context length in tokens. Raises `NotFound`, and as `reference.fetch_model` does."""
     from transformers import AutoConfig
 
     path = resolve_model(model)
@@ -63,7 +64,7 @@ def read_context_length(model: str) -> int:
 def load_form_behind(
     model: str, name: FormName, system: Path | None, vllm_args: Mapping[str, Any] = NO_ARGS
 ) -> PromptForm:
-    """The model's form with the system prompt in a file; None: the template's own, if it has one.
+    """Return the model's form with the system prompt from a file. None: the template's own, if it has one.
 
     Raises `NotFound` for a missing model, and as `read_user_text` and `PromptForm.of` do.
     """
@@ -75,8 +76,8 @@ def load_form_behind(
 
 @contextmanager
 def start_measuring_engine(spec: MeasuringEngineSpec) -> Iterator[LocalEngine]:
-    """Run an engine within the context. No gate and no loading controller refuse a blend, and prefix caching
-    is off, so every method starts from the first token."""
+    """Run an engine within the context. The gate and the loading controller are off, so every prompt is
+    blended; prefix caching is off, so every method starts from the first token."""
     extra: dict[str, object] = {
         "store": spec.store or f"ram://quality-{uuid.uuid4().hex[:8]}",
         "allow_uncalibrated": True,

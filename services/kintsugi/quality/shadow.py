@@ -1,16 +1,16 @@
 """Shadowing: answers a share of the blended requests again by full prefill, off the critical path.
 
 A connector cannot add requests, so the code that submits requests calls `Shadow.prepare_prompt` before each
-request (a sampled one then asks for logprobs), `Shadow.take` with its answer, and `Shadow.run_pending`
-whenever there is time. By then the client has its answer, which never changes. Full prefill is forced along
-the blend's own tokens, up to `ShadowConfig.positions` of them, and both sides' distributions are compared.
+request (a sampled one then requests logprobs), `Shadow.take` with its answer, and `Shadow.run_pending` when
+the engine is idle. The client's answer is not affected. Full prefill is forced along the blend's own tokens,
+up to `ShadowConfig.positions` of them, and the two distributions at each position are compared.
 
-With each of them one stored chunk of its prompt is audited: it is prefilled again, and the stored KV is
-compared with that (`fusor.audit`). A damaged chunk is dropped from the store.
+For each shadowed request one stored chunk of its prompt is audited: it is prefilled again and compared with
+the stored KV (`fusor.audit`). A damaged chunk is dropped from the store.
 
-The comparisons, and those that other engines made meanwhile (`quality.evidence`), feed a `DriftDetector`.
-When it detects drift, or audits have found several damaged chunks, the report in the store is tripped, and
-every engine that reads it stops blending.
+A `DriftDetector` observes these comparisons and those of other engines (`quality.evidence`). When it detects
+drift, or audits have found several damaged chunks, the report in the store is tripped, and every engine that
+uses it stops blending.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ PENDING_MAX = 64
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """How many requests are shadowed, and how."""
+    """Settings of shadowing."""
 
     share: float = 0.005
     """Share of all requests that may blend, divided evenly among the namespaces that send enough."""
     positions: int = POSITIONS_MAX
-    """Number of leading answer tokens to compare, if the calibration's baseline has so many. A `LocalEngine`
-    that was started without `local.FORCING` compares them as far as both sides say the same."""
+    """Maximum number of leading answer tokens to compare; also limited by the calibration's baseline. Without
+    `local.FORCING`, a `LocalEngine` compares them up to the first different token."""
     per_minute: float = 0.0
-    """Requests a minute to shadow at least, where `share` gives fewer."""
+    """Minimum number of requests to shadow per minute, if `share` results in fewer."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
@@ -77,7 +77,7 @@ class ShadowConfig:
 
 
 class Answers(Protocol):
-    """The part of `engine.local.LocalEngine` that shadowing needs."""
+    """The methods of `engine.local.LocalEngine` that shadowing uses."""
 
     def space(self, namespace: str) -> ChunkSpace: ...
 
@@ -85,8 +85,8 @@ class Answers(Protocol):
 
 
 def compare_generations(full: Generation, blend: Generation) -> Deviation:
-    """Compare the positions that both have, up to the first behind different tokens: an engine that cannot be
-    forced goes its own way from there."""
+    """Compare the positions that both have, until their tokens differ: an engine that cannot be forced
+    continues differently from there."""
     pairs = []
     for index, pair in enumerate(zip(full.top_logprobs, blend.top_logprobs, strict=False)):
         if index and full.token_ids[index - 1] != blend.token_ids[index - 1]:
@@ -99,8 +99,8 @@ def compare_generations(full: Generation, blend: Generation) -> Deviation:
 
 
 def count_positions(generation: Generation, limit: int) -> int:
-    """Number of leading positions to compare. The token that ends an answer says nothing about it, unless it
-    is the whole answer."""
+    """Return the number of leading positions to compare. The token that ends an answer is not compared,
+    unless it is the whole answer."""
     length = min(len(generation.token_ids), len(generation.top_logprobs))
     ended = generation.finish_reason == "stop" and length > 1
     return min(limit, length - ended)
@@ -111,7 +111,7 @@ def utc_now() -> str:
 
 
 class Shadow:
-    """Shadows the requests of one engine. One thread may call `prepare_prompt` and `take`, another
+    """Shadows the requests of one engine. One thread may call `prepare_prompt` and `take`, another one
     `run_pending`."""
 
     def __init__(
@@ -124,8 +124,8 @@ class Shadow:
         registry: CollectorRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`registry` exports the counts; None does not export them. `now` dates trips, `clock` counts
-        seconds."""
+        """`registry` exports the counts; None: they are not exported. `now` returns the date of a trip,
+        `clock` returns seconds."""
         self.counts = ShadowCounts()
         if registry is not None:
             registry.register(self.counts)
@@ -141,7 +141,7 @@ class Shadow:
         self._report: CalibrationReport | None = None
         self._detector: DriftDetector | None = None
         self._damage = DamageDetector()
-        # Seeded, so that equal runs audit the same chunks. Callers see nothing of it.
+        # Seeded, so that equal runs audit the same chunks.
         self._picks = random.Random(0)
         self._pool = EvidencePool(store, binding, uuid.uuid4().hex)
         self._unshared: list[Deviation] = []
@@ -150,12 +150,12 @@ class Shadow:
 
     @property
     def positions(self) -> int:
-        """Number of leading positions of an answer that `take` looks at: one more than are compared, because
-        the last may be the token that ends the answer."""
+        """Number of leading positions of an answer that `take` needs: one more than are compared, because the
+        last one may be the token that ends the answer."""
         return self._config.positions + 1
 
     def prepare_prompt(self, request_id: str, prompt: Prompt) -> Prompt:
-        """Return the request to submit: a sampled one asks for logprobs."""
+        """Return the request to submit; a sampled one requests logprobs."""
         if prompt.params is None:
             return prompt
         if not is_sampled(request_id, self._sampler.count_request(prompt.params.namespace)):
@@ -163,7 +163,7 @@ class Shadow:
         return dataclasses.replace(prompt, top_logprobs=max(prompt.top_logprobs, TOP_LOGPROBS))
 
     def take(self, prompt: Prompt, generation: Generation) -> bool:
-        """Take the answer to a prompt from `prepare_prompt`. Returns whether it will be shadowed."""
+        """Queue the answer to a prompt from `prepare_prompt`. Return whether it is queued."""
         blended = (generation.accounting or {}).get("outcome") == Outcome.BLENDED.value
         if not blended or not generation.token_ids or prompt.top_logprobs < TOP_LOGPROBS:
             return False
@@ -180,8 +180,8 @@ class Shadow:
         return len(self._pending)
 
     def run_pending(self, limit: int = 1) -> int:
-        """Shadow up to `limit` waiting answers now, at the cost of a full prefill and that of one chunk each.
-        Returns their number."""
+        """Shadow up to `limit` waiting answers now. Each takes a full prefill and a prefill of one chunk.
+        Return the number of shadowed answers."""
         with self._lock:
             some = [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
         if not some:
@@ -200,7 +200,7 @@ class Shadow:
     def _full_prefill_prompt(self, prompt: Prompt, generation: Generation) -> Prompt:
         assert prompt.params is not None
         baseline = None if self._report is None else self._report.baseline
-        # Positions that calibration did not measure have nothing to be compared with.
+        # Positions that calibration did not measure cannot be compared.
         limit = (
             self._config.positions if baseline is None else min(self._config.positions, baseline.positions)
         )
@@ -208,7 +208,7 @@ class Shadow:
         return Prompt(
             prompt.token_ids,
             None,
-            # Only its own tenant may find what it leaves in the prefix cache.
+            # Only the request's own tenant may find its blocks in the prefix cache.
             cache_salt=prompt.params.namespace,
             max_tokens=len(forced),
             top_logprobs=TOP_LOGPROBS,
@@ -240,7 +240,7 @@ class Shadow:
         self._observe(deviation)
 
     def _exchange(self) -> None:
-        """Share what this engine saw, and take into account what the others saw."""
+        """Exchange deviations with other engines, and observe theirs."""
         if self._report is None or self._clock() - self._exchanged_s < EXCHANGE_S:
             return
         self._exchanged_s = self._clock()
@@ -261,15 +261,15 @@ class Shadow:
     def _audit(self, prompt: Prompt) -> None:
         """Audit one of the chunks that the prompt's blend loaded.
 
-        Only while there is a report to trip: an engine that is itself at fault finds every chunk damaged, and
-        must not drop any more after the trip.
+        Only while there is a report to trip: a faulty engine finds every chunk damaged, and must not drop
+        chunks after the trip.
         """
         if self._detector is None or self._report is None:
             return
         try:
             audited = self._audit_one_of(prompt)
         except KintsugiError as error:
-            logger.warning("no chunk of a shadowed request is audited: %s", error)
+            logger.warning("the audit of a shadowed request's chunk failed: %s", error)
             return
         if audited is None:
             return
@@ -284,7 +284,8 @@ class Shadow:
             self._trip(self._report, reason)
 
     def _audit_one_of(self, prompt: Prompt) -> tuple[StoredCopy, ChunkAudit] | None:
-        """None if the store holds no chunk of the prompt any more, or the engine cannot compare it."""
+        """Audit a random chunk of the prompt. Return None if the store has none, or if the engine
+        declines."""
         assert prompt.params is not None
         space = self._engine.space(prompt.params.namespace)
         chunks = find_stored_copies(self._store, space, prompt.token_ids, prompt.params.spans)

@@ -12,9 +12,10 @@ from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import encode_context
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.models.prompt_form import load_form
-from kintsugi.quality.calibrate import Budget, calibrate, make_passage_questions
+from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.contexts import PROMPTS_MIN, ContextProber
 from kintsugi.quality.measure import Bench, tokenize_questions
+from kintsugi.quality.questions import make_passage_questions
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from tests.integration.engine.conftest import EngineSlot
 

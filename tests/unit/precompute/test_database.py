@@ -50,13 +50,13 @@ def test_a_folder_that_is_deleted_meanwhile_is_said(database: Database) -> None:
     assert database.path is not None
     shutil.rmtree(database.path.parent)
     with (
-        pytest.raises(Unavailable, match="was deleted; restart to create it again"),
+        pytest.raises(Unavailable, match="was deleted; restart to create it"),
         database.transaction() as db,
     ):
         db.execute("INSERT INTO word VALUES ('a')")
     Database(database.path, SCHEMA, 1).close()  # another process makes one of the same name
     with (
-        pytest.raises(Unavailable, match="was deleted; restart to create it again"),
+        pytest.raises(Unavailable, match="was deleted; restart to create it"),
         database.transaction() as db,
     ):
         db.execute("INSERT INTO word VALUES ('a')")

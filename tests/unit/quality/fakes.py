@@ -143,4 +143,4 @@ def put_chunk(store: RamStore, space: ChunkSpace, chunk: Sequence[int]) -> None:
     """A chunk whose frames say nothing."""
     frames = [bytes(LAYOUT.frame_bytes(Codec.RAW, len(chunk)))]
     key = ChunkKey.of(space, chunk)
-    store.put(ChunkManifest.of(space, key, None, len(chunk), LAYOUT, Codec.RAW, frames), frames)
+    store.put(ChunkManifest.of(space, key, (), len(chunk), LAYOUT, Codec.RAW, frames), frames)

@@ -18,17 +18,15 @@ from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import grid, reports
 from kintsugi.quality.calibrate import (
-    INSTRUCTION,
     Budget,
     Calibration,
     calibrate,
     count_affordable_finalists,
-    make_passage_questions,
-    make_segment_questions,
     prepare_bench,
     race_prompts,
 )
 from kintsugi.quality.measure import Bench
+from kintsugi.quality.questions import INSTRUCTION, make_passage_questions, make_segment_questions
 from tests.fakes.chat_templates import CHATML, tokenizer_with
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, case
@@ -261,7 +259,7 @@ def test_questions_for_segments_vary_in_number_and_length() -> None:
 
 
 def test_a_model_without_room_for_a_segment_is_refused() -> None:
-    with pytest.raises(InvalidField, match=r"segments: the model has room for 79 tokens .* max_model_len"):
+    with pytest.raises(InvalidField, match=r"segments: a prompt has room for 79 tokens .* max_model_len"):
         make_segment_questions(lambda text: len(text.split()), 79, 400, seed=0)
 
 
@@ -299,7 +297,7 @@ def test_a_report_too_large_for_a_store_is_refused_before_the_search() -> None:
 
     engine = FakeEngine()
     with pytest.raises(
-        InvalidField, match=r"^questions: 100 kinds .* has room for 1015808; name about \d\d "
+        InvalidField, match=r"^questions: 100 kinds .* only 1015808 are available; use at most \d\d "
     ):
         calibrated(100, Budget(prompts=8000))
     assert not blended(engine)

@@ -290,7 +290,7 @@ def test_a_damaged_chunk_is_dropped_and_a_second_one_trips_the_report(
     report = fetch_report(store, BINDING)
     assert report is not None
     assert report.tripped is not None
-    assert "2 of the latest 3 audited chunks are not what this model computes" in report.tripped.reason
+    assert "2 of the latest 3 audited chunks differ from what this model computes" in report.tripped.reason
     assert "the values of layer 1 are off by 100%" in report.tripped.reason
 
 
