@@ -92,8 +92,8 @@ def test_documents_stand_where_the_template_writes_them() -> None:
     [
         ("{{ messages[0].content.no.thing }}", AUTO, None, r"form: the model's chat template fails .*plain"),
         ("{% for", AUTO, None, r"form: .* fails"),
-        ("{{ bos_token }}", AUTO, None, "form: .* does not write a user's message as it is.*plain"),
-        ("{{ messages | tojson }}", AUTO, None, "form: .* does not write a user's message as it is"),
+        ("{{ bos_token }}", AUTO, None, "form: .* changes a user's message.*plain"),
+        ("{{ messages | tojson }}", AUTO, None, "form: .* changes a user's message"),
         ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", AUTO, None, "form: .* as it is"),
         (NO_SYSTEM, AUTO, "Be brief.", r"system: is refused .*System role not supported.*plain"),
         (
@@ -107,7 +107,7 @@ def test_documents_stand_where_the_template_writes_them() -> None:
             "{{ messages[-1].content }}{% for d in documents %}{{ d.text }}{% endfor %}",
             FormName.DOCUMENTS,
             None,
-            "form: .* does not write documents as they are before the question",
+            "form: .* changes documents, or writes them after the question",
         ),
     ],
 )

@@ -85,11 +85,3 @@ def test_intervals_hold_the_mean_and_shrink() -> None:
     assert many.high - many.low < few.high - few.low
     assert metrics.bootstrap([1.0] * 9) == metrics.Interval(1, 1, 1)
     assert metrics.bootstrap([0.0, 1.0, 1.0]) == metrics.bootstrap([0.0, 1.0, 1.0])
-
-
-def test_a_share_is_resampled_in_pairs() -> None:
-    same = metrics.ratio_bootstrap([0.0, 1.0, 1.0] * 20, [0.0, 1.0, 1.0] * 20)
-    assert same == metrics.Interval(1, 1, 1)
-    half = metrics.ratio_bootstrap([1.0, 0.0] * 50, [1.0, 1.0] * 50)
-    assert half.low < half.mean == 0.5 < half.high
-    assert math.isnan(metrics.ratio_bootstrap([0.0], [0.0]).mean)
