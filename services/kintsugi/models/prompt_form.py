@@ -199,9 +199,9 @@ def _cut(rendered: str, texts: Sequence[str]) -> list[str]:
     for text in texts:
         before, found, rendered = rendered.partition(text)
         if not found or text in rendered:
-            problem = "changes a user's message; use the form plain"
+            problem = "does not write a user's message once and unchanged; use the form plain"
             if len(texts) > 1:
-                problem = "changes documents, or writes them after the question; use the form chat"
+                problem = "does not write documents unchanged before the question; use the form chat"
             raise InvalidField("form", f"the model's chat template {problem}")
         pieces.append(before)
     return [*pieces, rendered]

@@ -92,9 +92,14 @@ def test_documents_stand_where_the_template_writes_them() -> None:
     [
         ("{{ messages[0].content.no.thing }}", AUTO, None, r"form: the model's chat template fails .*plain"),
         ("{% for", AUTO, None, r"form: .* fails"),
-        ("{{ bos_token }}", AUTO, None, "form: .* changes a user's message.*plain"),
-        ("{{ messages | tojson }}", AUTO, None, "form: .* changes a user's message"),
-        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", AUTO, None, "form: .* as it is"),
+        ("{{ bos_token }}", AUTO, None, "form: .* does not write a user's message once and unchanged.*plain"),
+        (
+            "{{ messages | tojson }}",
+            AUTO,
+            None,
+            "form: .* does not write a user's message once and unchanged",
+        ),
+        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", AUTO, None, "form: .* once and unchanged"),
         (NO_SYSTEM, AUTO, "Be brief.", r"system: is refused .*System role not supported.*plain"),
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -107,7 +112,7 @@ def test_documents_stand_where_the_template_writes_them() -> None:
             "{{ messages[-1].content }}{% for d in documents %}{{ d.text }}{% endfor %}",
             FormName.DOCUMENTS,
             None,
-            "form: .* changes documents, or writes them after the question",
+            "form: .* does not write documents unchanged before the question",
         ),
     ],
 )

@@ -147,9 +147,7 @@ def test_the_report_says_what_it_holds_for() -> None:
 
 
 def test_a_form_that_full_prefill_cannot_answer_is_refused_with_an_example() -> None:
-    with pytest.raises(
-        InvalidField, match=r"rarely right: it scores 0.00 .* it answered 'w1' where 'w5' was"
-    ):
+    with pytest.raises(InvalidField, match=r"rarely right: it scores 0.00 .* answered 'w1' where 'w5' was"):
         run(FakeEngine(full_is_right=False))
 
 
