@@ -92,12 +92,12 @@ def test_documents_stand_where_the_template_writes_them() -> None:
     [
         ("{{ messages[0].content.no.thing }}", AUTO, None, r"form: the model's chat template fails .*plain"),
         ("{% for", AUTO, None, r"form: .* fails"),
-        ("{{ bos_token }}", AUTO, None, "form: .* does not write a user's message once and unchanged.*plain"),
+        ("{{ bos_token }}", AUTO, None, "form: .* a user's message once and unchanged.*plain"),
         (
             "{{ messages | tojson }}",
             AUTO,
             None,
-            "form: .* does not write a user's message once and unchanged",
+            "form: .* a user's message once and unchanged",
         ),
         ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", AUTO, None, "form: .* once and unchanged"),
         (NO_SYSTEM, AUTO, "Be brief.", r"system: is refused .*System role not supported.*plain"),
@@ -107,7 +107,7 @@ def test_documents_stand_where_the_template_writes_them() -> None:
             "Be brief.",
             "system: is dropped",
         ),
-        (CHATML, FormName.DOCUMENTS, None, "form: .* does not write documents as they are.*chat"),
+        (CHATML, FormName.DOCUMENTS, None, "form: .* does not write documents unchanged.*chat"),
         (
             "{{ messages[-1].content }}{% for d in documents %}{{ d.text }}{% endfor %}",
             FormName.DOCUMENTS,
