@@ -12,9 +12,9 @@ from kintsugi.core.layout import HeadRange
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
 from kintsugi.engine.local import LocalEngine
-from kintsugi.store.client import key_file
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -106,7 +106,7 @@ def test_a_flipped_bit_costs_a_prefill(engine: LocalEngine, server: ShardServer)
 def test_once_its_keys_are_destroyed_a_namespace_is_prefilled_in_full(
     engine: LocalEngine, server: ShardServer, key_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_file, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     prompt = rag(*CHUNKS)
     assert all(one.is_saved for one in engine.save(PREFIX, CHUNKS, "doomed"))
     params = KintsugiParams("doomed", spans=prompt.spans, ratio=1.0)

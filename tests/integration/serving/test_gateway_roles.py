@@ -23,7 +23,7 @@ from kintsugi.gateway.requests import METHOD_VERBS
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.transport import ClientOptions
-from kintsugi.store.protocol import access
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.access import TokenFile
 from kintsugi.store.protocol.audit import AuditLog
 from kintsugi.store.protocol.callers import Verb
@@ -65,7 +65,7 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A token for each verb, under its name."""
-    monkeypatch.setattr(access, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     file, tokens = tmp_path / "tokens.json", {}
     for verb in Verb:
         tokens[verb.value], grant = new_token(verb.value, ["docs"], [verb])

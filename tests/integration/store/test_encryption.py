@@ -13,13 +13,13 @@ import pytest
 from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.store.client import key_file as key_file_module
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys, retire_keys, rotate_keys
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.interface import Buffer, ChunkStore, Found
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
@@ -34,7 +34,7 @@ TOKENS = range(40)
 @pytest.fixture
 def key_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A key file whose changes are noticed at once."""
-    monkeypatch.setattr(key_file_module, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     path = tmp_path / "keys.json"
     create_keys(path, "acme")
     return path

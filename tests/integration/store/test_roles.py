@@ -21,13 +21,12 @@ from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client import calls
 from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
-from kintsugi.store.protocol import access, wire
+from kintsugi.store.protocol import watched_files, wire
 from kintsugi.store.protocol.callers import Verb
 from kintsugi.store.protocol.guard import NEEDS, PUT
 from kintsugi.store.protocol.interface import ChunkStore
@@ -68,8 +67,7 @@ def shard(tokens_file: Path | None, **options: Any) -> Iterator[ShardServer]:
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    monkeypatch.setattr(access, "FILE_CHECK_S", 0.0)
-    monkeypatch.setattr(calls, "TOKEN_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     keys = Keys(tmp_path)
     keys.add("everything", ["*"], list(Verb))
     return keys

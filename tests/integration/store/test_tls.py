@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
-from kintsugi.store.protocol import tls as tls_module
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.tls import TlsFiles, check_listen, is_loopback
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
@@ -107,7 +107,7 @@ def test_replaced_certificates_are_used_without_a_restart(tmp_path: Path) -> Non
 
 
 def test_a_client_follows_replaced_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_module, "FILES_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     files = issue(tmp_path / "tls")
     with ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)) as server:
         address = server.address

@@ -15,7 +15,7 @@ from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unaut
 from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
 from kintsugi.gateway import access as gateway_access
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
-from kintsugi.store.protocol import access
+from kintsugi.store.protocol import access, watched_files
 from kintsugi.store.protocol.access import (
     Access,
     TokenFile,
@@ -28,7 +28,7 @@ from kintsugi.store.protocol.callers import ANYONE, Caller, Verb
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
 
 
 def file_with(folder: Path, **namespaces: tuple[str, ...]) -> tuple[Path, dict[str, str]]:
@@ -95,7 +95,7 @@ def test_a_file_that_breaks_leaves_the_tokens_as_they_were(
     tokens_now = TokenFile(path)
     path.write_text("{")
     assert tokens_now.caller(tokens["first"]).name == "first"
-    assert "stay in use" in caplog.text
+    assert "the tokens file is invalid; its previous content stays in use" in caplog.text
     path.unlink()
     assert tokens_now.caller(tokens["first"]).name == "first"
 

@@ -14,7 +14,7 @@ from kintsugi.core.deploy import StoreExpert, StoreSpec, TierSpec
 from kintsugi.core.errors import InvalidField
 from kintsugi.serving.store_shard import ShardRules, StoreShard, claim_shard, serve_shard
 from kintsugi.store.client.grpc_store import GrpcStore
-from kintsugi.store.protocol import access
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.shard.eviction import room
 from kintsugi.store.shard.put import PutOptions
 from tests.contracts.store_contract import make_chunk
@@ -147,7 +147,7 @@ def test_beyond_loopback_without_tls_is_refused(tmp_path: Path) -> None:
 def test_limits_reach_the_shard_from_the_service_and_from_the_tokens_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     shard = claim_shard(StoreSpec(ram_gib=16 * MIB))
     path, rules = tmp_path / "tokens.json", ShardRules(shard)
 

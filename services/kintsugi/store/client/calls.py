@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +19,27 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.grpc_status import errors_of
-from kintsugi.store.protocol.tls import ReloadingChannel, TlsFiles
+from kintsugi.store.protocol.tls import TlsFiles, open_channel
+from kintsugi.store.protocol.watched_files import WatchedFiles
 
 METADATA = ((wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION)),)
-TOKEN_CHECK_S = 5.0
 TOKEN_BYTES_MAX = 4096
 RESOLUTION_S = 0.02
 
 
-class BearerToken:
-    """The metadata of calls with the token of a file, which is read again when it changes. Thread-safe."""
-
-    def __init__(self, path: Path | None) -> None:
-        """``path`` None: no token. Raises `InvalidField` for a file that cannot be read or holds none."""
-        self._path = path
-        self._lock = threading.Lock()
-        self._metadata = METADATA if path is None else self._read(path)
-        self._checked_s = time.monotonic()
-
-    @staticmethod
-    def _read(path: Path) -> tuple[tuple[str, str], ...]:
-        try:
-            with path.open("rb") as file:
-                token = file.read(TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
-        except OSError as error:
-            raise InvalidField("token_file", f"{path} cannot be read ({error.strerror})") from error
-        if not token.isprintable() or not token.isascii() or not token:
-            raise InvalidField("token_file", f"{path} must hold one bearer token, made with kintsugi token")
-        return (*METADATA, ("authorization", f"Bearer {token}"))
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of the next call."""
-        if self._path is None:
-            return self._metadata
-        with self._lock:
-            if time.monotonic() - self._checked_s >= TOKEN_CHECK_S:
-                self._checked_s = time.monotonic()
-                with suppress(InvalidField):  # being replaced; the next call reads it
-                    self._metadata = self._read(self._path)
-            return self._metadata
+def read_metadata(token_file: Path | None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call, with the bearer token in a file if one is named. Raises `InvalidField`
+    for a file that cannot be read or holds no token."""
+    if token_file is None:
+        return METADATA
+    try:
+        with token_file.open("rb") as file:
+            token = file.read(TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise InvalidField("token_file", f"{token_file} cannot be read ({error.strerror})") from error
+    if not token.isprintable() or not token.isascii() or not token:
+        raise InvalidField("token_file", f"{token_file} must hold one bearer token, made with kintsugi token")
+    return (*METADATA, ("authorization", f"Bearer {token}"))
 
 
 class ShardCalls:
@@ -67,25 +49,29 @@ class ShardCalls:
     def __init__(self, address: str, tls: TlsFiles | None, token_file: Path | None = None) -> None:
         """Raises `InvalidField` for a file that cannot be read."""
         self.address = address
-        self._token = BearerToken(token_file)
-        self._line = ReloadingChannel(address, tls)
+        self._metadata = WatchedFiles(
+            "token file", () if token_file is None else (token_file,), partial(read_metadata, token_file)
+        )
+        self._channel = WatchedFiles(
+            "set of TLS files", () if tls is None else tls.paths, partial(open_channel, address, tls)
+        )
         self._watchdog = Watchdog()
 
     def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
         """Make one call and return its response. `response` is the message's class."""
         with errors_of(self.address):
-            method = self._line.channel().unary_unary(
+            method = self._channel.current().unary_unary(
                 f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
             )
-            return method(request, timeout=timeout_s, metadata=self._token.metadata())
+            return method(request, timeout=timeout_s, metadata=self._metadata.current())
 
     def put(self, messages: Iterable[bytes], timeout_s: float) -> pb.PutChunkKVResponse:
         """Send one chunk."""
         with errors_of(self.address):
-            method = self._line.channel().stream_unary(
+            method = self._channel.current().stream_unary(
                 f"/{wire.SERVICE}/PutChunkKV", None, pb.PutChunkKVResponse.FromString
             )
-            metadata = self._token.metadata()
+            metadata = self._metadata.current()
             response: pb.PutChunkKVResponse = method(iter(messages), timeout=timeout_s, metadata=metadata)
             return response
 
@@ -94,12 +80,12 @@ class ShardCalls:
     ) -> Generator[Any, None, None]:
         """Yield messages as they arrive, bytes where `response` is None. Waits at most `wait_s` for each."""
         with errors_of(self.address):
-            method = self._line.channel().unary_stream(
+            method = self._channel.current().unary_stream(
                 f"/{wire.SERVICE}/{name}",
                 type(request).SerializeToString,
                 None if response is None else response.FromString,
             )
-            call = method(request, metadata=self._token.metadata())
+            call = method(request, metadata=self._metadata.current())
         guard = self._watchdog.guard(call.cancel)
         try:
             while True:
@@ -117,7 +103,7 @@ class ShardCalls:
     def close(self) -> None:
         """Idempotent. Calls under way fail."""
         self._watchdog.close()
-        self._line.close()
+        self._channel.current().close()
 
 
 def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:

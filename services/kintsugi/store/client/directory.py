@@ -9,11 +9,10 @@ import json
 import logging
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import directory_pb2 as pb
 from kintsugi.store.protocol.grpc_status import CHECK_ADDRESS, error_of_call
 from kintsugi.store.protocol.tls import TlsFiles, open_channel
+from kintsugi.store.protocol.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
 DIRECTORY_SERVICE = "kintsugi.rpc.v1.ShardDirectory"
 SHARDS_MAX = 1024
-FILE_POLL_S = 1.0
 _FIRST_MAP_TIMEOUT_S = 10.0
 _RECONNECT_S_MAX = 10.0
 
@@ -164,38 +163,23 @@ class FileDirectory(ShardDirectory):
 
     def __init__(self, path: Path) -> None:
         """Raises `InvalidField` for a file that is not a shard map."""
-        self._path = path
-        self._lock = threading.Lock()
-        self._stamp = self._stat()
-        self._map = self._read()
-        self._checked_s = time.monotonic()
-
-    def _stat(self) -> tuple[int, int]:
-        try:
-            stat = self._path.stat()
-        except OSError as error:
-            raise InvalidField("shards", f"{self._path} cannot be read ({error.strerror})") from error
-        return stat.st_mtime_ns, stat.st_ino
-
-    def _read(self) -> ShardMap:
-        try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidField("shards", f"{self._path} is not JSON ({error})") from error
-        return load(ShardMap, values, where=str(self._path))
+        self._file = WatchedFiles("shard map", (path,), partial(_read_map, path))
 
     def current(self) -> ShardMap:
-        with self._lock:
-            if time.monotonic() - self._checked_s >= FILE_POLL_S:
-                self._checked_s = time.monotonic()
-                with suppress(InvalidField):
-                    stamp = self._stat()
-                    if stamp != self._stamp:
-                        self._map, self._stamp = self._read(), stamp
-            return self._map
+        return self._file.current()
 
     def close(self) -> None:
         return None
+
+
+def _read_map(path: Path) -> ShardMap:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidField("shards", f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("shards", f"{path} is not JSON ({error})") from error
+    return load(ShardMap, values, where=str(path))
 
 
 class GrpcDirectory(ShardDirectory):

@@ -14,16 +14,14 @@ unencrypted. Error messages never quote the file.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import stat
 import tempfile
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,10 @@ from kintsugi.core.namespaces.parts import enclosing, is_within
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
-from kintsugi.store.protocol.private_files import check_private, stamp_of
-
-log = logging.getLogger(__name__)
+from kintsugi.store.protocol.private_files import check_private
+from kintsugi.store.protocol.watched_files import WatchedFiles
 
 FILE_BYTES_MAX = 8 << 20
-FILE_CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,10 @@ class KeyFile(KeySource):
     def __init__(self, path: Path) -> None:
         """Raises `InvalidField` for a file that cannot be read or parsed."""
         self.path = path
-        self._lock = threading.Lock()
-        self._stamp = stamp_of(path)
-        self._entries = read_entries(path)
-        self._checked_s = time.monotonic()
+        self._file = WatchedFiles("key file", (path,), partial(read_entries, path))
 
     def find(self, namespace: str) -> NamespaceKeys | None:
-        entries = self._current()
+        entries = self._file.current()
         entry = next((entries[name] for name in reversed(enclosing(namespace)) if name in entries), None)
         if entry is None:
             return None
@@ -88,22 +81,8 @@ class KeyFile(KeySource):
             for name, keys in own.items()
         }
         _write(self.path, {**entries, **fresh})
-        with self._lock:
-            self._stamp, self._entries = stamp_of(self.path), read_entries(self.path)
+        self._file.read_now()
         return sum(len(keys.data_keys) for keys in own.values())
-
-    def _current(self) -> Entries:
-        with self._lock:
-            if time.monotonic() - self._checked_s >= FILE_CHECK_S:
-                self._checked_s = time.monotonic()
-                stamp = stamp_of(self.path)
-                if stamp != self._stamp:
-                    try:
-                        self._entries = read_entries(self.path)
-                    except InvalidField as error:
-                        log.warning("the key file is invalid; the previous keys stay in use: %s", error)
-                    self._stamp = stamp
-            return self._entries
 
 
 def read_entries(path: Path) -> dict[str, KeyEntry]:

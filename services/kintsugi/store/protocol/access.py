@@ -19,10 +19,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,13 @@ from kintsugi.core.errors import InvalidField, Unauthenticated
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller, Verb
-from kintsugi.store.protocol.private_files import check_private, stamp_of
-
-log = logging.getLogger(__name__)
+from kintsugi.store.protocol.private_files import check_private
+from kintsugi.store.protocol.watched_files import WatchedFiles
 
 ENTRIES_MAX = 1_000
 """Maximum number of tokens, and of certificates. Each request is compared with every token: measured as
 0.06 ms."""
 FILE_BYTES_MAX = 8 << 20
-FILE_CHECK_S = 1.0
 
 
 class Access:
@@ -86,26 +83,21 @@ class TokenFile(Access):
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """``clock`` gives seconds since 1970. Raises `InvalidField` for a file that cannot be read or
         parsed, or that others may read."""
-        self._path = path
         self._clock = clock
-        self._lock = threading.Lock()
-        self._stamp = stamp_of(path)
-        check_private("tokens_file", path)
-        self._document = read_document(path)
-        self._checked_s = time.monotonic()
+        self._file = WatchedFiles("tokens file", (path,), partial(_read_private, path))
 
     @property
     def names_verbs(self) -> bool:
-        return self._current().names_verbs
+        return self._file.current().names_verbs
 
     @property
     def has_certificates(self) -> bool:
-        return bool(self._current().certificates)
+        return bool(self._file.current().certificates)
 
     def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
         if token:
             return self._find_token(token)
-        entry = self._current().find_certificate(identities)
+        entry = self._file.current().find_certificate(identities)
         if entry is None:
             shown = f"; no entry is for the certificate {', '.join(identities)}" if identities else ""
             raise Unauthenticated(
@@ -115,32 +107,20 @@ class TokenFile(Access):
         return entry.caller
 
     def rules(self) -> NamespaceRules:
-        return self._current().rules
+        return self._file.current().rules
 
     def _find_token(self, token: str) -> Caller:
         presented = token_digest(token)
         # All of them are compared, so that the time tells nothing.
-        found = [grant for grant in self._current().tokens if hmac.compare_digest(presented, grant.sha256)]
+        found = [
+            grant for grant in self._file.current().tokens if hmac.compare_digest(presented, grant.sha256)
+        ]
         if not found:
             raise Unauthenticated("this token is unknown or was revoked; ask for another (kintsugi token)")
         for grant in found:
             if problem := grant.why_refused(self._clock()):
                 raise Unauthenticated(problem)
         return found[-1].caller
-
-    def _current(self) -> AccessDocument:
-        with self._lock:
-            if time.monotonic() - self._checked_s >= FILE_CHECK_S:
-                self._checked_s = time.monotonic()
-                stamp = stamp_of(self._path)
-                if stamp != self._stamp:
-                    try:
-                        check_private("tokens_file", self._path)
-                        self._document = read_document(self._path)
-                    except InvalidField as error:
-                        log.warning("the tokens file is invalid; the previous tokens stay in use: %s", error)
-                    self._stamp = stamp
-            return self._document
 
 
 def open_access(tokens_file: str | Path | None) -> Access:
@@ -155,6 +135,11 @@ def token_digest(token: str) -> str:
 def read_document(path: Path) -> AccessDocument:
     """The file's entries. Raises `InvalidField`."""
     return parse_document(read_values(path), path)
+
+
+def _read_private(path: Path) -> AccessDocument:
+    check_private("tokens_file", path)
+    return read_document(path)
 
 
 def read_values(path: Path) -> Any:

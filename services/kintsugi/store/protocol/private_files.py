@@ -33,12 +33,3 @@ def check_private(field: str, path: Path) -> None:
     if open_to_others and not is_mounted:
         mode = stat.S_IMODE(found.st_mode)
         raise InvalidField(field, f"{path} can be read or written by others (mode {mode:o}); chmod 600 it")
-
-
-def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file or its mode does; zeros if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return found.st_ctime_ns, found.st_ino, found.st_size

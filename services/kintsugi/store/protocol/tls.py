@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import threading
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,9 @@ import grpc
 from cryptography.x509 import load_pem_x509_certificates
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.watched_files import WatchedFiles
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 
-FILES_CHECK_S = 5.0
 PORT_MAX = 65535
 
 
@@ -43,10 +40,15 @@ class TlsFiles:
         ca = None if self.ca is None else read_pem("tls-ca", self.ca)
         return ca, read_pem("tls-cert", self.cert), read_pem("tls-key", self.key)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files to watch for changes."""
+        return (self.cert, self.key) if self.ca is None else (self.ca, self.cert, self.key)
+
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever a file does; empty where one cannot be read."""
         try:
-            return tuple(path.stat().st_mtime_ns for path in (self.ca, self.cert, self.key) if path)
+            return tuple(path.stat().st_mtime_ns for path in self.paths)
         except OSError:
             return ()
 
@@ -88,67 +90,27 @@ def open_channel(address: str, tls: TlsFiles | None) -> Any:
     return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
 
 
-class ReloadingChannel:
-    """A channel to one address, replaced when its TLS files change. Thread-safe."""
-
-    def __init__(self, address: str, tls: TlsFiles | None) -> None:
-        """Raises `InvalidField` where a file cannot be read."""
-        self._address = address
-        self._tls = tls
-        self._lock = threading.Lock()
-        self._checked_s = time.monotonic()
-        self._stamp = () if tls is None else tls.stamp()
-        self._channel = open_channel(address, tls)
-
-    def channel(self) -> Any:
-        """The channel for the next call. Calls that are under way keep theirs."""
-        if self._tls is None:
-            return self._channel
-        with self._lock:
-            if time.monotonic() - self._checked_s >= FILES_CHECK_S:
-                self._checked_s = time.monotonic()
-                stamp = self._tls.stamp()
-                if stamp and stamp != self._stamp:
-                    with suppress(InvalidField):  # replaced just now: next time
-                        self._channel = open_channel(self._address, self._tls)
-                        self._stamp = stamp
-            return self._channel
-
-    def close(self) -> None:
-        """Calls under way fail. Idempotent."""
-        self._channel.close()
-
-
 class ServerTls:
-    """Credentials of a server: every handshake sees the files as they are then."""
+    """Credentials of a server, which reads its files again when they change."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises `InvalidField` where a file cannot be read now."""
+        """Raises `InvalidField` for a file that cannot be read."""
         self._files = files
-        self._stamp = files.stamp()
-        self._lock = threading.Lock()
+        self._watched = WatchedFiles("set of TLS files", files.paths, self._read, always_check=True)
+        self._given = self._watched.current()
         self.credentials: Any = grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            self._reload_if_changed,
-            require_client_authentication=files.ca is not None,
+            self._given, self._configuration_if_changed, require_client_authentication=files.ca is not None
         )
 
-    def _configuration(self) -> Any:
+    def _read(self) -> Any:
         ca, cert, key = self._files.read()
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
-    def _reload_if_changed(self) -> Any:
-        """Called by gRPC at each handshake: the new files, or None to keep the old."""
-        with self._lock:
-            stamp = self._files.stamp()
-            if not stamp or stamp == self._stamp:
-                return None
-            try:
-                configuration = self._configuration()
-            except InvalidField:
-                return None  # replaced just now; the next handshake sees them whole
-            self._stamp = stamp
-            return configuration
+    def _configuration_if_changed(self) -> Any:
+        """Return the new configuration for a handshake, or None to keep the old one, as gRPC requires."""
+        newest, given = self._watched.current(), self._given
+        self._given = newest
+        return None if newest is given else newest
 
 
 def is_loopback(listen: str) -> bool:

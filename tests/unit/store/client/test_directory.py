@@ -10,7 +10,6 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.client import directory as directory_module
 from kintsugi.store.client.directory import (
     FileDirectory,
     GrpcDirectory,
@@ -21,6 +20,7 @@ from kintsugi.store.client.directory import (
     rank_shards,
     why_not_believed,
 )
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.breaker import FAILURES_MAX, CircuitBreaker
 
 SHARDS = tuple(ShardAddress(f"shard-{i}", f"10.0.0.{i}:7400") for i in range(5))
@@ -103,7 +103,7 @@ def test_a_map_is_believed_only_from_its_directory(
 
 
 def test_a_map_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "FILE_POLL_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"version": 1, "shards": [{"shard_id": "a", "address": "h:1"}]}))
     directory = FileDirectory(file)

@@ -20,6 +20,7 @@ from kintsugi.store.client.key_file import (
     retire_keys,
     rotate_keys,
 )
+from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.interface import DATA_KEYS, KEPT_KEYS
 from kintsugi.store.protocol.keys import DATA_KEYS_MAX, NamespaceKeys, key_id_of
 
@@ -28,7 +29,7 @@ SECRET = "5ec7e7" + "0" * 58
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(key_file, "FILE_CHECK_S", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 0.0)
     return tmp_path / "keys.json"
 
 
@@ -203,14 +204,14 @@ def test_a_file_that_becomes_invalid_leaves_the_keys_in_use(
     keys = source.find("acme")
     write(path, {"name_key": SECRET, "data_keys": ["short"]})
     assert source.find("acme") == keys
-    assert "previous keys stay in use" in caplog.text
+    assert "the key file is invalid; its previous content stays in use" in caplog.text
     assert SECRET not in caplog.text
 
 
 def test_the_file_is_looked_at_once_a_second(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_file, "FILE_CHECK_S", 1.0)
+    monkeypatch.setattr(watched_files, "CHECK_S", 1.0)
     now_s = time.monotonic()
-    monkeypatch.setattr(key_file.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(watched_files.time, "monotonic", lambda: now_s)
     create_keys(path, "acme")
     source = KeyFile(path)
     before, after = source.find("acme"), rotate_keys(path, "acme")
