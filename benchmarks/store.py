@@ -39,9 +39,9 @@ from kintsugi.cli.commands.store import SWITCH_INTERVAL_S
 from kintsugi.core.layout import ChunkManifest, Codec, HeadRange, KVLayout, digests_of
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.client.admin import ShardAdmin
-from kintsugi.store.client.arena import ArenaMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
+from kintsugi.store.client.same_host import ArenaMap
 from kintsugi.store.protocol.interface import LayerFrame
 from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.malloc import keep_large_buffers
@@ -454,12 +454,11 @@ def churn(scale: Scale, folder: Path) -> list[Figure]:
     rates = []
     with served(folder, "512MiB", "2GiB") as server:
         store = GrpcStore(server.address, GrpcOptions(ack="ram"))
-        admin = ShardAdmin(store)
         counter = iter(range(1 << 40))
         for _ in range(scale.rounds + 1):
-            rates.append(_put_rate(store, sizes, chance, counter, lambda _: _fill(admin) >= 0.6))
-            admin.clear("bench")
-        _put_rate(store, sizes, chance, counter, lambda _: _fill(admin) >= 0.95)
+            rates.append(_put_rate(store, sizes, chance, counter, lambda _: _fill(store) >= 0.6))
+            store.clear("bench")
+        _put_rate(store, sizes, chance, counter, lambda _: _fill(store) >= 0.95)
         _put_rate(
             store, sizes, chance, counter, _after_s(scale.churn_s / 4)
         )  # gRPC's buffers find their size
@@ -491,8 +490,8 @@ def _after_s(limit_s: float, watch: Callable[[float], None] = lambda _: None) ->
     return done
 
 
-def _fill(admin: ShardAdmin) -> float:
-    last = admin.stats().tiers[-1]
+def _fill(store: GrpcStore) -> float:
+    last = store.counters().tiers[-1]
     return float(last.bytes_used / last.bytes_capacity)
 
 

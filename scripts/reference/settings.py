@@ -15,7 +15,7 @@ from kintsugi.core.deploy import ServiceSpec
 from kintsugi.core.request import _Wire as RequestForm
 from kintsugi.core.settings import default_of
 from kintsugi.engine.config import EngineConfig
-from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
+from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
 from kintsugi.store.protocol.callers import AccessDocument
 from kintsugi_operator.api.crd import descriptions
 from tests.unit.surface.deployment import _dataclass_in, environment_variables

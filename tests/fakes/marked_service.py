@@ -33,7 +33,8 @@ from kintsugi.precompute.chunking import Chunker
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.sdk.client import Client
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard

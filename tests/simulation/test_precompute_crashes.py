@@ -37,7 +37,6 @@ from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
-from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
 from tests.fakes.stub_prefiller import StubPrefiller
 from tests.workers import worker_process_ids
@@ -198,7 +197,7 @@ def judge(world: World) -> tuple[int, int, int]:
         (edition,) = ledger.editions("tea")
         keys = [key for page in ledger.keys(edition.id) for key in page]
         assert {key.hex for key in keys} == set(prefills)
-        verified = ShardAdmin(store).verify("acme", keys)
+        verified = store.verify("acme", keys)
         allowed = len(world.deaths) * IN_FLIGHT_CHUNKS
         return max(0, twice - allowed), verified.absent, len(verified.quarantined)
     finally:

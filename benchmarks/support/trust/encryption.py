@@ -20,8 +20,9 @@ from benchmarks.store import EVERY_HEAD, GB, LAYOUT, make_chunk, served
 from benchmarks.support.figures import Figure, spread
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.interface import LayerFrame
 
 PLAIN, ENCRYPTED = "plain", "encrypted"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
 
@@ -126,7 +126,7 @@ class Fleet:
                 wrong |= {
                     key for key in keys if expected.get(key, None) not in (None, _read(one, namespace, key))
                 }
-                wrong |= set(ShardAdmin(one).verify(namespace, keys).quarantined)
+                wrong |= set(one.verify(namespace, keys).quarantined)
         return {"wrong": len(wrong), "lost": lost, "stored": len(stored)}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.store.client.grpc_store import GrpcStore, options_of
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import options_of
 from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.erasure.records import Erasures

@@ -34,10 +34,9 @@ from kintsugi.store.client.directory import (
     ShardMap,
     map_to_wire,
 )
-from kintsugi.store.client.grpc_store import tls_files_of
+from kintsugi.store.client.options import tls_files_of
 from kintsugi.store.protocol.grpc_status import status_of
-from kintsugi.store.protocol.server_options import SERVER_OPTIONS
-from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
+from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, check_listen
 
 log = logging.getLogger(__name__)
 

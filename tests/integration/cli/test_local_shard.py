@@ -8,7 +8,8 @@ import pytest
 
 from kintsugi.cli.session import local_shard
 from kintsugi.core.errors import Unavailable
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from tests.contracts.store_contract import make_chunk, read_all
 

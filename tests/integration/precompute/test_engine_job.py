@@ -14,7 +14,6 @@ from kintsugi.precompute.job import Job
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.sources.files import list_source
 from kintsugi.precompute.sources.readers import Document, read
-from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
 from tests.integration.engine.conftest import EngineSlot
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
@@ -95,7 +94,7 @@ def test_an_engine_that_is_killed_while_it_saves_leaves_nothing_half_stored(benc
     store = GrpcStore(bench.server.address)
     try:
         keys = [key for page in bench.ledger.keys(bench.ledger.editions("tea")[0].id) for key in page]
-        verified = ShardAdmin(store).verify("acme", keys)
+        verified = store.verify("acme", keys)
     finally:
         store.close()
     assert (verified.absent, list(verified.quarantined)) == (0, [])

@@ -26,9 +26,9 @@ from kintsugi.precompute.job import survey
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import forget, pin, retire
-from kintsugi.store.client.admin import ShardAdmin
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -439,7 +439,7 @@ def test_a_store_without_room_ends_the_job_and_keeps_what_it_has(bench: Bench) -
             bench.run(**what)
         store = GrpcStore(small.address)
         kept = [manifest.key for manifest in store.list("acme", 100)]
-        verified = ShardAdmin(store).verify("acme", kept)
+        verified = store.verify("acme", kept)
         store.close()
     assert 0 < len(kept) < len(bench.ledger_keys())
     assert (verified.absent, list(verified.quarantined)) == (0, [])

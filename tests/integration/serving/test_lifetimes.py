@@ -16,7 +16,8 @@ from kintsugi.core.request import TTL_S_MAX
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.prefetching import Prefetcher
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard

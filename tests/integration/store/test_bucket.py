@@ -18,8 +18,9 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
 from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import breaker
 from kintsugi.store.protocol.interface import Buffer
 from kintsugi.store.shard import life, opening

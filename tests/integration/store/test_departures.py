@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer

@@ -20,7 +20,8 @@ from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Una
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore

@@ -14,8 +14,9 @@ from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys, retire_keys, rotate_keys
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore

@@ -20,7 +20,8 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import put_messages
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import tls, wire
 from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame

@@ -20,7 +20,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kintsugi.core.errors import Unavailable
-from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.put import PutOptions
@@ -188,7 +187,7 @@ def test_a_failing_tier_shows_in_health_stats_and_metrics(
                 disk.read(chunk.disk, 0, [memoryview(mmap.mmap(-1, chunk.disk.strides.each[0]))])
 
         def shown() -> tuple[Any, bool, bool, bool]:
-            (tier,) = [tier for tier in ShardAdmin(store).stats().tiers if tier.name == "ssd0"]
+            (tier,) = [tier for tier in store.counters().tiers if tier.name == "ssd0"]
             with urllib.request.urlopen(f"http://{server.metrics_address}/readyz") as answer:
                 ready = answer.read().decode()
             with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:

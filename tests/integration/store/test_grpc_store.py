@@ -13,7 +13,8 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhaust
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame

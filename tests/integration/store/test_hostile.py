@@ -14,7 +14,8 @@ import pytest
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.grpc_status import ERROR_METADATA
 from kintsugi.store.shard import service as service_module

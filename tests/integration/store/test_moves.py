@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kintsugi.core.layout import HeadRange
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.placement import READS_OFTEN
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard

@@ -21,9 +21,9 @@ from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.admin import ShardAdmin
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import watched_files, wire
@@ -233,7 +233,7 @@ def test_who_may_use_one_namespace_reads_over_grpc(keys: Keys) -> None:
             with pytest.raises(PermissionDenied, match="namespace 'another'"):
                 store.put(dataclasses.replace(MANIFEST, namespace="another"), FRAMES)
             with pytest.raises(PermissionDenied, match="lacks the verb 'admin'"):
-                ShardAdmin(store).clear(NAMESPACE)
+                store.clear(NAMESPACE)
         assert len(server.shard) == 1
 
 
@@ -261,7 +261,7 @@ def test_a_corpus_workers_certificate_opens_what_a_corpus_needs(tmp_path: Path) 
             assert worker.put(MANIFEST, FRAMES)
             refused: list[Callable[[], Any]] = [
                 lambda: worker.delete(NAMESPACE, [KEY]),
-                lambda: ShardAdmin(worker).clear(NAMESPACE),
+                lambda: worker.clear(NAMESPACE),
                 lambda: worker.call("Drain", pb.DrainRequest(timeout_s=0), pb.DrainResponse),
                 lambda: publish(worker),
                 lambda: read_all(worker, [KEY]),
@@ -381,7 +381,7 @@ def test_the_audit_log_says_who_did_what(keys: Keys) -> None:
             read_all(store, [KEY])
             store.delete(NAMESPACE, [KEY])
             with pytest.raises(PermissionDenied):
-                ShardAdmin(store).clear("another")
+                store.clear("another")
         with closing(GrpcStore(server.address)) as store, pytest.raises(KintsugiError):
             store.lookup(NAMESPACE, [KEY])
         shard_id = server.shard.shard_id

@@ -16,7 +16,7 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.directory import DirectoryService
 from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.tls import TlsFiles, check_listen, is_loopback
 from kintsugi.store.shard.server import ServerOptions, ShardServer

@@ -19,7 +19,7 @@ import yaml
 from kintsugi.core import deploy
 from kintsugi.engine.local import FORCING, transfer_config
 from kintsugi.store.client import registry
-from kintsugi.store.client.grpc_store import _Query as StoreUrlQuery
+from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
 from kintsugi.store.protocol.callers import AccessDocument as TokensFile
 from tests.unit.surface.python_api import fields_of
 

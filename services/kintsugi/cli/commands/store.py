@@ -26,8 +26,7 @@ from kintsugi.core.deploy import DRAIN_S
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.store.client.admin import ShardAdmin, Verified
-from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore, Verified
 from kintsugi.store.client.registry import open_directory, open_store
 from kintsugi.store.protocol.tls import TlsFiles
 from kintsugi.store.replication.replicator import Replicator
@@ -74,12 +73,12 @@ class ShardLink:
     ] = DEFAULT_STORE
 
     @contextmanager
-    def connect(self) -> Iterator[ShardAdmin]:
+    def connect(self) -> Iterator[GrpcStore]:
         """Raises `InvalidField`."""
         with closing(open_store(self.store)) as store:
             if not isinstance(store, GrpcStore):
                 raise InvalidField("store", f"{self.store!r} is not one shard: name it as grpc://HOST:PORT")
-            yield ShardAdmin(store)
+            yield store
 
 
 def parse_keys(keys: list[str]) -> list[ChunkKey]:
@@ -188,8 +187,8 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
 @command(app)
 def status(screen: Screen, shard: ShardLink) -> None:
     """Print what a shard holds, and its state."""
-    with shard.connect() as admin:
-        stats = admin.stats()
+    with shard.connect() as store:
+        stats = store.counters()
     document = MessageToDict(
         stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -233,8 +232,8 @@ def list_chunks(
     limit: Annotated[int, typer.Option(help="Maximum chunks to list.", min=1, max=10_000)] = 100,
 ) -> None:
     """List chunks of a namespace in key order."""
-    with shard.connect() as admin:
-        chunks = admin.store.list_found(namespace, limit)
+    with shard.connect() as store:
+        chunks = store.list_found(namespace, limit)
     rows: list[dict[str, Any]] = [
         {
             "key": chunk.manifest.key.hex,
@@ -273,21 +272,18 @@ def remove(
     """Delete chunks."""
     if everything == bool(keys):
         raise InvalidField("keys", "name chunk keys, or give --all, but not both")
-    with shard.connect() as admin:
+    with shard.connect() as store:
         if erase:
-            _erase(screen, admin, namespace, None if everything else parse_keys(keys or []))
+            _erase(screen, store, namespace, None if everything else parse_keys(keys or []))
             return
-        if everything:
-            deleted = admin.clear(namespace)
-        else:
-            deleted = admin.store.delete(namespace, parse_keys(keys or []))
+        deleted = store.clear(namespace) if everything else store.delete(namespace, parse_keys(keys or []))
     screen.show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
 
 
-def _erase(screen: Screen, admin: ShardAdmin, namespace: str, keys: list[ChunkKey] | None) -> None:
+def _erase(screen: Screen, store: GrpcStore, namespace: str, keys: list[ChunkKey] | None) -> None:
     """Erase chunks, all of the namespace for None, and print the receipt."""
     with screen.step("Erasing"):
-        places = admin.store.erase(namespace, keys, time.time())
+        places = store.erase(namespace, keys, time.time())
 
     def render(console: Console) -> None:
         for place in places:
@@ -307,11 +303,11 @@ def verify(
     """Verify chunks in every tier; quarantine damaged copies, and exit with 5 if there are any."""
     found: list[Verified] = []
     with (
-        shard.connect() as admin,
+        shard.connect() as store,
         screen.step("Verifying") as say,
     ):
-        for page in _pages(admin, namespace, keys):
-            found.append(admin.verify(namespace, page))
+        for page in _pages(store, namespace, keys):
+            found.append(store.verify(namespace, page))
             say(f"{sum(part.intact for part in found)} chunks intact")
     intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
     damaged = [key.hex for part in found for key in part.quarantined]
@@ -325,11 +321,11 @@ def verify(
     return ExitCode.CORRUPTED if damaged else ExitCode.OK
 
 
-def _pages(admin: ShardAdmin, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
+def _pages(store: GrpcStore, namespace: str, keys: list[str] | None) -> Iterator[list[ChunkKey]]:
     if keys:
         yield parse_keys(keys)
         return
     after: ChunkKey | None = None
-    while page := admin.store.list(namespace, VERIFY_PAGE, after):
+    while page := store.list(namespace, VERIFY_PAGE, after):
         after = page[-1].key
         yield [manifest.key for manifest in page]

@@ -36,8 +36,7 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import identities_of_call
 from kintsugi.store.protocol.callers import Caller, parse_bearer
 from kintsugi.store.protocol.grpc_status import abort_call
-from kintsugi.store.protocol.server_options import SERVER_OPTIONS
-from kintsugi.store.protocol.tls import ServerTls, TlsFiles, parse_address
+from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, parse_address
 
 log = logging.getLogger("kintsugi.gateway")
 

@@ -7,13 +7,13 @@ that carried them.
 from __future__ import annotations
 
 import builtins
-import time
+import threading
+from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import parse_qsl, urlsplit
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from kintsugi.core.errors import (
     DeadlineExceeded,
@@ -26,10 +26,8 @@ from kintsugi.core.errors import (
 )
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.plan import ChunkSource
-from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.arena import ArenaMap
 from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.erasing import (
@@ -41,16 +39,13 @@ from kintsugi.store.client.erasing import (
     read_cursor,
     write_cursor,
 )
-from kintsugi.store.client.key_file import KeyFile
-from kintsugi.store.client.manifests import RecentManifests
+from kintsugi.store.client.options import GrpcOptions, options_of
 from kintsugi.store.client.received import Received
-from kintsugi.store.client.same_host import CROWDED_RETRY_S, FrameLease, SameHost
+from kintsugi.store.client.same_host import CROWDED_RETRY_S, ArenaMap, FrameLease, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import (
-    DATA_KEYS,
-    KEPT_KEYS,
     Buffer,
     ChunkLost,
     ChunkStore,
@@ -61,8 +56,10 @@ from kintsugi.store.protocol.interface import (
     PinLease,
     StoreStats,
 )
-from kintsugi.store.protocol.keys import KeySource, NamespaceKeys
-from kintsugi.store.protocol.tls import TlsFiles
+
+MANIFESTS_MAX = 4096
+"""Manifests that a client remembers of one shard."""
+VERIFY_TIMEOUT_S = 600.0
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
 """Errors that say that a shard cannot be used now; any other is an answer."""
@@ -72,70 +69,83 @@ class LeftAlone(Unavailable):
     """The shard was not asked: it failed lately in transfers of this kind, which says nothing of others."""
 
 
+@contextmanager
+def counted(breaker: CircuitBreaker, address: str, is_refusal_counted: bool = True) -> Iterator[None]:
+    """Record in a breaker whether a shard answered a call. Raises `LeftAlone` while the breaker is open.
+
+    A refusal is an answer; without `is_refusal_counted` it is not recorded, because it may come from the
+    client itself. A caller that ends a stream early has received an answer.
+    """
+    if not breaker.allows():
+        raise LeftAlone(f"{address} failed lately and is left alone for a moment")
+    try:
+        yield
+    except LeftAlone:  # by another breaker
+        breaker.withdraw()
+        raise
+    except SHARD_FAILURES:
+        breaker.record_failure()
+        raise
+    except KintsugiError:
+        if is_refusal_counted:
+            breaker.record_success()
+        else:
+            breaker.withdraw()
+        raise
+    except GeneratorExit:
+        breaker.record_success()
+        raise
+    breaker.record_success()
+
+
+Value = TypeVar("Value")
+
 _ACKS = {"": pb.ACK_UNSPECIFIED, "ram": pb.ACK_RAM, "durable": pb.ACK_DURABLE}
 
 
 @dataclass(frozen=True)
-class UrlOptions:
-    """A client's options for one shard that the query of its URL may set."""
-
-    __pydantic_config__ = STRICT
-
-    ack: Literal["ram", "durable", ""] = ""
-    """When a put returns: once the chunk is in RAM, or on disk. Empty: the shard's default."""
-    tier: str = ""
-    """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
-    recompute_ms_per_token: float = 0.0
-    """Prefill time per token, for puts that do not say how long it took; placement and eviction weigh it. 0:
-    unknown."""
-    same_host: bool = True
-    """Read from the shard's memory where it runs on this host and shares it."""
-    ttl_s: float = 0.0
-    """Lifetime of every chunk put; 0: chunks do not expire."""
-    token_file: Path | None = None
-    """A file with the bearer token that the shard asks for; read again when it changes."""
-
-
-@dataclass(frozen=True)
-class GrpcOptions(UrlOptions):
-    """A client's options for one shard."""
-
-    call_timeout_s: float = 10.0
-    """Deadline of calls without bulk bytes."""
-    put_timeout_s: float = 120.0
-    tls: TlsFiles | None = None
-    """None: without encryption, which a shard beyond loopback refuses."""
-    keys: KeySource | None = None
-    """Where the keys of encrypted namespaces come from. None: no namespace is encrypted."""
-
-    def find_keys(self, namespace: str) -> NamespaceKeys | None:
-        """The namespace's keys; None where it is not encrypted. Raises what `KeySource.find` raises."""
-        return None if self.keys is None else self.keys.find(namespace)
-
-    def name_key(self, namespace: str) -> bytes:
-        """As `ChunkStore.name_key`."""
-        found = self.find_keys(namespace)
-        return b"" if found is None else found.name_key
-
-    def destroy_keys(self, namespace: str) -> list[ErasedPlace]:
-        """As `ChunkStore.destroy_keys`."""
-        if self.keys is None:
-            return []
-        try:
-            destroyed = self.keys.replace(namespace)
-        except InvalidField:
-            return [ErasedPlace(KEPT_KEYS, 0, 0, time.time())]
-        return [ErasedPlace(DATA_KEYS, destroyed, 0, time.time())] if destroyed else []
-
-
-@dataclass(frozen=True)
 class Peeked:
-    """What `GrpcStore.peek` found."""
+    """The result of `GrpcStore.peek`."""
 
     held: Sequence[bool]
     """For each key, whether the shard has the chunk."""
     room_bytes: int
-    """Bytes of copies that it takes."""
+    """Bytes of copies that the shard accepts."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of `GrpcStore.verify`."""
+
+    intact: int
+    absent: int
+    quarantined: tuple[ChunkKey, ...]
+
+
+class _RecentManifests:
+    """The manifests of chunks that a client saw lately, oldest out first. Thread-safe.
+
+    They contain the digests that a stream is verified with.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, ChunkKey], ChunkManifest] = OrderedDict()
+
+    def remember(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen[manifest.namespace, manifest.key] = manifest
+            self._seen.move_to_end((manifest.namespace, manifest.key))
+            while len(self._seen) > MANIFESTS_MAX:
+                self._seen.popitem(last=False)
+
+    def get(self, namespace: str, key: ChunkKey) -> ChunkManifest | None:
+        with self._lock:
+            return self._seen.get((namespace, key))
+
+    def forget(self, manifest: ChunkManifest) -> None:
+        with self._lock:
+            self._seen.pop((manifest.namespace, manifest.key), None)
 
 
 class GrpcStore(ChunkStore):
@@ -145,7 +155,7 @@ class GrpcStore(ChunkStore):
         self.address = address
         self._options = options or GrpcOptions()
         self._calls = ShardCalls(address, self._options.tls, self._options.token_file)
-        self._manifests = RecentManifests()
+        self._manifests = _RecentManifests()
         self._same_host = SameHost()
         self._reads = CircuitBreaker(backs_off=True)
         """Counts streams alone: a shard may answer lookups, and hang in what it sends. A prompt waits for
@@ -174,31 +184,31 @@ class GrpcStore(ChunkStore):
 
     def find_stored(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
         """Like `find`, but also returns chunks that this client's keys cannot decrypt."""
+        answers, _ = self._look_up(namespace, keys)
+        return [self._read_found(answer) for answer in answers]
+
+    def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
+        """Return which chunks the shard holds, without counting a use of them."""
+        answers, room_bytes = self._look_up(namespace, keys, peek=True)
+        return Peeked([bool(found.tier) for found in answers], room_bytes)
+
+    def _look_up(
+        self, namespace: str, keys: Sequence[ChunkKey], peek: bool = False
+    ) -> tuple[list[pb.Found], int]:
+        """Return the shard's answer about each key, and the bytes of copies that it accepts."""
         answers: list[pb.Found] = []
-        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
-            part = keys[start : start + wire.LOOKUP_KEYS_BATCH]
-            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part])
-            answers += self.call("Lookup", request, pb.LookupResponse).found
+        room_bytes = 0
+        for part in _batches(keys, wire.LOOKUP_KEYS_BATCH):
+            request = pb.LookupRequest(namespace=namespace, keys=[key.digest for key in part], peek=peek)
+            response = self.call("Lookup", request, pb.LookupResponse)
+            answers += response.found
+            room_bytes = response.room_bytes
         if len(answers) != len(keys):
             raise Unavailable(f"{self.address}: answered {len(answers)} of {len(keys)} keys")
-        return [self._read_found(answer) for answer in answers]
+        return answers, room_bytes
 
     def name_key(self, namespace: str) -> bytes:
         return self._options.name_key(namespace)
-
-    def peek(self, namespace: str, keys: Sequence[ChunkKey]) -> Peeked:
-        """Ask which chunks the shard holds, without using them."""
-        held: builtins.list[bool] = []
-        room_bytes = 0
-        for start in range(0, len(keys), wire.LOOKUP_KEYS_BATCH):
-            part = [key.digest for key in keys[start : start + wire.LOOKUP_KEYS_BATCH]]
-            request = pb.LookupRequest(namespace=namespace, keys=part, peek=True)
-            response = self.call("Lookup", request, pb.LookupResponse)
-            held += [bool(found.tier) for found in response.found]
-            room_bytes = response.room_bytes
-        if len(held) != len(keys):
-            raise Unavailable(f"{self.address}: answered {len(held)} of {len(keys)} keys")
-        return Peeked(held, room_bytes)
 
     def _read_found(self, found: pb.Found) -> Found | None:
         """None for a miss, and for a chunk that another build wrote."""
@@ -210,12 +220,8 @@ class GrpcStore(ChunkStore):
     ) -> dict[int, list[ChunkManifest]]:
         found: dict[int, list[ChunkManifest]] = {}
         keys = self._options.find_keys(namespace)
-        for start in range(0, len(anchors), wire.KEYS_MAX):
-            request = pb.LookupAnchorsRequest(
-                namespace=namespace,
-                space_digest=space_digest,
-                anchors=anchors[start : start + wire.KEYS_MAX],
-            )
+        for part in _batches(anchors, wire.KEYS_MAX):
+            request = pb.LookupAnchorsRequest(namespace=namespace, space_digest=space_digest, anchors=part)
             response = self.call("LookupAnchors", request, pb.LookupAnchorsResponse)
             for candidates in response.candidates:
                 manifests = [wire.readable_manifest(manifest) for manifest in candidates.manifests]
@@ -284,26 +290,8 @@ class GrpcStore(ChunkStore):
                 "frames", f"of {manifest.frame_bytes} bytes; at most {wire.FRAME_BYTES_MAX} are carried"
             )
         messages = put_messages(header, manifest, views)
-        with self._counted(self._writes):
+        with counted(self._writes, self.address):
             return bool(self._calls.put(messages, self._options.put_timeout_s).inserted)
-
-    @contextmanager
-    def _counted(self, breaker: CircuitBreaker) -> Iterator[None]:
-        """One transfer; its breaker learns whether the shard answered. Raises `LeftAlone` while it is open.
-
-        A caller that ends a stream early, as one does that has every layer, has just got an answer.
-        """
-        if not breaker.allows():
-            raise LeftAlone(f"{self.address} failed lately and is left alone for a moment")
-        try:
-            yield
-        except SHARD_FAILURES:
-            breaker.record_failure()
-            raise
-        except (KintsugiError, GeneratorExit):
-            breaker.record_success()
-            raise
-        breaker.record_success()
 
     def stream(
         self,
@@ -329,7 +317,7 @@ class GrpcStore(ChunkStore):
             self.address, manifests, heads, self._options.find_keys(namespace), self._look_up_again
         )
         frames = self._frames(received, request, deadline_s)
-        with self._counted(self._reads), closing(frames) as items:
+        with counted(self._reads, self.address), closing(frames) as items:
             for item in items:
                 while received.damaged:
                     self._report_damage(received.damaged.pop())
@@ -366,7 +354,7 @@ class GrpcStore(ChunkStore):
         try:
             first: pb.LeaseLayersResponse | None = next(messages, None)
             return first
-        except (ResourceExhausted, NotFound, VersionMismatch) as error:  # the last: an older shard
+        except (ResourceExhausted, NotFound) as error:
             self._same_host.suspend(error, CROWDED_RETRY_S)
             return None
 
@@ -431,12 +419,11 @@ class GrpcStore(ChunkStore):
         return int(self.call("Unpin", pb.UnpinRequest(lease_id=lease_id), pb.UnpinResponse).unpinned)
 
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        deleted = 0
-        for start in range(0, len(keys), wire.KEYS_MAX):
-            part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
-            request = pb.DeleteRequest(namespace=namespace, keys=part)
-            deleted += self.call("Delete", request, pb.DeleteResponse).deleted
-        return deleted
+        requests = (
+            pb.DeleteRequest(namespace=namespace, keys=[key.digest for key in part])
+            for part in _batches(keys, wire.KEYS_MAX)
+        )
+        return sum(self.call("Delete", request, pb.DeleteResponse).deleted for request in requests)
 
     def erase(
         self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float
@@ -445,11 +432,22 @@ class GrpcStore(ChunkStore):
             clear = pb.ClearRequest(namespace=namespace, erase=True, at_s=at_s)
             return places_of(self.call("Clear", clear, pb.ClearResponse, ERASE_TIMEOUT_S).erased)
         places: builtins.list[ErasedPlace] = []
-        for start in range(0, max(len(keys), 1), wire.KEYS_MAX):
-            part = [key.digest for key in keys[start : start + wire.KEYS_MAX]]
-            delete = pb.DeleteRequest(namespace=namespace, keys=part, erase=True, at_s=at_s)
+        for part in _batches(keys, wire.KEYS_MAX) or [()]:
+            digests = [key.digest for key in part]
+            delete = pb.DeleteRequest(namespace=namespace, keys=digests, erase=True, at_s=at_s)
             places += places_of(self.call("Delete", delete, pb.DeleteResponse, ERASE_TIMEOUT_S).erased)
         return join_places(places)
+
+    def clear(self, namespace: str) -> int:
+        """Delete a namespace's chunks and return their number."""
+        return int(self.call("Clear", pb.ClearRequest(namespace=namespace), pb.ClearResponse).deleted)
+
+    def verify(self, namespace: str, keys: Sequence[ChunkKey]) -> Verified:
+        """Have the shard read chunks from every tier and quarantine damaged copies."""
+        request = pb.VerifyRequest(namespace=namespace, keys=[key.digest for key in keys])
+        response = self.call("Verify", request, pb.VerifyResponse, VERIFY_TIMEOUT_S)
+        quarantined = tuple(ChunkKey(key) for key in response.quarantined)
+        return Verified(response.intact, response.absent, quarantined)
 
     def destroy_keys(self, namespace: str) -> builtins.list[ErasedPlace]:
         return self._options.destroy_keys(namespace)
@@ -469,13 +467,8 @@ class GrpcStore(ChunkStore):
         return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """A shard of an earlier version tells nothing, and its cursor is empty."""
         request = pb.ListEventsRequest(namespace=namespace, cursor=cursor, limit=limit)
-        try:
-            answer = self.call("ListEvents", request, pb.ListEventsResponse)
-        except VersionMismatch:
-            return EventPage((), "", bool(cursor))
-        return wire.events_from_wire(answer, self.address)
+        return wire.events_from_wire(self.call("ListEvents", request, pb.ListEventsResponse), self.address)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]
@@ -506,12 +499,13 @@ class GrpcStore(ChunkStore):
     def transport(self) -> str:
         return "shared-memory" if self._same_host.attached else "grpc"
 
-    def _stats(self) -> pb.StatsResponse:
+    def counters(self) -> pb.StatsResponse:
+        """Return everything that the shard counts."""
         stats: pb.StatsResponse = self.call("Stats", pb.StatsRequest(), pb.StatsResponse)
         return stats
 
     def stats(self) -> StoreStats:
-        stats = self._stats()
+        stats = self.counters()
         return StoreStats(
             chunks=stats.chunks,
             bytes_used=sum(tier.bytes_used for tier in stats.tiers),
@@ -526,6 +520,10 @@ class GrpcStore(ChunkStore):
         self._calls.close()
 
 
+def _batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
 def open_grpc(url: str) -> GrpcStore:
     """Open `grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
     parts = urlsplit(url)
@@ -536,52 +534,3 @@ def open_grpc(url: str) -> GrpcStore:
     if not parts.hostname or port is None:
         raise InvalidField("store", f"{url!r} must name a shard as grpc://host:port")
     return GrpcStore(parts.netloc, options_of(parts.query))
-
-
-@dataclass(frozen=True)
-class _Query(UrlOptions):
-    """All options in a URL's query."""
-
-    tls_ca: Path | None = None
-    """PEM file of the authority that signed the shards' certificates."""
-    tls_cert: Path | None = None
-    """PEM file of the client's certificate."""
-    tls_key: Path | None = None
-    """PEM file of that certificate's private key."""
-    tls_name: str = ""
-    """The name that the shards' certificates are for; empty: the address that each is called by."""
-    keys: Path | None = None
-    """File with the keys of encrypted namespaces, which `kintsugi keys` writes."""
-
-
-def options_of(query: str) -> GrpcOptions:
-    """The options in a URL's query, such as `ack=durable&tls_ca=…&tls_cert=…&tls_key=…`.
-
-    Raises `InvalidField` and `UnknownField`.
-    """
-    values = _read_query(query)
-    given = {one.name: getattr(values, one.name) for one in fields(UrlOptions)}
-    return GrpcOptions(**given, tls=_tls_of(values), keys=keys_of(query))
-
-
-def keys_of(query: str) -> KeySource | None:
-    """The keys that a URL's query names. Raises as `options_of` does."""
-    path = _read_query(query).keys
-    return None if path is None else KeyFile(path)
-
-
-def tls_files_of(query: str) -> TlsFiles | None:
-    """The TLS files in a URL's query, for those who need no keys. Raises as `options_of` does."""
-    return _tls_of(_read_query(query))
-
-
-def _read_query(query: str) -> _Query:
-    return load(_Query, dict(parse_qsl(query, keep_blank_values=True)), where="store")
-
-
-def _tls_of(values: _Query) -> TlsFiles | None:
-    if not (values.tls_ca or values.tls_cert or values.tls_key):
-        return None
-    if not (values.tls_ca and values.tls_cert and values.tls_key):
-        raise InvalidField("store", "tls_ca, tls_cert and tls_key belong together")
-    return TlsFiles(values.tls_ca, values.tls_cert, values.tls_key, values.tls_name)

@@ -4,7 +4,7 @@
 where the engine has one worker; with `?bytes_per_s=…` it is read no faster than that, as a slower tier would
 be. `grpc://HOST:PORT` is a shard. `shards://HOST:PORT` is all shards of the directory there,
 `shardfile:///PATH` all shards of the map in a file. These three take options as a query, such as
-`?ack=durable&tls_ca=…&token_file=…` (see `grpc_store.options_of`).
+`?ack=durable&tls_ca=…&token_file=…` (see `options.options_of`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:
     from kintsugi.store.client.directory import ShardDirectory
-    from kintsugi.store.client.grpc_store import GrpcOptions
+    from kintsugi.store.client.options import GrpcOptions
 
 _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
@@ -66,7 +66,7 @@ def open_directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
     Raises `InvalidField`.
     """
     from kintsugi.store.client.directory import FileDirectory, GrpcDirectory
-    from kintsugi.store.client.grpc_store import options_of
+    from kintsugi.store.client.options import options_of
     from kintsugi.store.protocol.tls import parse_address
 
     parts = urlsplit(url)
@@ -106,11 +106,9 @@ def name_key_of(url: str, namespace: str) -> bytes:
     """`ChunkStore.name_key` of the store that `url` names, without a connection to it."""
     if is_process_local(url):
         return b""
-    from kintsugi.store.client.grpc_store import keys_of
+    from kintsugi.store.client.options import options_of
 
-    keys = keys_of(urlsplit(url).query)
-    found = None if keys is None else keys.find(namespace)
-    return b"" if found is None else found.name_key
+    return options_of(urlsplit(url).query).name_key(namespace)
 
 
 def is_process_local(url: str) -> bool:

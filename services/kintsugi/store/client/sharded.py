@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from kintsugi.core.errors import (
     InvalidField,
-    KintsugiError,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -31,9 +30,10 @@ from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.erasing import ShardErasures, read_cursor, write_cursor
-from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcOptions, GrpcStore, LeftAlone
+from kintsugi.store.client.erasing import read_cursor, write_cursor
+from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcStore, LeftAlone, counted
 from kintsugi.store.client.merge import ShardStream, merge_streams
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.chunk_events import EventPage, StoreCursor
 from kintsugi.store.protocol.interface import (
@@ -114,24 +114,15 @@ class ShardedStore(ChunkStore):
         """A shard's answer, after at most one retry; None where it does not answer."""
         shard = self._shard(address)
         for attempt in range(RETRIES_MAX + 1):
-            if not shard.breaker.allows():
-                return None
             try:
-                answer = call(shard.store)
+                with counted(shard.breaker, address.address, is_refusal_counted=False):
+                    return call(shard.store)
             except LeftAlone:
-                shard.breaker.withdraw()
                 return None
             except SHARD_FAILURES as error:
-                shard.breaker.record_failure()
                 if not isinstance(error, Unavailable) or attempt == RETRIES_MAX:
                     return None
                 time.sleep(RETRY_WAIT_S * random.uniform(0.5, 1.5))
-            except KintsugiError:  # refused, by the shard or before: that says nothing of its health
-                shard.breaker.withdraw()
-                raise
-            else:
-                shard.breaker.record_success()
-                return answer
         return None
 
     def _ask_all(
@@ -297,23 +288,8 @@ class ShardedStore(ChunkStore):
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """A shard's stream. Its breaker learns whether it failed."""
         shard = self._shard(address)
-        if not shard.breaker.allows():
-            raise LeftAlone(f"{address.address} failed lately and is left alone")
-        try:
+        with counted(shard.breaker, address.address, is_refusal_counted=False):
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
-        except LeftAlone:
-            shard.breaker.withdraw()
-            raise
-        except SHARD_FAILURES:
-            shard.breaker.record_failure()
-            raise
-        except KintsugiError:  # as in `_ask`
-            shard.breaker.withdraw()
-            raise
-        except GeneratorExit:  # the caller has what it wants
-            shard.breaker.record_success()
-            raise
-        shard.breaker.record_success()
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         owned = _split_by_owner(self.shard_map(), keys, replicas=1)
@@ -365,12 +341,9 @@ class ShardedStore(ChunkStore):
         goes on later."""
         shards = self.shard_map().shards
         seen = read_cursor(cursor)
-        answers = self._run_side_by_side(
-            [
-                partial(self._ask, shard, partial(_list_erasures, shard, seen if cursor else None))
-                for shard in shards
-            ]
-        )
+        after = {shard: seen.get(shard.shard_id, 0) if cursor else None for shard in shards}
+        asked = {shard: (shard.shard_id, number) for shard, number in after.items()}
+        answers = self._ask_parts(asked, lambda store, part: store.list_erasures(*part))
         parts = [answer for answer in answers if answer is not None]
         if not parts:
             raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
@@ -503,11 +476,6 @@ def _split_by_owner(
         for owner in shards.owners(key)[:replicas]:
             owned.setdefault(owner, []).append(key)
     return owned
-
-
-def _list_erasures(shard: ShardAddress, seen: Mapping[str, int] | None, store: GrpcStore) -> ShardErasures:
-    """`seen`: numbers by shard; None: only the latest number is wanted."""
-    return store.list_erasures(shard.shard_id, None if seen is None else seen.get(shard.shard_id, 0))
 
 
 def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:

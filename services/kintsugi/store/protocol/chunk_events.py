@@ -195,8 +195,7 @@ class StoreCursor:
         silent = shards.keys() - answers.keys()
         parts = {tag: part for tag, part in self.parts.items() if tag in silent}
         parts |= {tag: page.cursor for tag, page in answers.items()}
-        begins = any(parts[tag] and not self.parts[tag] for tag in parts.keys() & self.parts.keys())
-        differs = bool(self.parts) and (begins or parts.keys() != self.parts.keys())
+        differs = bool(self.parts) and parts.keys() != self.parts.keys()
         return EventPage(
             list(heapq.merge(*(page.events for page in answers.values()), key=lambda event: event.at_s)),
             "_".join(f"{tag}.{part}" for tag, part in parts.items()),

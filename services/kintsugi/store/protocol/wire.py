@@ -33,8 +33,6 @@ from kintsugi.store.protocol.interface import ShardUse, TierUse
 Header = TypeVar("Header", bound=Message)
 
 PROTOCOL_VERSION = 1
-PROTOCOLS_SPOKEN = frozenset({PROTOCOL_VERSION, PROTOCOL_VERSION - 1} - {0})
-"""This version and the one before; there was none before the first."""
 PROTOCOL_METADATA = "kintsugi-protocol"
 
 SERVICE = "kintsugi.rpc.v1.ChunkStore"

@@ -18,7 +18,8 @@ from contextlib import suppress
 from kintsugi.core.errors import Corrupted, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import wire
 from kintsugi.store.replication.decisions import owners_of, receivers_of
 from kintsugi.store.shard.entry import ChunkEntry

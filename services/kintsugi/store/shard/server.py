@@ -24,8 +24,7 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.access import open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.guard import ShardGuard
-from kintsugi.store.protocol.server_options import SERVER_OPTIONS
-from kintsugi.store.protocol.tls import ServerTls, TlsFiles, check_listen
+from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, check_listen
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard

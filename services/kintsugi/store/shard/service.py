@@ -63,10 +63,9 @@ STREAM_BYTES_MAX = 2 << 30
 def _check_protocol(context: Any) -> None:
     metadata = dict(context.invocation_metadata() or ())
     version = metadata.get(wire.PROTOCOL_METADATA, str(wire.PROTOCOL_VERSION))
-    if version not in {str(spoken) for spoken in wire.PROTOCOLS_SPOKEN}:
+    if version != str(wire.PROTOCOL_VERSION):
         raise VersionMismatch(
-            f"this shard does not speak protocol {version!r}; it speaks "
-            f"{', '.join(map(str, sorted(wire.PROTOCOLS_SPOKEN)))}"
+            f"protocol {version!r} is not supported; this shard supports protocol {wire.PROTOCOL_VERSION}"
         )
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.store.client import key_file
-from kintsugi.store.client.grpc_store import GrpcOptions
 from kintsugi.store.client.key_file import (
     KeyFile,
     create_keys,
@@ -20,6 +19,7 @@ from kintsugi.store.client.key_file import (
     retire_keys,
     rotate_keys,
 )
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import watched_files
 from kintsugi.store.protocol.interface import DATA_KEYS, KEPT_KEYS
 from kintsugi.store.protocol.keys import DATA_KEYS_MAX, NamespaceKeys, key_id_of

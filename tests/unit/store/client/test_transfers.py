@@ -12,7 +12,8 @@ from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotFound, Unav
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
-from kintsugi.store.client.grpc_store import GrpcOptions, GrpcStore
+from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore, _Shard
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
