@@ -320,7 +320,7 @@ def test_a_shard_does_not_start_with_a_tokens_file_that_is_none(tmp_path: Path) 
     file = tmp_path / "tokens.json"
     file.write_text("{")
     file.chmod(0o600)
-    with pytest.raises(InvalidField, match="is no JSON"), shard(file):
+    with pytest.raises(InvalidField, match="is not JSON"), shard(file):
         pass
     with pytest.raises(InvalidField, match="audit_dir"), shard(None, audit_dir=file):
         pass

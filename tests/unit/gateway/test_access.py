@@ -118,8 +118,8 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"tokens": [{"name": "a", "sha256": "00", "namespaces": ["a"]}]}', "sha256"),
         ('{"tokens": [{"name": "a", "sha256": "%s", "namespaces": []}]}', "namespaces"),
         ('{"tokens": [{"name": "a", "sha256": "%s", "namespaces": ["a b"]}]}', "namespaces"),

@@ -1,1 +1,1 @@
-"""Clients of the store: one shard over gRPC, many shards, memory shared with a shard on the same host."""
+"""Clients of the store: in process memory, of one shard, of many shards, and of a shard on the same host."""

@@ -1,8 +1,7 @@
-"""Calls to one shard. They wait in the caller's thread, while gRPC's own threads do the work.
+"""Calls to one shard. The caller's thread waits while gRPC's own threads do the work.
 
-gRPC bounds a whole call; a stream of many layers needs a bound on the wait for each. One thread watches every
-stream of a store and cancels those whose wait is over.
-"""
+A gRPC deadline bounds a whole call, but a stream of many layers needs a bound on the wait for each message.
+One thread watches all streams of a store and cancels a stream that waits too long."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def read_metadata(token_file: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 class ShardCalls:
-    """The shard at `address`. Thread-safe. Every method raises what `store.protocol.grpc_status` makes of a
-    failure."""
+    """Calls to the shard at `address`. Thread-safe. Every method raises the error that
+    `store.protocol.grpc_status` makes from a failure."""
 
     def __init__(self, address: str, tls: TlsFiles | None, token_file: Path | None = None) -> None:
         """Raises `InvalidField` for a file that cannot be read."""
@@ -58,7 +57,7 @@ class ShardCalls:
         self._watchdog = Watchdog()
 
     def unary(self, name: str, request: Any, response: Any, timeout_s: float) -> Any:
-        """Make one call and return its response. `response` is the message's class."""
+        """Make one call and return its response, a message of class `response`."""
         with errors_of(self.address):
             method = self._channel.current().unary_unary(
                 f"/{wire.SERVICE}/{name}", type(request).SerializeToString, response.FromString
@@ -78,7 +77,7 @@ class ShardCalls:
     def stream(
         self, name: str, request: Any, wait_s: float, response: Any = None
     ) -> Generator[Any, None, None]:
-        """Yield messages as they arrive, bytes where `response` is None. Waits at most `wait_s` for each."""
+        """Yield messages as they arrive, as bytes if `response` is None. Waits at most `wait_s` for each."""
         with errors_of(self.address):
             method = self._channel.current().unary_stream(
                 f"/{wire.SERVICE}/{name}",
@@ -101,13 +100,14 @@ class ShardCalls:
             call.cancel()
 
     def close(self) -> None:
-        """Idempotent. Calls under way fail."""
+        """Close the connection; calls in progress fail. Idempotent."""
         self._watchdog.close()
         self._channel.current().close()
 
 
 def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
-    """Where messages of at most `MESSAGE_BYTES_TARGET` end, or of one frame that is larger."""
+    """Yield the indices of frames at which messages end. A message has at most `MESSAGE_BYTES_TARGET` bytes,
+    or one larger frame."""
     size = 0
     for index, frame in enumerate(frames):
         if size and size + len(frame) > wire.MESSAGE_BYTES_TARGET:
@@ -118,7 +118,7 @@ def _message_ends(frames: Sequence[memoryview]) -> Iterator[int]:
 
 
 def frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
-    """The frames of one message of a stream."""
+    """Yield the frames of one message of a stream."""
     response, payload = wire.parse_payload(message, pb.StreamLayersResponse)
     position = 0
     for header in response.frames:
@@ -129,7 +129,7 @@ def frames_of(message: bytes) -> Iterator[tuple[pb.FrameHeader, memoryview]]:
 def put_messages(
     header: pb.PutHeader, manifest: ChunkManifest, views: Sequence[memoryview]
 ) -> Iterator[bytes]:
-    """The messages of one put, in order."""
+    """Yield the messages of one put, in order."""
     yield pb.PutChunkKVRequest(header=header).SerializeToString()
     first = 0
     for stop in _message_ends(views):
@@ -139,7 +139,7 @@ def put_messages(
 
 
 class Guard:
-    """One guarded stream. `arm` before each wait and `disarm` after it; each costs an attribute write."""
+    """A guarded stream. Call `arm` before each wait and `disarm` after it; each costs an attribute write."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self.expires_s = math.inf
@@ -158,7 +158,8 @@ class Guard:
 
 
 class Watchdog:
-    """Cancels guarded streams that wait too long, within `RESOLUTION_S`. Sleeps while there are none."""
+    """Cancels guarded streams that wait too long, at most `RESOLUTION_S` late. Sleeps while no stream is
+    guarded."""
 
     def __init__(self) -> None:
         self._guards: set[Guard] = set()

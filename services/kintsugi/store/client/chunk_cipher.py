@@ -1,12 +1,11 @@
-"""Encrypts chunks before they leave a client; decrypts and verifies what comes back.
+"""Encrypts chunks before they leave a client; decrypts and verifies the frames that it reads.
 
-Each head range is encrypted with AES-256-GCM, so a tensor-parallel rank decrypts only what it reads. The tag
-stands in the manifest where an unencrypted chunk has the head's digest; sizes and offsets are the same. A
+Each head range is encrypted with AES-256-GCM, so a tensor-parallel rank decrypts only what it reads. In the
+manifest, the tag replaces the digest of the head; sizes and offsets are those of an unencrypted chunk. A
 chunk's own key is derived from the namespace's data key, a random salt, the chunk key, the codec, the number
 of tokens and the layout, so a shard cannot pass off one chunk or encoding as another. The nonce is the number
 of the head range within the chunk: no two puts share a salt, so no nonce is used twice under one key. Side
-frames have the highest numbers, by their kinds, so that a shard cannot pass off one kind as another.
-"""
+frames have the highest numbers, by their kinds, so that a shard cannot pass off one kind as another."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class ChunkCipher:
     """Encrypts and decrypts the frames of one chunk. Holds only the chunk's own key."""
 
     def __init__(self, data_key: bytes, manifest: ChunkManifest) -> None:
-        """`manifest`: of an encrypted chunk. Cost: one HKDF."""
+        """`manifest` must be of an encrypted chunk. Cost: one HKDF."""
         assert manifest.is_encrypted
         self._manifest = manifest
         layout = manifest.layout
@@ -85,7 +84,7 @@ class ChunkCipher:
         return True
 
     def _parts(self, layer: int, heads: HeadRange) -> list[tuple[int, slice]]:
-        """The number of each head range within the chunk, and where it lies in the bytes of `heads`."""
+        """Return the number of each head range within the chunk, and its slice of the bytes of `heads`."""
         manifest = self._manifest
         if layer < 0:
             return [(NUMBERS + layer, slice(0, manifest.frame_bytes_of(layer)))]
@@ -106,11 +105,10 @@ def _nonce_of(number: int) -> bytes:
 def encrypt_chunk(
     keys: NamespaceKeys, manifest: ChunkManifest, frames: Sequence[Buffer]
 ) -> tuple[ChunkManifest, list[memoryview]]:
-    """The chunk as it is stored: the manifest with tags for digests, and encrypted copies of the frames.
+    """Encrypt a chunk: return its manifest with tags instead of digests, and encrypted copies of its frames.
 
     Cost: one xxh3 and one AES-GCM pass, and memory for another copy of the chunk. Raises `Corrupted` if a
-    digest does not match: its tag would match for ever.
-    """
+    digest does not match, because the tag would then confirm damaged bytes."""
     every_head = HeadRange(0, manifest.layout.num_kv_heads)
     for layer, frame in zip(manifest.layers, frames, strict=True):
         if not manifest.frame_is_intact(layer, every_head, memoryview(frame).cast("B")):
@@ -127,6 +125,6 @@ def encrypt_chunk(
 
 
 def is_readable(keys: NamespaceKeys | None, manifest: ChunkManifest) -> bool:
-    """Whether a client with these keys may read the chunk. In a namespace with keys, an unencrypted chunk is
-    not read: anybody could have written it."""
+    """Return whether a client with these keys may read the chunk. In a namespace with keys, an unencrypted
+    chunk is never read, because a client without the keys could have written it."""
     return manifest.key_id in keys.by_id if keys is not None else not manifest.is_encrypted

@@ -1,7 +1,6 @@
-"""Which shards there are: the map, and the directories that hand it out.
+"""The shard map, and the directories that provide it.
 
-Clients know only a directory's address; shards come and go without anything being restarted.
-"""
+Clients know only a directory's address, so shards join and leave without a restart of any client."""
 
 from __future__ import annotations
 
@@ -42,45 +41,46 @@ class ShardAddress:
     __pydantic_config__ = STRICT
 
     shard_id: str
-    """The UUID in its data directory, which places chunks wherever the shard listens."""
+    """The UUID in the shard's data directory. It decides which chunks the shard owns, whatever its
+    address."""
     address: str
     """`host:port`."""
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All shards at one point in time."""
+    """The shards of a store at one point in time."""
 
     __pydantic_config__ = STRICT
 
     version: int
-    """Grows with every change."""
+    """Increases with every change."""
     shards: tuple[ShardAddress, ...] = field(default=())
     replicas: int = 1
-    """Shards that hold each chunk."""
+    """Number of shards that hold each chunk."""
     shares: tuple[float, ...] = field(default=())
-    """For each shard, in the order of `shards`, the share in (0, 1] of its chunks that it is given. A chunk
-    that a shard is not yet given stays with the next in rank, which had it before the shard joined. Empty:
-    every shard is given all its chunks."""
+    """For each shard, in the order of `shards`, the share in (0, 1] of its chunks that it already owns. A
+    joining shard starts with a small share; the shard that is next in rank keeps the rest. Empty: every shard
+    owns all its chunks."""
     directory: str = ""
-    """Name of the directory that made the map, which outlives its restarts; empty: it has none."""
+    """Name of the directory that made the map, the same after a restart; empty: the directory has no name."""
     epoch: int = 0
-    """Tells the lives of a directory apart: a later one has a larger number."""
+    """Number of the directory's start; it is larger after each restart."""
 
     def __post_init__(self) -> None:
         if len({shard.shard_id for shard in self.shards}) != len(self.shards):
             raise InvalidField("shards", "two shards have the same shard_id")
         if len(self.shards) > SHARDS_MAX:
-            raise InvalidField("shards", f"{len(self.shards)} shards; at most {SHARDS_MAX} make a map")
+            raise InvalidField("shards", f"has {len(self.shards)} shards; the maximum is {SHARDS_MAX}")
         if self.replicas < 1:
             raise InvalidField("replicas", f"{self.replicas} is less than 1")
         if self.shares and len(self.shares) != len(self.shards):
-            raise InvalidField("shares", f"there are {len(self.shares)} for {len(self.shards)} shards")
+            raise InvalidField("shares", f"has {len(self.shares)} values for {len(self.shards)} shards")
         if not all(0 < share <= 1 for share in self.shares):
-            raise InvalidField("shares", "are numbers above 0 and at most 1")
+            raise InvalidField("shares", "must be above 0 and at most 1")
 
     def owners(self, key: ChunkKey) -> list[ShardAddress]:
-        """The shards that hold a chunk, the preferred first.
+        """Return the shards that own a chunk, the preferred one first.
 
         Rendezvous hashing: when a shard leaves, only its own chunks move. Cost: one xxh3 per shard.
         """
@@ -100,21 +100,19 @@ def rank_shards(shards: Sequence[ShardAddress], key: ChunkKey) -> list[ShardAddr
 
 
 def is_given(shard: ShardAddress, key: ChunkKey, share: float) -> bool:
-    """Whether a chunk is in a shard's ``share``. Chunks in a smaller share are in a larger one, too.
+    """Return whether a chunk is in a shard's `share`. A larger share includes the chunks of a smaller one.
 
-    The seed makes this draw independent of the ranking, where the shards that own a chunk have drawn high.
-    """
+    The seed makes this draw independent of the ranking, in which the owners of a chunk drew high values."""
     draw = xxhash.xxh3_64_intdigest(shard.shard_id.encode() + b"\0" + key.digest, seed=1)
     return draw < share * (1 << 64)
 
 
 def why_not_believed(new: ShardMap, known: ShardMap | None) -> str:
-    """Why a client that knows one map does not take another from the same address; empty: it does.
+    """Return why a client rejects a new map from the address of the known one; empty: it accepts the map.
 
-    A later life of the same directory may number its maps from the beginning; an earlier one, which a broken
-    network may have kept alive, is not heard. Whoever else answers at the address, such as another service
-    that was given the port, is believed only if its map has a shard in common with the known one.
-    """
+    After a restart, a directory may count versions from the beginning again; an earlier start of it, which
+    may still run behind a broken network, is ignored. Another directory at the address, such as one of
+    another service that reuses the port, is accepted only if its map shares a shard with the known map."""
     if known is None or not known.shards:
         return ""
     if new.directory == known.directory:
@@ -131,19 +129,19 @@ def why_not_believed(new: ShardMap, known: ShardMap | None) -> str:
 
 
 class ShardDirectory(ABC):
-    """Hands out the current map. Thread-safe; `current` does not block once a map is known."""
+    """Provides the current map. Thread-safe; `current` does not block as soon as a map is known."""
 
     @abstractmethod
     def current(self) -> ShardMap:
-        """The newest known map. Raises `Unavailable` where none is known."""
+        """Return the newest known map. Raises `Unavailable` if no map is known."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop watching; idempotent."""
+        """Stop watching. Idempotent."""
 
 
 class FixedDirectory(ShardDirectory):
-    """A map that its owner sets: for tests, and for a process that knows its shards itself."""
+    """A map that the process itself sets."""
 
     def __init__(self, shards: ShardMap) -> None:
         self.shards = shards
@@ -156,10 +154,9 @@ class FixedDirectory(ShardDirectory):
 
 
 class FileDirectory(ShardDirectory):
-    """A JSON file, `{"version": 1, "replicas": 1, "shards": [{"shard_id": …, "address": …}]}`.
+    """A shard map in a JSON file, `{"version": 1, "replicas": 1, "shards": [{"shard_id": …, "address": …}]}`.
 
-    The file is read again when it changes. While it is broken, the previous map holds.
-    """
+    The file is read again when it changes. While it is invalid, the previous map stays in use."""
 
     def __init__(self, path: Path) -> None:
         """Raises `InvalidField` for a file that is not a shard map."""
@@ -197,7 +194,7 @@ class GrpcDirectory(ShardDirectory):
         self._map: ShardMap | None = None
         self._failure = f"{address} has not answered yet"
         self._refusal = ""
-        """Why the last map was ignored; empty: it was not."""
+        """Why the last map was rejected; empty: it was accepted."""
         self._closed = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="kintsugi-directory", daemon=True)
@@ -229,7 +226,7 @@ class GrpcDirectory(ShardDirectory):
             wait_s = min(2 * wait_s, _RECONNECT_S_MAX)
 
     def _learn(self, shards: ShardMap) -> None:
-        """Take a map that is believed."""
+        """Store a map unless `why_not_believed` rejects it."""
         with self._known:
             refusal = why_not_believed(shards, self._map)
             if not refusal:
@@ -238,7 +235,7 @@ class GrpcDirectory(ShardDirectory):
         if refusal != self._refusal:
             self._refusal = refusal
             if refusal:
-                log.error("%s: a shard map is ignored: %s", self._address, refusal)
+                log.error("%s: a shard map was rejected: %s", self._address, refusal)
 
     def close(self) -> None:
         self._closed.set()

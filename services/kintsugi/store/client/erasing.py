@@ -1,4 +1,4 @@
-"""Erasures over the wire: what shards answer, and cursors into what they have recorded."""
+"""Erasures in the answers of shards, and cursors into the erasures that shards recorded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ERASE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class ShardErasures:
-    """Erasures that one shard has recorded."""
+    """Erasures that one shard recorded."""
 
     shard_id: str
     erasures: Sequence[Erasure]
     next: int
-    """The number after which the next ones come."""
+    """The number of the last of them; the next page begins after it."""
     merged: Mapping[str, tuple[int, float]]
-    """As `ErasureRange.merged` of the shard."""
+    """The shard's `ErasureRange.merged`."""
 
 
 def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
@@ -35,7 +35,7 @@ def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
 
 
 def places_of(erased: pb.Erased) -> list[ErasedPlace]:
-    """The tiers that held something, or else the shard."""
+    """Return the tiers that held erased chunks, or the shard if none did."""
     shard = f"shard {erased.shard_id}"
     return [
         ErasedPlace(f"{shard}/{tier.tier}", tier.chunks, tier.size_bytes, erased.gone_at_s)
@@ -44,7 +44,7 @@ def places_of(erased: pb.Erased) -> list[ErasedPlace]:
 
 
 def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
-    """One entry for each place, with what all calls removed there."""
+    """Return one entry for each place, with the sums over all calls."""
     joined: dict[str, ErasedPlace] = {}
     for place in places:
         before = joined.get(place.place, ErasedPlace(place.place, 0, 0, 0.0))
@@ -58,12 +58,12 @@ def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
 
 
 def read_cursor(cursor: str) -> dict[str, int]:
-    """Numbers by shard. Raises `InvalidField`."""
+    """Return the numbers in a cursor by shard. Raises `InvalidField`."""
     try:
         seen = json.loads(cursor) if cursor else {}
         return {str(shard_id): int(number) for shard_id, number in seen.items()}
     except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-        raise InvalidField("cursor", "is none that `erasures` gave") from None
+        raise InvalidField("cursor", "is not a cursor that `erasures` returned") from None
 
 
 def write_cursor(seen: Mapping[str, int]) -> str:

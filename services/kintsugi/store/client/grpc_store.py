@@ -1,8 +1,7 @@
-"""One shard over gRPC.
+"""A store whose chunks are in one shard, over gRPC.
 
-A stream costs per byte what gRPC needs and one xxh3 pass. It copies nothing: frames are views of the message
-that carried them.
-"""
+Cost of a stream per byte: gRPC's own, and one xxh3 pass. Nothing is copied: frames are views of the message
+that carried them."""
 
 from __future__ import annotations
 
@@ -62,11 +61,12 @@ MANIFESTS_MAX = 4096
 VERIFY_TIMEOUT_S = 600.0
 
 SHARD_FAILURES = (Unavailable, DeadlineExceeded, VersionMismatch)
-"""Errors that say that a shard cannot be used now; any other is an answer."""
+"""Errors that mean that a shard cannot be used now. Any other error is an answer."""
 
 
 class LeftAlone(Unavailable):
-    """The shard was not asked: it failed lately in transfers of this kind, which says nothing of others."""
+    """The shard was not called, because recent transfers of this kind failed. Other calls to it may
+    succeed."""
 
 
 @contextmanager
@@ -149,7 +149,7 @@ class _RecentManifests:
 
 
 class GrpcStore(ChunkStore):
-    """A store whose chunks lie in the shard at `address`. Thread-safe."""
+    """The shard at `address`. Thread-safe."""
 
     def __init__(self, address: str, options: GrpcOptions | None = None) -> None:
         self.address = address
@@ -158,10 +158,10 @@ class GrpcStore(ChunkStore):
         self._manifests = _RecentManifests()
         self._same_host = SameHost()
         self._reads = CircuitBreaker(backs_off=True)
-        """Counts streams alone: a shard may answer lookups, and hang in what it sends. A prompt waits for
-        every probe."""
+        """For streams only: a shard may answer lookups and yet hang in a stream. Backs off, because a prompt
+        waits for each probe."""
         self._writes = CircuitBreaker()
-        """Counts puts alone."""
+        """For puts only."""
 
     def call(self, name: str, request: Any, response: Any, timeout_s: float | None = None) -> Any:
         """Make one unary call of the service and return its response. `response` is the message's class."""
@@ -211,7 +211,7 @@ class GrpcStore(ChunkStore):
         return self._options.name_key(namespace)
 
     def _read_found(self, found: pb.Found) -> Found | None:
-        """None for a miss, and for a chunk that another build wrote."""
+        """Return None for a miss, and for a chunk that another build wrote."""
         manifest = wire.readable_manifest(found.manifest) if found.HasField("manifest") else None
         return None if manifest is None else Found(manifest, ChunkSource(self.address, found.tier))
 
@@ -271,8 +271,9 @@ class GrpcStore(ChunkStore):
         ttl_s: float,
         erasures_seen: int = 0,
     ) -> bool:
-        """Hand a chunk to another shard, as it is stored; whether it took it. `ttl_s` 0: the chunk does not
-        expire. `erasures_seen`: the number up to which that shard's erasures are applied here."""
+        """Send a stored chunk to another shard, and return whether that shard inserted it. `ttl_s` 0: the
+        chunk does not expire. `erasures_seen`: the number up to which that shard's erasures are applied
+        here."""
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             recompute_ms=recompute_ms,
@@ -327,8 +328,8 @@ class GrpcStore(ChunkStore):
     def _frames(
         self, received: Received, request: pb.StreamLayersRequest, wait_s: float
     ) -> Generator[LayerFrame | ChunkLost | None, None, None]:
-        """Frames from the shard's memory where that works now, else from messages; None for a frame of a
-        chunk that is lost already."""
+        """Yield frames from the shard's memory if that works now, else from messages; None for a frame of a
+        chunk that is already lost."""
         if self._arena(None) is not None:
             lease_request = pb.LeaseLayersRequest(request=request)
             with closing(
@@ -350,7 +351,7 @@ class GrpcStore(ChunkStore):
                     yield received.verify_frame(header, data)
 
     def _lease(self, messages: Iterator[Any]) -> pb.LeaseLayersResponse | None:
-        """The first message of a lease; None where the caller should read over gRPC instead."""
+        """Return the first message of a lease; None if the caller should read over gRPC instead."""
         try:
             first: pb.LeaseLayersResponse | None = next(messages, None)
             return first
@@ -359,7 +360,8 @@ class GrpcStore(ChunkStore):
             return None
 
     def _arena(self, arena_id: int | None) -> ArenaMap | None:
-        """The shard's mapped memory. Maps it first if that may be tried; None where that fails."""
+        """Return the shard's mapped memory, which is mapped first if needed; None if that fails or failed
+        recently."""
         arena = self._same_host.arena(arena_id)
         if arena is not None or not self._options.same_host or not self._same_host.may_try():
             return arena
@@ -386,7 +388,7 @@ class GrpcStore(ChunkStore):
         return None
 
     def _report_damage(self, manifest: ChunkManifest) -> None:
-        """Have the shard verify the chunk: it quarantines what is damaged there, not on the way."""
+        """Have the shard verify the chunk, which it quarantines if its own copy is damaged."""
         self._manifests.forget(manifest)
         request = pb.VerifyRequest(
             namespace=manifest.namespace,
@@ -460,9 +462,10 @@ class GrpcStore(ChunkStore):
     def list_erasures(
         self, shard_id: str, after: int | None, learned: bool = False, asked_by: str = ""
     ) -> ShardErasures:
-        """Those after a number that the shard with this id gave; of another shard all. None: none, only the
-        latest number. With `learned`: those as well that the shard has learned from others. `asked_by`: the
-        shard that asks, which has applied all until `after`."""
+        """Return the erasures after number `after`, which the shard with id `shard_id` returned; all erasures
+        if the shard has another id; only the latest number if `after` is None. With `learned`, erasures that
+        the shard learned from other shards are included. `asked_by` is the id of a shard that asks and has
+        applied all erasures up to `after`."""
         request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
         return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
 
@@ -474,7 +477,7 @@ class GrpcStore(ChunkStore):
         return [found.manifest for found in self.list_found(namespace, limit, after)]
 
     def list_found(self, namespace: str, limit: int, after: ChunkKey | None = None) -> builtins.list[Found]:
-        """As `list`, with the fastest tier that holds each chunk."""
+        """Like `list`, but with the fastest tier that holds each chunk."""
         chunks: builtins.list[Found] = []
         last = None if after is None else after.digest
         while len(chunks) < limit:
@@ -525,7 +528,8 @@ def _batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 
 
 def open_grpc(url: str) -> GrpcStore:
-    """Open `grpc://host:port?OPTIONS`. Raises `InvalidField` where it names no port, or for an option."""
+    """Open `grpc://host:port?OPTIONS`. Raises `InvalidField` for a URL without a port and for an invalid
+    option."""
     parts = urlsplit(url)
     try:
         port = parts.port

@@ -1,15 +1,14 @@
-"""Keys in a file, which `kintsugi keys` writes. Changes of the file take effect within a second.
+"""Keys in a file that `kintsugi keys` writes. Changes of the file take effect within a second.
 
-The file is JSON. Each key is 64 hexadecimal digits; data keys stand newest first:
+The file is JSON. Each key has 64 hexadecimal digits; the newest data key comes first:
 
     {"namespaces": {
       "acme": {"name_key": "...", "data_keys": ["...", "..."]},
       "gone": {"destroyed": "2026-11-22T18:00:00Z"}}}
 
-A namespace that the file does not name is not encrypted; a part of one that it names has the same keys. A
-namespace whose keys were destroyed stays in the file, so that its requests are refused and not stored
-unencrypted. Error messages never quote the file.
-"""
+A namespace that is not in the file is not encrypted; a part of a namespace has the namespace's keys. A
+namespace whose keys were destroyed stays in the file, so that its chunks are refused instead of stored
+unencrypted. Error messages never quote the file."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ FILE_BYTES_MAX = 8 << 20
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """What the file says of one namespace: either keys, or when they were destroyed."""
+    """Entry of one namespace: either its keys, or the time when they were destroyed."""
 
     keys: NamespaceKeys | None
     destroyed: str = ""
@@ -86,13 +85,14 @@ class KeyFile(KeySource):
 
 
 def read_entries(path: Path) -> dict[str, KeyEntry]:
-    """The file's entries by namespace. Raises `InvalidField`, also for a file that others may read."""
+    """Return the file's entries by namespace. Raises `InvalidField`, also for a file that other users may
+    read."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidField(
-            "keys", f"{path} cannot be read ({error.strerror}); make one with kintsugi keys create"
+            "keys", f"{path} cannot be read ({error.strerror}); make a key file with kintsugi keys create"
         ) from None
     check_private("keys", path)
     if len(text) > FILE_BYTES_MAX:
@@ -100,7 +100,7 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):  # whose messages would repeat a part of the file
-        raise InvalidField("keys", f"{path} is no JSON; make one with kintsugi keys create") from None
+        raise InvalidField("keys", f"{path} is not JSON; make a key file with kintsugi keys create") from None
     namespaces = values.get("namespaces") if isinstance(values, dict) and len(values) == 1 else None
     if not isinstance(namespaces, dict):
         raise InvalidField("keys", f'{path} must hold one object: {{"namespaces": {{…}}}}')
@@ -115,7 +115,7 @@ def _parse_entry(namespace: str, entry: Any) -> KeyEntry:
     if names == {"destroyed"} and isinstance(entry["destroyed"], str):
         return KeyEntry(None, entry["destroyed"])
     if names != {"name_key", "data_keys"} or not isinstance(entry["data_keys"], list):
-        raise InvalidField(namespace, "must have name_key and a list data_keys, or destroyed alone")
+        raise InvalidField(namespace, "must have name_key and a list data_keys, or only destroyed")
     try:
         data_keys = tuple(_parse_key(key) for key in entry["data_keys"])
         return KeyEntry(NamespaceKeys(_parse_key(entry["name_key"]), data_keys))
@@ -131,8 +131,8 @@ def _parse_key(text: Any) -> bytes:
 
 
 def create_keys(path: Path, namespace: str) -> NamespaceKeys:
-    """Add new keys for a namespace; a missing file is created, readable by its owner alone. Raises
-    `InvalidField` for an invalid file, and for a namespace that has keys."""
+    """Add new keys for a namespace. A missing file is created with mode 0600. Raises `InvalidField` for an
+    invalid file, and for a namespace that already has keys."""
     check_namespace(namespace)
     entries = read_entries(path) if path.exists() else {}
     before = entries.get(namespace)
@@ -144,7 +144,7 @@ def create_keys(path: Path, namespace: str) -> NamespaceKeys:
 
 
 def rotate_keys(path: Path, namespace: str) -> NamespaceKeys:
-    """Add a data key, which encrypts from now on. Chunks of the older ones stay readable. Raises
+    """Add a data key, which encrypts new chunks. Chunks encrypted with older keys stay readable. Raises
     `InvalidField` and `NotFound`."""
     entries, keys = _find_keys(path, namespace)
     keys = replace(keys, data_keys=(secrets.token_bytes(DATA_KEY_BYTES), *keys.data_keys))
@@ -153,8 +153,8 @@ def rotate_keys(path: Path, namespace: str) -> NamespaceKeys:
 
 
 def retire_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
-    """Destroy every data key but the newest: their chunks are erased. Returns the ids of the destroyed keys,
-    and the id of the newest. Raises `InvalidField` and `NotFound`."""
+    """Destroy every data key except the newest, which makes the chunks of those keys unreadable. Returns the
+    ids of the destroyed keys, and the id of the newest. Raises `InvalidField` and `NotFound`."""
     entries, keys = _find_keys(path, namespace)
     _write(path, {**entries, namespace: KeyEntry(replace(keys, data_keys=keys.data_keys[:1]))})
     newest, *retired = keys.by_id
@@ -162,8 +162,9 @@ def retire_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
 
 
 def destroy_keys(path: Path, namespace: str) -> tuple[tuple[str, ...], str]:
-    """Destroy all keys of a namespace: its chunks are erased, and nobody can confirm what they were. Returns
-    the ids of the destroyed data keys, and when that was. Raises `InvalidField` and `NotFound`."""
+    """Destroy all keys of a namespace. Its chunks become unreadable, and without the name key nobody can
+    check whether a text was stored. Returns the ids of the destroyed data keys, and the time. Raises
+    `InvalidField` and `NotFound`."""
     entries, keys = _find_keys(path, namespace)
     destroyed = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     _write(path, {**entries, namespace: KeyEntry(None, destroyed)})
@@ -181,9 +182,9 @@ def _find_keys(path: Path, namespace: str) -> tuple[Entries, NamespaceKeys]:
 
 
 def _write(path: Path, entries: Entries) -> None:
-    """Replace the file atomically and durably, then overwrite what it was with zeros: a destroyed key must
-    not stay readable in freed blocks. A file system that copies on write may still hold them. Owner, group
-    and mode stay, so that the service can read what an administrator wrote."""
+    """Replace the file atomically and durably, then overwrite the old content with zeros, because a destroyed
+    key must not stay readable in freed blocks. A copy-on-write file system may still hold it. Owner, group
+    and mode stay, so that the service can read a file that an administrator wrote."""
     values = {name: _to_json(entry) for name, entry in sorted(entries.items())}
     path = path.resolve()  # a link stays one
     try:

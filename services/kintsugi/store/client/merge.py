@@ -1,4 +1,4 @@
-"""Streams of several shards as one, layer-major, with failover to replicas."""
+"""Merges the streams of several shards into one, layer by layer, with failover to replicas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kintsugi.store.protocol.interface import ChunkLost, LayerFrame
 
 
 class ShardStream:
-    """One shard's stream of some of the chunks, one item ahead."""
+    """One shard's stream of some of the chunks, read one item ahead."""
 
     def __init__(self, chunks: Sequence[int], items: Generator[LayerFrame | ChunkLost, None, None]) -> None:
-        """`chunks`: for each chunk of the stream, its index in the whole request."""
+        """`chunks` holds, for each chunk of the stream, its index in the whole request."""
         self.chunks = chunks
         self._items = items
         self._head: LayerFrame | ChunkLost | None = None
@@ -30,9 +30,10 @@ class ShardStream:
             self._failure = error
 
     def next_item(self, layer: int) -> LayerFrame | ChunkLost | None:
-        """The next item up to `layer`, its chunk numbered as in the whole request; None where there is none.
+        """Return the next item up to `layer`, with its chunk's index in the whole request; None if there is
+        none.
 
-        An item of a later layer waits, and its bytes stay valid, because nothing is taken meanwhile.
+        An item of a later layer waits. Its bytes stay valid, because the stream does not advance meanwhile.
         """
         if self._failure is not None:
             raise self._failure
@@ -68,16 +69,17 @@ class _Merge:
         self._failures = failures
         self._rank = [0] * len(owners)
         self._done: list[float] = [-math.inf] * len(owners)
-        """The last layer that was yielded, for each chunk."""
+        """For each chunk, the last layer that was yielded."""
         self._lost: set[int] = set()
         self._unanswered: set[int] = set()
-        """Chunks with an owner that was asked and did not answer."""
+        """Chunks of which an owner was called and did not answer."""
         self._without_owner: list[ChunkLost] = []
-        """Chunks lost when a part failed, not yielded yet."""
+        """Losses after a failed part, not yet yielded."""
         self.parts: list[ShardStream] = []
 
     def assign(self, chunks: Sequence[int], layer: int) -> list[ChunkLost]:
-        """Open streams for chunks from `layer` on at their current owners. Returns the chunks without one."""
+        """Open streams of chunks, from `layer` on, at their current owners. Returns the chunks that have no
+        owner left."""
         by_owner: dict[ShardAddress, list[int]] = {}
         lost: list[ChunkLost] = []
         for chunk in chunks:
@@ -110,7 +112,8 @@ class _Merge:
             self._without_owner = []
 
     def _next_item(self, part: ShardStream, layer: int) -> LayerFrame | ChunkLost | None:
-        """As `ShardStream.next_item`. Where a stream fails, the next owners send what is still missing."""
+        """Return the part's next item. If its stream fails, open streams of the missing frames at the next
+        owners."""
         try:
             return part.next_item(layer)
         except self._failures as error:
@@ -139,7 +142,8 @@ def merge_streams(
     failures: tuple[type[KintsugiError], ...],
     prime: Callable[[Sequence[ShardStream]], None],
 ) -> Generator[LayerFrame | ChunkLost, None, None]:
-    """Yield every chunk from the first of its owners that has it, and from the next where one fails midway.
+    """Yield the frames of every chunk from its first owner that has it, and from the next owner if a stream
+    fails.
 
     `open_part(owner, chunks, first_layer)` opens a stream, `prime` starts several side by side.
     A chunk that no owner sends is a `ChunkLost`.

@@ -18,48 +18,47 @@ from kintsugi.store.protocol.tls import TlsFiles
 
 @dataclass(frozen=True)
 class UrlOptions:
-    """A client's options for one shard that the query of its URL may set."""
+    """Options of a client that the query of a store's URL may set."""
 
     __pydantic_config__ = STRICT
 
     ack: Literal["ram", "durable", ""] = ""
-    """When a put returns: once the chunk is in RAM, or on disk. Empty: the shard's default."""
+    """When a put returns: as soon as the chunk is in RAM, or on disk. Empty: the shard's default."""
     tier: str = ""
     """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
     recompute_ms_per_token: float = 0.0
-    """Prefill time per token, for puts that do not say how long it took; placement and eviction weigh it. 0:
-    unknown."""
+    """Prefill time per token for puts without `recompute_ms`; placement and eviction weigh it. 0: unknown."""
     same_host: bool = True
-    """Read from the shard's memory where it runs on this host and shares it."""
+    """Read from the shard's memory if it runs on this host and shares its memory."""
     ttl_s: float = 0.0
     """Lifetime of every chunk put; 0: chunks do not expire."""
     token_file: Path | None = None
-    """A file with the bearer token that the shard asks for; read again when it changes."""
+    """File with the bearer token that the shard requires; read again when it changes."""
 
 
 @dataclass(frozen=True)
 class GrpcOptions(UrlOptions):
-    """A client's options for one shard."""
+    """Options of a client for one shard."""
 
     call_timeout_s: float = 10.0
     """Deadline of calls without bulk bytes."""
     put_timeout_s: float = 120.0
     tls: TlsFiles | None = None
-    """None: without encryption, which a shard beyond loopback refuses."""
+    """None: connections without TLS, which a shard accepts only on loopback or with `--insecure`."""
     keys: KeySource | None = None
-    """Where the keys of encrypted namespaces come from. None: no namespace is encrypted."""
+    """Source of the keys of encrypted namespaces. None: no namespace is encrypted."""
 
     def find_keys(self, namespace: str) -> NamespaceKeys | None:
-        """The namespace's keys; None where it is not encrypted. Raises what `KeySource.find` raises."""
+        """Return the namespace's keys; None if it is not encrypted. Raises as `KeySource.find` does."""
         return None if self.keys is None else self.keys.find(namespace)
 
     def name_key(self, namespace: str) -> bytes:
-        """As `ChunkStore.name_key`."""
+        """Return the name key, as `ChunkStore.name_key` does."""
         found = self.find_keys(namespace)
         return b"" if found is None else found.name_key
 
     def destroy_keys(self, namespace: str) -> list[ErasedPlace]:
-        """As `ChunkStore.destroy_keys`."""
+        """Destroy the data keys, as `ChunkStore.destroy_keys` does."""
         if self.keys is None:
             return []
         try:

@@ -1,4 +1,4 @@
-"""A chunk store in this process's memory, for one engine on one machine and for tests."""
+"""A chunk store in the memory of this process, for a single engine and for tests."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ class _Chunk:
     manifest: ChunkManifest
     frames: tuple[memoryview, ...]
     expires_at_s: float = math.inf
-    """By the store's clock."""
+    """Time of the store's clock."""
 
 
 class RamStore(ChunkStore):
-    """Chunks in a dict, least recently used first out, those with a lifetime before those without. `put`
-    copies; `stream` yields views of the copy.
+    """Chunks in a dict. Chunks with a lifetime are evicted first, then the least recently used. `put` copies
+    the frames, and `stream` yields views of the copies.
 
-    Calls do not wait, apart from streams with a `bytes_per_s`.
-    """
+    Calls do not wait, except streams of a store with `bytes_per_s`."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class RamStore(ChunkStore):
         bytes_per_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No stream is read faster than `bytes_per_s`, which stands for a slower tier in measurements.
-        ``clock`` gives seconds."""
+        """`bytes_per_s` is the maximum rate of each stream; measurements use it to simulate a slower tier.
+        `clock` returns seconds."""
         self.capacity_bytes = capacity_bytes
         self.bytes_per_s = bytes_per_s
         self._clock = clock
@@ -70,9 +69,9 @@ class RamStore(ChunkStore):
         self._bytes_used = 0
         self._events = EventLog()
         self._erasures: OrderedDict[tuple[str, ChunkKey | None], tuple[int, Erasure]] = OrderedDict()
-        """The last `ERASURES_MAX`, with their numbers, the latest last."""
+        """The last `ERASURES_MAX` erasures with their numbers, the latest last."""
         self._erased = 0
-        """Erasures so far."""
+        """Number of erasures so far."""
 
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         with self._lock:
@@ -88,7 +87,7 @@ class RamStore(ChunkStore):
         return chunk.manifest
 
     def _find(self, address: _Address) -> _Chunk | None:
-        """The chunk; one whose lifetime is over is forgotten."""
+        """Return the chunk; None if it is absent or its lifetime has ended."""
         chunk = self._chunks.get(address)
         if chunk is not None and chunk.expires_at_s <= self._clock():
             self._forget(address)
@@ -120,7 +119,9 @@ class RamStore(ChunkStore):
         if tier not in ("", "auto", "ram"):
             raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
         if manifest.is_encrypted:
-            raise InvalidField("manifest.key_id", "is for shards: this store has no keys to verify it with")
+            raise InvalidField(
+                "manifest.key_id", "must be empty: this store has no keys to verify an encrypted chunk"
+            )
         _check_ttl(ttl_s)
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
         if manifest.chunk_bytes > self.capacity_bytes:
@@ -225,7 +226,7 @@ class RamStore(ChunkStore):
             return sum(self._forget((namespace, key)) for key in keys)
 
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> list[ErasedPlace]:
-        """Frees the memory of the chunks; what the process does with it is not known."""
+        """Frees the memory of the chunks, but does not overwrite it."""
         with self._lock:
             for key in [None] if keys is None else keys:
                 self._erased += 1
@@ -264,13 +265,15 @@ class RamStore(ChunkStore):
 
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         if len(document) > REPORT_BYTES_MAX:
-            raise ResourceExhausted(f"a report of {len(document)} bytes; at most {REPORT_BYTES_MAX} are kept")
+            raise ResourceExhausted(
+                f"the report has {len(document)} bytes; the maximum is {REPORT_BYTES_MAX}"
+            )
         with self._lock:
             held = self._reports.get((fingerprint, name))
             if not replaces(document, held, datetime.now(UTC)):
                 return
             if len(self._reports) >= REPORTS_MAX and held is None:
-                raise ResourceExhausted(f"this store keeps at most {REPORTS_MAX} reports; delete some first")
+                raise ResourceExhausted(f"this store holds at most {REPORTS_MAX} reports")
             self._reports[fingerprint, name] = bytes(document)
 
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
@@ -286,7 +289,7 @@ class RamStore(ChunkStore):
             return StoreStats(len(self._chunks), self._bytes_used, self.capacity_bytes, self.transport)
 
     def close(self) -> None:
-        """Keeps the chunks: others in this process may use the store."""
+        """Keeps the chunks, because other code in this process may use the store."""
 
 
 def _check_ttl(ttl_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The frames of one request for layers: verified, and decrypted where they are encrypted, or lost."""
+"""Verifies and decrypts the frames of one stream, and reports chunks as lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ReadFrame = Callable[[ChunkManifest], memoryview | None]
 
 
 class Received:
-    """The state of one request."""
+    """State of one stream."""
 
     def __init__(
         self,
@@ -28,11 +28,12 @@ class Received:
         keys: NamespaceKeys | None = None,
         look_up_again: LookUpAgain = lambda manifest: None,
     ) -> None:
-        """`manifests`: one per requested chunk, None for a chunk that the shard does not have. `keys`: the
-        namespace's; None where it is not encrypted. `look_up_again` returns the manifest that the shard has
-        by now."""
+        """`manifests` has one entry per requested chunk, None for a chunk that the shard does not have.
+        `keys` are the namespace's keys; None if it is not encrypted. `look_up_again` returns the shard's
+        current manifest of a chunk."""
         self.damaged: list[ChunkManifest] = []
-        """Chunks whose bytes did not match their digests, to be reported and then removed."""
+        """Chunks whose bytes did not match their digests. The caller reports them and removes them from the
+        list."""
         self._address = address
         self._manifests = list(manifests)
         self._heads = heads
@@ -40,12 +41,13 @@ class Received:
         self._look_up_again = look_up_again
         self._ciphers: dict[int, ChunkCipher] = {}
         self._intact: set[int] = set()
-        """Chunks of which a frame was yielded."""
+        """Chunks with at least one yielded frame."""
         self._lost: set[int] = set()
         self._buffer = memoryview(bytearray())
 
     def verify_frame(self, header: pb.FrameHeader, data: memoryview) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame that came with its bytes; None if its chunk is lost already."""
+        """Return the item to yield for a frame that arrived in a message; None if its chunk is already
+        lost."""
 
         def verify(manifest: ChunkManifest) -> memoryview | None:
             layer, cipher = header.layer, self._ciphers.get(header.chunk)
@@ -59,8 +61,8 @@ class Received:
     def copy_leased_frame(
         self, frame: pb.FrameDescriptor, lease: FrameLease
     ) -> LayerFrame | ChunkLost | None:
-        """What to yield for a frame in the shard's memory, copied from there; None if its chunk is lost
-        already."""
+        """Return the item to yield for a frame copied from the shard's memory; None if its chunk is already
+        lost."""
 
         def copy(manifest: ChunkManifest) -> memoryview | None:
             if frame.size_bytes > wire.FRAME_BYTES_MAX:
@@ -71,7 +73,7 @@ class Received:
         return self._take(frame, copy)
 
     def _room(self, size: int) -> memoryview:
-        """A buffer that the next frame uses again."""
+        """Return a buffer, which the next frame reuses."""
         if len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
         return self._buffer[:size]
@@ -79,10 +81,12 @@ class Received:
     def _take(
         self, frame: pb.FrameHeader | pb.FrameDescriptor, read: _ReadFrame
     ) -> LayerFrame | ChunkLost | None:
-        """``read`` returns the frame's bytes; None where they do not match their digests."""
+        """Return the item to yield. `read` returns the frame's bytes; None if they do not match their
+        digests."""
         if frame.chunk >= len(self._manifests):
             raise Unavailable(
-                f"{self._address}: sent a frame of chunk {frame.chunk}; {len(self._manifests)} were asked for"
+                f"{self._address}: sent a frame of chunk {frame.chunk}, but the request has "
+                f"{len(self._manifests)} chunks"
             )
         manifest = self._manifests[frame.chunk]
         if frame.chunk in self._lost:
@@ -104,7 +108,7 @@ class Received:
     def _read(
         self, frame: pb.FrameHeader | pb.FrameDescriptor, manifest: ChunkManifest, read: _ReadFrame
     ) -> memoryview | None:
-        """The frame's bytes; None where they are damaged."""
+        """Return the frame's bytes; None if they are damaged."""
         layer = frame.layer
         self._decrypt_by(frame.chunk, manifest)
         data = read(manifest) if layer in manifest.layers else None
@@ -120,7 +124,7 @@ class Received:
         return data
 
     def _decrypt_by(self, chunk: int, manifest: ChunkManifest) -> None:
-        """Make the cipher of an encrypted chunk, unless this manifest's is in use."""
+        """Create the cipher of an encrypted chunk, unless the one for this manifest exists."""
         if manifest.is_encrypted and (chunk not in self._ciphers or manifest is not self._manifests[chunk]):
             assert self._keys is not None
             self._manifests[chunk] = manifest

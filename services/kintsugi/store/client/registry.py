@@ -1,11 +1,10 @@
-"""Stores by URL, so that a config names a store in a string.
+"""Opens stores by URL, so that a setting names a store in a string.
 
-`ram://NAME` is this process's store of that name, which the connector's scheduler and worker sides share
-where the engine has one worker; with `?bytes_per_s=…` it is read no faster than that, as a slower tier would
-be. `grpc://HOST:PORT` is a shard. `shards://HOST:PORT` is all shards of the directory there,
-`shardfile:///PATH` all shards of the map in a file. These three take options as a query, such as
-`?ack=durable&tls_ca=…&token_file=…` (see `options.options_of`).
-"""
+`ram://NAME` is this process's store with that name; the connector's scheduler and worker sides share it if
+the engine has one worker. `?bytes_per_s=…` limits its read rate to that of a slower tier. `grpc://HOST:PORT`
+is a shard. `shards://HOST:PORT` is all shards of the directory there, `shardfile:///PATH` all shards of the
+map in a file. These three take options as a query, such as `?ack=durable&tls_ca=…&token_file=…` (see
+`options.options_of`)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class _RamQuery:
 
 
 def ram_url(name: str, bytes_per_s: float | None = None) -> str:
-    """The URL of this process's store of that name, throttled if a speed is given."""
+    """Return the URL of this process's store with that name, with a maximum read rate if one is given."""
     return f"ram://{name}" + ("" if bytes_per_s is None else "?" + urlencode({"bytes_per_s": bytes_per_s}))
 
 
@@ -47,7 +46,7 @@ def _open_ram(url: str) -> ChunkStore:
     name = parts.netloc or "default"
     rate = load(_RamQuery, dict(parse_qsl(parts.query, keep_blank_values=True)), "store").bytes_per_s
     if rate is not None and not 0 < rate < math.inf:
-        raise InvalidField("store.bytes_per_s", f"{rate} is no rate above 0")
+        raise InvalidField("store.bytes_per_s", f"{rate} is not a rate above 0")
     with _lock:
         if name not in _ram_stores:
             _ram_stores[name] = RamStore() if rate is None else RamStore(bytes_per_s=rate)
@@ -103,7 +102,7 @@ def open_store(url: str) -> ChunkStore:
 
 
 def name_key_of(url: str, namespace: str) -> bytes:
-    """`ChunkStore.name_key` of the store that `url` names, without a connection to it."""
+    """Return `ChunkStore.name_key` of the store that `url` names, without connecting to it."""
     if is_process_local(url):
         return b""
     from kintsugi.store.client.options import options_of
@@ -112,5 +111,5 @@ def name_key_of(url: str, namespace: str) -> bytes:
 
 
 def is_process_local(url: str) -> bool:
-    """Whether the store cannot be reached from another process."""
+    """Return whether only this process can use the store."""
     return urlsplit(url).scheme == "ram"

@@ -1,9 +1,7 @@
-"""Many shards as one store: placement, replicas, and what happens when some do not answer.
+"""The shards of a directory as one store: placement, replicas and failures.
 
-A shard that fails costs its own chunks, which become misses, and nothing else: shards are called side by
-side, each call is retried at most once, and a circuit breaker keeps later requests from waiting for a shard
-that fails.
-"""
+If a shard fails, only its own chunks become misses. Shards are called in parallel, each call is retried at
+most once, and a circuit breaker keeps later requests from waiting for a failing shard."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ RETRY_WAIT_S = 0.02
 """Mean of the jittered wait before a retry."""
 
 READ_FAILURES = (*SHARD_FAILURES, ResourceExhausted, NotFound)
-"""Errors that make a stream try the next owner: a shard with too many streams, or one where an erasure cut
-the stream, is healthy, but a replica may have the chunks as well."""
+"""Errors after which a stream tries the next owner. A shard that has too many streams, or whose stream was
+cut by an erasure, is healthy, but a replica may still have the chunks."""
 
 Answer = TypeVar("Answer")
 Part = TypeVar("Part")
@@ -82,7 +80,8 @@ class ShardedStore(ChunkStore):
         self._is_closed = False
 
     def shard_map(self) -> ShardMap:
-        """The current map. Waits until the first is known; closes clients of shards that have left."""
+        """Return the current map. Waits until the first map is known, and closes the clients of shards that
+        left."""
         shards = self._directory.current()
         with self._lock:
             left = [address for address in self._shards if address not in shards.shards]
@@ -100,7 +99,8 @@ class ShardedStore(ChunkStore):
             return self._shards[address]
 
     def _run_side_by_side(self, calls: Sequence[Callable[[], Answer]]) -> builtins.list[Answer]:
-        """Results in order. A single call runs in the caller's thread."""
+        """Run calls in parallel and return their results in order. A single call runs in the caller's
+        thread."""
         if len(calls) == 1:
             return [calls[0]()]
         try:
@@ -111,7 +111,7 @@ class ShardedStore(ChunkStore):
         return [result.result() for result in results]
 
     def _ask(self, address: ShardAddress, call: Callable[[GrpcStore], Answer]) -> Answer | None:
-        """A shard's answer, after at most one retry; None where it does not answer."""
+        """Return a shard's answer, after at most one retry; None if it does not answer."""
         shard = self._shard(address)
         for attempt in range(RETRIES_MAX + 1):
             try:
@@ -128,13 +128,13 @@ class ShardedStore(ChunkStore):
     def _ask_all(
         self, addresses: Iterable[ShardAddress], call: Callable[[GrpcStore], Answer]
     ) -> builtins.list[Answer | None]:
-        """The shards' answers in order, None where one does not answer."""
+        """Return the shards' answers in order, None for a shard that does not answer."""
         return self._run_side_by_side([partial(self._ask, address, call) for address in addresses])
 
     def _ask_parts(
         self, parts: Mapping[ShardAddress, Part], call: Callable[[GrpcStore, Part], Answer]
     ) -> builtins.list[Answer | None]:
-        """As `_ask_all`, where each shard is asked about a part of its own."""
+        """Like `_ask_all`, but each shard is asked about its own part."""
 
         def ask(address: ShardAddress, part: Part) -> Answer | None:
             return self._ask(address, lambda store: call(store, part))
@@ -176,7 +176,8 @@ class ShardedStore(ChunkStore):
         return self._ask_owners(keys, lambda store, part: store.tiers(namespace, part))
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
-        """At every owner. One that does not answer gets a copy later, if its own has expired."""
+        """Extends the lifetime at every owner. An owner that does not answer receives a copy later if its own
+        has expired."""
         held = self._ask_owners(
             keys, lambda store, part: [one or None for one in store.retain(namespace, part, ttl_s)]
         )
@@ -187,8 +188,8 @@ class ShardedStore(ChunkStore):
         keys: Sequence[ChunkKey],
         ask: Callable[[GrpcStore, Sequence[ChunkKey]], Sequence[Answer | None]],
     ) -> builtins.list[Answer | None]:
-        """Ask all owners of keys; the first answer about each that is not None. Raises `Unavailable` where
-        there is none and an owner is silent."""
+        """Ask all owners of the keys, and return for each key the first answer that is not None. Raises
+        `Unavailable` if a key has no such answer and one of its owners did not answer."""
         shards = self.shard_map()
         if not shards.shards and keys:
             raise Unavailable(_NO_SHARDS)
@@ -286,7 +287,7 @@ class ShardedStore(ChunkStore):
         heads: HeadRange,
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
-        """A shard's stream. Its breaker learns whether it failed."""
+        """Yield the items of a shard's stream, and record in its breaker whether the shard answered."""
         shard = self._shard(address)
         with counted(shard.breaker, address.address, is_refusal_counted=False):
             yield from shard.store.stream(namespace, keys, layers, heads, deadline_s)
@@ -296,7 +297,7 @@ class ShardedStore(ChunkStore):
         return sum(filter(None, self._ask_parts(owned, lambda store, part: store.prefetch(namespace, part))))
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
-        """Pins every replica, and counts chunks. A shard that does not answer pins none of its own."""
+        """Pins every replica, and counts each chunk once. A shard that does not answer pins nothing."""
         shards = self.shard_map()
         owned = _split_by_owner(shards, keys, shards.replicas)
         answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, part, lease_s))
@@ -337,8 +338,8 @@ class ShardedStore(ChunkStore):
         return self._options.destroy_keys(namespace)
 
     def erasures(self, cursor: str) -> ErasurePage:
-        """A shard that joined behind the cursor answers from its first erasure on, one that does not answer
-        goes on later."""
+        """A shard that joined after the cursor was returned answers from its first erasure on. The cursor
+        keeps the place of a shard that does not answer."""
         shards = self.shard_map().shards
         seen = read_cursor(cursor)
         after = {shard: seen.get(shard.shard_id, 0) if cursor else None for shard in shards}
@@ -351,7 +352,8 @@ class ShardedStore(ChunkStore):
         return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
 
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `StoreCursor.merge`. A shard that does not answer tells its events later."""
+        """Merges pages as `StoreCursor.merge` does. A later page includes the events of a shard that does not
+        answer now."""
         shards = self.shard_map().shards
         if not shards:
             raise Unavailable(_NO_SHARDS)
@@ -366,9 +368,9 @@ class ShardedStore(ChunkStore):
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None
     ) -> builtins.list[ChunkManifest]:
-        """Only chunks that are found by key: a shard may still hold what another owns by now. Raises
-        `Unavailable` where a shard does not answer, with replicas as well: what it holds may be nowhere
-        else."""
+        """Lists only chunks that a lookup by key finds: a shard may still hold chunks that another shard owns
+        now. Raises `Unavailable` if a shard does not answer, even with replicas, because it may hold the only
+        copy of a chunk."""
         shards = self.shard_map()
         found: dict[ChunkKey, ChunkManifest] = {}
         while len(found) < limit:
@@ -416,7 +418,7 @@ class ShardedStore(ChunkStore):
         newest: bytes,
     ) -> None:
         """Put the newest report into the shards that hold an older one or none. Otherwise a shard that missed
-        a trip would undo it on the day when it alone answers."""
+        a trip of the gate would undo it when it is the only one to answer."""
 
         def put(store: GrpcStore) -> None:
             # A shard without room, or with another clock, is no reason to fail a read; nor is a reader who
@@ -464,13 +466,13 @@ _CLOSED = "this client is closed"
 _SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
 _NO_SHARDS = "the shard map is empty; start a shard (kintsugi store serve --help says how)"
 _SHARDS, _LEASE = ",", "="
-"""Separators in the id of a lease over several shards: `SHARD=LEASE,SHARD=LEASE`."""
+"""Separators in the id of a lease at several shards: `SHARD=LEASE,SHARD=LEASE`."""
 
 
 def _split_by_owner(
     shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
 ) -> dict[ShardAddress, list[ChunkKey]]:
-    """The keys that each shard owns as one of the first `replicas`."""
+    """Return the keys of which each shard is one of the first `replicas` owners."""
     owned: dict[ShardAddress, list[ChunkKey]] = {}
     for key in keys:
         for owner in shards.owners(key)[:replicas]:
@@ -479,7 +481,7 @@ def _split_by_owner(
 
 
 def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:
-    """The answers of all shards of the map. Raises `Unavailable` where one does not answer."""
+    """Return the answers of all shards of the map. Raises `Unavailable` if one does not answer."""
     if not shards.shards:
         raise Unavailable(_NO_SHARDS)
     silent = [shard for shard, answer in zip(shards.shards, answers, strict=True) if answer is None]

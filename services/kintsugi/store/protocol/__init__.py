@@ -1,1 +1,1 @@
-"""What clients and shards of the store agree on: the interface, the wire, errors, TLS."""
+"""Code that clients and shards of the store share: the interface, the wire format, errors, TLS, access."""

@@ -1,4 +1,4 @@
-"""Finds out who calls, by the entries of a tokens file. Changes of the file take effect.
+"""Identifies callers by the entries of a tokens file, which is read again when it changes.
 
 The file is JSON:
 
@@ -8,11 +8,10 @@ The file is JSON:
                        "verbs": ["put", "generate"]}]}
 
 `verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). `limits` and `privacy` beside
-`tokens` hold rules for namespaces by pattern (`core.namespaces`). Tokens are 256 random bits
-made by `gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by
-guessing, so a slow password hash would only cost every request milliseconds. The token itself is shown once
-and stored nowhere.
-"""
+`tokens` hold rules for namespaces by pattern (`core.namespaces`). Tokens are 256 random bits made by
+`gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by guessing,
+so a slow password hash would only cost every request milliseconds. The token itself is shown only when it is
+made, and is never stored."""
 
 from __future__ import annotations
 
@@ -33,13 +32,14 @@ from kintsugi.store.protocol.private_files import check_private
 from kintsugi.store.protocol.watched_files import WatchedFiles
 
 ENTRIES_MAX = 1_000
-"""Maximum number of tokens, and of certificates. Each request is compared with every token: measured as
-0.06 ms."""
+"""Maximum number of tokens, and of certificates. Each request is compared with every token, which takes 0.06
+ms."""
 FILE_BYTES_MAX = 8 << 20
 
 
 class Access:
-    """Finds out who sent a request. Thread-safe. Accepts everyone: on loopback, or with `insecure`."""
+    """Identifies the sender of a request. Thread-safe. This class accepts every caller: on loopback, or with
+    `insecure`."""
 
     has_tokens = False
 
@@ -50,27 +50,26 @@ class Access:
 
     @property
     def has_certificates(self) -> bool:
-        """Whether a client certificate may stand for a caller."""
+        """Whether client certificates identify callers."""
         return False
 
     def caller(self, token: str | None, identities: Collection[str] = ()) -> Caller:
-        """``identities``: those of the client certificate that the connection verified, such as `CN=worker`.
+        """Return the caller. `identities` are those of the verified client certificate, such as `CN=worker`.
 
-        A token goes before a certificate. Raises `Unauthenticated`.
-        """
+        A token takes precedence over a certificate. Raises `Unauthenticated`."""
         return ANYONE
 
     def rules(self) -> NamespaceRules:
-        """Rules for namespaces that come with the tokens."""
+        """Return the rules for namespaces in the tokens file."""
         return NO_RULES
 
     def sees_all(self, caller: Caller) -> bool:
-        """Whether a caller may know what concerns every namespace, as metrics do: where entries name verbs,
-        one that may operate the whole service."""
+        """Return whether a caller may see data of every namespace, such as metrics. If any entry has `verbs`,
+        this needs the verb `admin` on every namespace."""
         return not self.names_verbs or (caller.may(Verb.ADMIN) and caller.is_unrestricted)
 
     def check_sees_all(self, caller: Caller) -> None:
-        """Raises `PermissionDenied` for a caller who does not see all."""
+        """Raise `PermissionDenied` if `sees_all` is False."""
         if not self.sees_all(caller):
             caller.require_everywhere(Verb.ADMIN)
 
@@ -81,8 +80,8 @@ class TokenFile(Access):
     has_tokens = True
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` gives seconds since 1970. Raises `InvalidField` for a file that cannot be read or
-        parsed, or that others may read."""
+        """`clock` returns Unix seconds. Raises `InvalidField` for a file that cannot be read or parsed, or
+        that other users may read."""
         self._clock = clock
         self._file = WatchedFiles("tokens file", (path,), partial(_read_private, path))
 
@@ -124,7 +123,8 @@ class TokenFile(Access):
 
 
 def open_access(tokens_file: str | Path | None) -> Access:
-    """The access by a file's entries; without a file for everyone. Raises `InvalidField`."""
+    """Return the access by a file's entries; without a file, access for every caller. Raises
+    `InvalidField`."""
     return TokenFile(Path(tokens_file)) if tokens_file else Access()
 
 
@@ -133,7 +133,7 @@ def token_digest(token: str) -> str:
 
 
 def read_document(path: Path) -> AccessDocument:
-    """The file's entries. Raises `InvalidField`."""
+    """Return the file's entries. Raises `InvalidField`."""
     return parse_document(read_values(path), path)
 
 
@@ -143,7 +143,7 @@ def _read_private(path: Path) -> AccessDocument:
 
 
 def read_values(path: Path) -> Any:
-    """The file's JSON. Raises `InvalidField`."""
+    """Return the file's JSON. Raises `InvalidField`."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
@@ -155,12 +155,12 @@ def read_values(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidField(
-            "tokens_file", f"{path} is no JSON ({error}); make one with kintsugi token"
+            "tokens_file", f"{path} is not JSON ({error}); make a tokens file with kintsugi token"
         ) from None
 
 
 def parse_document(values: Any, path: Path) -> AccessDocument:
-    """``path`` is where the values are from. Raises `InvalidField`."""
+    """Return the entries in the values of the file at `path`. Raises `InvalidField`."""
     document = load(AccessDocument, values, where=str(path))
     for name, entries in (("tokens", document.tokens), ("certificates", document.certificates)):
         if len(entries) > ENTRIES_MAX:
@@ -172,14 +172,15 @@ def parse_document(values: Any, path: Path) -> AccessDocument:
 
 
 def identities_of_call(context: Any) -> tuple[str, ...]:
-    """The identities of the client certificate behind a gRPC call; none without mutual TLS."""
+    """Return the identities in the client certificate of a gRPC call; empty without mutual TLS."""
     names = context.auth_context()
     kinds = (("CN=", "x509_common_name"), ("DNS:", "peer_dns"), ("URI:", "peer_uri"))
     return tuple(kind + name.decode(errors="replace") for kind, key in kinds for name in names.get(key, ()))
 
 
 def identities_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The same from what `ssl.SSLObject.getpeercert` gives; None without a certificate."""
+    """Return the identities in the result of `ssl.SSLObject.getpeercert`, which is None without a
+    certificate."""
     return tuple(_identities(certificate or {}))
 
 

@@ -1,10 +1,9 @@
-"""An audit log: who asked for what, and how it ended, one line of JSON each.
+"""An audit log with one line of JSON per request: the caller, the request and the result.
 
-Lines are appended and never changed. A line is in the operating system's hands before the request counts as
-ended: it outlives the process, but not a power failure. A file that is full is renamed to `NAME.1`, what was
-`NAME.1` to `NAME.2`, and so on; the oldest beyond `FILES_MAX` is removed. Ship the files elsewhere to keep
-them longer.
-"""
+Lines are appended and never changed. A line is written to the operating system before the request ends: it
+survives a crash of the process, but not a power failure. A full file is renamed to `NAME.1`, the previous
+`NAME.1` to `NAME.2`, and so on; at most `FILES_MAX` files are kept. Copy the files elsewhere to keep them
+longer."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES_MAX = 64 << 20
 FILES_MAX = 16
-"""Files kept of one log, the one being written included."""
+"""Maximum number of files of one log, including the current one."""
 STRANGERS_PERIOD_S = 1.0
-"""Callers without a valid token get one line in this time, which counts the others: they must not be able to
-push the lines of others out of the log."""
+"""Callers without a valid token share one line per period, which counts their requests: they must not be able
+to push other lines out of the log."""
 FILE_MODE = 0o600
 
 
@@ -38,16 +37,16 @@ class AuditEntry:
     """One request."""
 
     method: str
-    """The RPC's name, or the path."""
+    """Name of the RPC, or the HTTP path."""
     result: str
-    """`OK`, or the name of the gRPC status; over HTTP the status."""
+    """`OK` or the name of the gRPC status; over HTTP, the status code."""
     caller: str = ""
     """The caller's name in the tokens file; empty for one without a valid token or certificate."""
     verb: Verb | None = None
-    """The verb that the request needs; None: any."""
+    """The verb that the request requires; None: any."""
     namespace: str = ""
     keys: Sequence[str] = ()
-    """The chunks that it names, hexadecimal."""
+    """Keys of the chunks in the request, hexadecimal."""
     request_id: str = ""
     error: str = ""
 
@@ -64,8 +63,8 @@ class AuditLog:
         files_max: int = FILES_MAX,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Writes to ``NAME.jsonl`` in ``folder``, which is created. Raises `InvalidField` if that cannot be
-        written."""
+        """Open `NAME.jsonl` in `folder`, which is created if it is missing. Raises `InvalidField` if the file
+        cannot be written."""
         self.path = folder / f"{name}.jsonl"
         self._file_bytes_max = file_bytes_max
         self._files_max = files_max
@@ -74,7 +73,7 @@ class AuditLog:
         self._strangers = 0
         self._stranger_s = float("-inf")
         self._is_torn = False
-        """The last line has no end."""
+        """Whether the last line is incomplete."""
         self.lines_lost = 0
         """Lines that could not be written."""
         try:
@@ -87,7 +86,7 @@ class AuditLog:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, entry: AuditEntry) -> None:
-        """Appends a line. A failure is logged and counted, and the request goes on."""
+        """Append a line. A failure is logged and counted, and the request continues."""
         with self._lock:
             others = 0
             if not entry.caller:
@@ -100,10 +99,11 @@ class AuditLog:
                 self._append(self._format(entry, others))
             except OSError as error:
                 self.lines_lost += 1
-                log.error("a line of the audit log %s is lost (%s); make room for it", self.path, error)
+                log.error("a line of the audit log %s was lost (%s); free some disk space", self.path, error)
 
     def _format(self, entry: AuditEntry, others: int) -> bytes:
-        """``others``: requests of strangers since the last line about one."""
+        """Return one line. `others` is the number of requests without a valid token since the last such
+        line."""
         time_utc = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {
             "time": time_utc,
@@ -127,7 +127,7 @@ class AuditLog:
         whole = b"\n" + line if self._is_torn else line
         self._is_torn = os.write(self._fd, whole) != len(whole)
         if self._is_torn:
-            raise OSError("no room for the whole line")
+            raise OSError("the line was written only in part")
 
     def _inode(self) -> int:
         try:
@@ -141,8 +141,8 @@ class AuditLog:
         self._fd = fresh
 
     def _rotate(self, full: int) -> None:
-        """Renames the files and begins a new one, unless another process has done so. ``full``: the inode of
-        the file that is full."""
+        """Rename the files and begin a new one, unless another process did so. `full` is the inode of the
+        full file."""
         with lock_folder(self.path.parent):
             if self._inode() == full:
                 names = [self.path, *(Path(f"{self.path}.{age}") for age in range(1, self._files_max))]
@@ -160,5 +160,5 @@ class AuditLog:
 
 
 def open_audit(folder: str | Path | None, name: str) -> AuditLog | None:
-    """The log in a folder; None without one. Raises `InvalidField`."""
+    """Open the log in a folder; None without a folder. Raises `InvalidField`."""
     return AuditLog(Path(folder), name) if folder else None

@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures a shard or a store gets no calls for a while, then one probe."""
+"""A circuit breaker: after failures, calls stop for a while, then one probe is allowed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BACKED_OFF_S_MAX = 40.0
 
 
 class CircuitBreaker:
-    """Thread-safe. While it is closed, calls pass. After ``failures_max`` failures in a row it is open and no
+    """Thread-safe. While it is closed, calls pass. After `failures_max` failures in a row it is open and no
     call passes for `OPEN_S`. Then one probe passes: its success closes the circuit, its failure opens it
-    again. With ``backs_off``, each failed probe also doubles the wait for the next, up to `BACKED_OFF_S_MAX`:
-    for calls whose probe somebody waits for."""
+    again. With `backs_off`, each failed probe also doubles the wait for the next, up to `BACKED_OFF_S_MAX`.
+    It is meant for calls whose probe delays a request."""
 
     def __init__(
         self,
@@ -34,12 +34,13 @@ class CircuitBreaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether every call passes; else `allows` decides which call may probe."""
+        """Whether every call passes. If not, `allows` decides which call may probe."""
         with self._lock:
             return self._failures < self._failures_max
 
     def allows(self) -> bool:
-        """Whether a call may be made now. The caller then records its success or failure, or withdraws it."""
+        """Return whether a call may be made now. The caller then records its success or failure, or withdraws
+        it."""
         with self._lock:
             if self._failures < self._failures_max:
                 return True
@@ -52,7 +53,7 @@ class CircuitBreaker:
             return True
 
     def withdraw(self) -> None:
-        """The call that was allowed was not made: another may probe."""
+        """Record that an allowed call was not made, so that another call may probe."""
         with self._lock:
             self._probe_s = None
 
@@ -63,7 +64,7 @@ class CircuitBreaker:
             self._probe_s = None
 
     def trip(self) -> None:
-        """Open the circuit now, whatever came before."""
+        """Open the circuit now, whatever the number of failures."""
         with self._lock:
             self._failures = max(self._failures, self._failures_max)
             self._probe_s = None

@@ -1,7 +1,6 @@
-"""Who may do what: callers, the verbs and namespaces that they are granted, and the entries of a tokens file.
+"""Callers, the verbs and namespaces that they are granted, and the entries of a tokens file.
 
-Pure. `access` reads the file and finds out who calls.
-"""
+Pure. `access` reads the file and identifies callers."""
 
 from __future__ import annotations
 
@@ -22,34 +21,34 @@ from kintsugi.core.spaces import check_namespace
 
 EVERY_NAMESPACE = "*"
 SUBJECT_KINDS = ("CN=", "DNS:", "URI:")
-"""What a certificate's identity begins with: the subject's common name, and its alternative names."""
+"""Prefixes of a certificate's identities: the subject's common name, and its alternative names."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Verb(StrEnum):
-    """What a caller may do."""
+    """A permission of a caller."""
 
     GENERATE = "generate"
-    """Ask for answers, and read the KV of chunks."""
+    """Request answers, and read the KV of chunks."""
     PUT = "put"
     """Store chunks."""
     DELETE = "delete"
-    """Delete the chunks that it names."""
+    """Delete chunks by key."""
     LIST = "list"
-    """Learn what is stored: chunks, the accounting of answers, `explain`."""
+    """See which chunks are stored: listings, the accounting of answers, `explain`."""
     ADMIN = "admin"
-    """Operate the service: metrics; on a shard, drain it and clear a namespace."""
+    """Operate the service: read metrics; on a shard, drain it and clear a namespace."""
     REPORT = "report"
     """Write calibration reports, which decide whether a model is blended for every tenant."""
 
 
 TENANT_VERBS = frozenset({Verb.GENERATE, Verb.PUT, Verb.DELETE, Verb.LIST})
-"""The verbs of an entry that names none: what every token could do before there were verbs."""
+"""The verbs of an entry without `verbs`."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     name: str
     namespaces: tuple[str, ...]
@@ -59,8 +58,8 @@ class Caller:
         return verb in self.verbs
 
     def may_use(self, namespace: str) -> bool:
-        """Whoever may use a namespace may use its parts, too. `docs/*` names no parts of `docs`: who may not
-        use `docs` itself may use them only by `docs/-/*`."""
+        """Return whether the caller may use a namespace. A caller that may use a namespace may also use its
+        parts. The pattern `docs/*` does not include the parts of `docs` itself; `docs/-/*` does."""
         return any(
             (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
             if pattern.endswith("*")
@@ -69,7 +68,8 @@ class Caller:
         )
 
     def authorize(self, namespace: str, verb: Verb | None = None) -> str:
-        """Returns the namespace. ``verb`` None: every verb will do.
+        """Check that the caller may use a namespace and has a verb, and return the namespace. `verb` None:
+        any verb.
 
         Raises `InvalidField` for an invalid namespace, and `PermissionDenied`.
         """
@@ -84,7 +84,7 @@ class Caller:
         return namespace
 
     def require(self, verb: Verb) -> None:
-        """Raises `PermissionDenied` for a caller without the verb."""
+        """Raise `PermissionDenied` if the caller lacks the verb."""
         if verb not in self.verbs:
             raise PermissionDenied(
                 f"{self.name!r} lacks the verb {verb.value!r}; it has "
@@ -92,7 +92,7 @@ class Caller:
             )
 
     def require_everywhere(self, verb: Verb) -> None:
-        """For what concerns every namespace. Raises `PermissionDenied`."""
+        """Raise `PermissionDenied` unless the caller has the verb on every namespace."""
         self.require(verb)
         if not self.is_unrestricted:
             raise PermissionDenied(
@@ -115,17 +115,17 @@ class Grant:
     __pydantic_config__ = STRICT
 
     name: str
-    """Names the caller in logs and messages."""
+    """The caller's name in logs and messages."""
     sha256: str
     """SHA-256 of the token, hexadecimal."""
     namespaces: tuple[str, ...]
-    """Namespaces that the token may use; `*` at the end of one stands for any rest."""
+    """Namespaces that the token may use; `*` at the end of a name matches any rest."""
     verbs: tuple[Verb, ...] | None = None
     """None: generate, put, delete and list."""
     expires: str | None = None
-    """When the token stops to be accepted, as RFC 3339 with an offset; None: never."""
+    """When the token expires, in RFC 3339 with an offset; None: never."""
     revoked: bool = False
-    """Refuse the token from now on. The entry stays, so that the audit log's name keeps its meaning."""
+    """Refuse the token. The entry stays, so that the name in the audit log keeps its meaning."""
 
     def __post_init__(self) -> None:
         _check_entry("token", self.name, self.namespaces, self.verbs)
@@ -139,7 +139,7 @@ class Grant:
         return _build_caller(self)
 
     def why_refused(self, now_s: float) -> str:
-        """Why the token is not accepted at ``now_s`` (seconds since 1970); empty: it is."""
+        """Return why the token is refused at `now_s` (Unix seconds); empty: it is accepted."""
         if self.revoked:
             return "this token was revoked; ask for another (kintsugi token)"
         if self.expires is not None and now_s >= parse_time_s("expires", self.expires):
@@ -154,11 +154,11 @@ class CertificateGrant:
     __pydantic_config__ = STRICT
 
     name: str
-    """Names the caller in logs and messages."""
+    """The caller's name in logs and messages."""
     subject: str
     """`CN=` and the subject's common name, or `DNS:` or `URI:` and one of its alternative names."""
     namespaces: tuple[str, ...]
-    """Namespaces that the certificate may use; `*` at the end of one stands for any rest."""
+    """Namespaces that the certificate may use; `*` at the end of a name matches any rest."""
     verbs: tuple[Verb, ...] | None = None
     """None: generate, put, delete and list."""
 
@@ -177,7 +177,7 @@ class CertificateGrant:
 
 @dataclass(frozen=True)
 class AccessDocument:
-    """What a tokens file holds."""
+    """Contents of a tokens file."""
 
     __pydantic_config__ = STRICT
 
@@ -193,12 +193,12 @@ class AccessDocument:
 
     @property
     def names_verbs(self) -> bool:
-        """Whether any entry names verbs. A file without them means what it meant before there were any."""
+        """Whether any entry has `verbs`."""
         entries: list[Grant | CertificateGrant] = [*self.tokens, *self.certificates]
         return any(entry.verbs is not None for entry in entries)
 
     def find_certificate(self, identities: Collection[str]) -> CertificateGrant | None:
-        """The first entry that stands for one of a certificate's identities."""
+        """Return the first entry for one of a certificate's identities."""
         return next((entry for entry in self.certificates if entry.subject in identities), None)
 
 
@@ -209,9 +209,9 @@ def _build_caller(entry: Grant | CertificateGrant) -> Caller:
 
 def _check_entry(kind: str, name: str, namespaces: Sequence[str], verbs: Sequence[Verb] | None) -> None:
     if not name:
-        raise InvalidField("name", f"is mandatory: name the {kind}'s owner")
+        raise InvalidField("name", f"is required: name the {kind}'s owner")
     if not namespaces:
-        raise InvalidField("namespaces", f"of {kind} {name!r} is empty: name what it may use")
+        raise InvalidField("namespaces", f"of {kind} {name!r} is empty: name the namespaces that it may use")
     for pattern in namespaces:
         check_namespace_pattern(pattern)
     if verbs is not None and not verbs:
@@ -221,8 +221,8 @@ def _check_entry(kind: str, name: str, namespaces: Sequence[str], verbs: Sequenc
 
 
 def parse_time_s(field: str, text: str) -> float:
-    """Seconds since 1970 of a time as RFC 3339. Raises `InvalidField`, also for a time without an offset,
-    which would mean another moment on every machine."""
+    """Return the Unix seconds of a time in RFC 3339. Raises `InvalidField`, also for a time without an
+    offset, which would depend on the machine's time zone."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
@@ -233,6 +233,6 @@ def parse_time_s(field: str, text: str) -> float:
 
 
 def parse_bearer(header: str | None) -> str | None:
-    """The token in `Bearer TOKEN`; None for anything else."""
+    """Return the token in `Bearer TOKEN`; None for anything else."""
     scheme, _, token = (header or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None

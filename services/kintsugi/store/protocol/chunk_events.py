@@ -1,11 +1,10 @@
-"""What happened to chunks lately: which a store got, and which it gave up. For routers.
+"""Recent events of chunks: which a store inserted and which it removed. For routers.
 
-Every shard logs its own events, whoever caused them: puts, what engines discover, copies from other shards,
-evictions, deletions. It does so for namespaces that are *followed*: those whose events were read lately. Each
-has a log of its own with numbers of its own, so that no event of one namespace shows in what another one is
-told. A log has a bounded length and is read by a cursor. It is a hint: `ChunkStore.find` says what is there
-now.
-"""
+Every shard logs its own events, whatever their cause: puts, chunks that engines discover, copies from other
+shards, evictions, deletions. It logs only *followed* namespaces, whose events were read lately. Each
+namespace has its own log with its own numbers, so that a reader of one namespace learns nothing about
+another. A log has a bounded length and is read with a cursor. Events are hints: `ChunkStore.find` returns
+what is stored now."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ from kintsugi.core.namespaces.parts import without_digest
 from kintsugi.core.spaces import ChunkKey
 
 EVENTS_MAX = 1024
-"""Events that a store keeps of one namespace: 0.3 MiB."""
+"""Maximum number of events in one namespace's log: 0.3 MiB."""
 FOLLOWED_MAX = 128
-"""Namespaces that a store logs events of."""
+"""Maximum number of namespaces that a store logs."""
 FOLLOWED_OF_TENANT_MAX = 16
-"""How many of them may be sessions, cache keys or salts of one namespace, or of one tenant of it."""
+"""Maximum number of followed sessions, cache keys or salts of one namespace, or of one tenant in it."""
 FOLLOWED_S = 60.0
-"""A namespace that was not read for so long gives up its log to another."""
+"""A namespace whose log was not read for this long may lose it to another namespace."""
 
 
 class ChunkEventType(StrEnum):
-    """What happened."""
+    """Type of an event."""
 
     STORED = "chunk_stored"
     REMOVED = "chunk_removed"
@@ -45,41 +44,41 @@ class ChunkEventType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:
-    """One chunk in one shard."""
+    """An event of one chunk in one shard."""
 
     type: ChunkEventType
     key: ChunkKey
     num_tokens: int
     at_s: float
-    """Unix seconds, by the shard's clock."""
+    """Unix seconds of the shard's clock."""
     shard: str = ""
-    """Its address; empty for a store without shards."""
+    """The shard's address; empty for a store without shards."""
 
 
 @dataclass(frozen=True)
 class EventPage:
-    """Some events of one namespace; those of one shard are in their order."""
+    """One page of a namespace's events; the events of one shard are in order."""
 
     events: Sequence[ChunkEvent]
     cursor: str
     """Where the next page begins."""
     lost: bool
-    """Whether events before these are not known: what was learned from earlier ones may be wrong."""
+    """Whether earlier events are missing, so that conclusions from previous pages may be wrong."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it tells nothing."""
+        """Whether the page contains no information."""
         return not (self.events or self.lost)
 
 
 class EventLog:
-    """The newest events of one shard. Thread-safe. What happens in a namespace that nobody follows costs a
-    lookup in a dict, any other event some two microseconds."""
+    """The newest events of one shard. Thread-safe. An event of a namespace that is not followed costs a
+    lookup in a dict, any other event about two microseconds."""
 
     def __init__(
         self, clock: Callable[[], float] = time.time, since_start: Callable[[], float] = time.monotonic
     ) -> None:
-        """``clock`` gives Unix seconds, ``since_start`` seconds of a clock that never steps back."""
+        """`clock` returns Unix seconds, `since_start` seconds of a monotonic clock."""
         self._clock = clock
         self._since_start = since_start
         self._lock = threading.Lock()
@@ -95,8 +94,8 @@ class EventLog:
                 followed.add(event)
 
     def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `ChunkStore.events`. The namespace is followed from now on. Raises `InvalidField`, and
-        `ResourceExhausted` where too many others are followed."""
+        """Return events as `ChunkStore.events` does, and follow the namespace from now on. Raises
+        `InvalidField`, and `ResourceExhausted` if too many other namespaces are followed."""
         epoch, seen = _parse_cursor(cursor) if cursor else ("", 0)
         with self._lock:
             if namespace not in self._followed:
@@ -134,14 +133,14 @@ class _Followed:
         self._newest = 0
         """Number of the newest event."""
         self._epoch = secrets.token_hex(4)
-        """Another one in every log: numbers begin anew."""
+        """Differs in every log, because the numbers begin again."""
 
     def add(self, event: ChunkEvent) -> None:
         self._events.append(event)
         self._newest += 1
 
     def read(self, epoch: str, seen: int, limit: int) -> EventPage:
-        """``epoch`` empty: without a cursor."""
+        """Return the events after number `seen`; an empty `epoch` means that the reader has no cursor."""
         if epoch != self._epoch or seen > self._newest:
             return EventPage((), f"{self._epoch}-{self._newest}", bool(epoch))
         gone = self._newest - len(self._events)
@@ -151,8 +150,8 @@ class _Followed:
 
 
 def _parse_cursor(cursor: str) -> tuple[str, int]:
-    """The log that a shard's cursor is of, and the number of the last event that was read. Raises
-    `InvalidField`."""
+    """Return the epoch of the log that a shard's cursor belongs to, and the number of the last event read.
+    Raises `InvalidField`."""
     epoch, _, number = cursor.partition("-")
     if not epoch or not number.isascii() or not number.isdigit() or len(number) > 18:
         raise _no_cursor(cursor)
@@ -160,16 +159,15 @@ def _parse_cursor(cursor: str) -> tuple[str, int]:
 
 
 def _no_cursor(text: str) -> InvalidField:
-    return InvalidField("cursor", f"{text[:40]!r} is none; send the one of the last page, or none")
+    return InvalidField("cursor", f"{text[:40]!r} is not a cursor; send the last page's, or omit it")
 
 
 @dataclass(frozen=True)
 class StoreCursor:
-    """Positions in the logs of many shards, as one text: `TAG.CURSOR_TAG.CURSOR`. The cursor of a shard that
-    tells no events is empty."""
+    """Positions in the logs of many shards, as one text: `TAG.CURSOR_TAG.CURSOR`."""
 
     parts: Mapping[str, str]
-    """Shards' cursors by a digest of their ids. It is short, for cursors are sent in addresses."""
+    """Shards' cursors by a digest of their ids, which is short because cursors are sent in URLs."""
 
     @staticmethod
     def parse(text: str) -> StoreCursor:
@@ -183,13 +181,13 @@ class StoreCursor:
         return StoreCursor(parts)
 
     def of(self, shard_id: str) -> str:
-        """The shard's cursor; empty for a shard that this one knows nothing of."""
+        """Return a shard's cursor; empty for an unknown shard."""
         return self.parts.get(_tag(shard_id), "")
 
     def merge(self, pages: Mapping[str, EventPage | None]) -> EventPage:
-        """What shards answered, by their ids, in one page; events of different shards are in the order of
-        their times. None for a shard that did not answer, whose place is kept. Events are lost, too, where a
-        shard has joined or left, or begins to tell any."""
+        """Merge the shards' pages, by shard id, into one page. Events of different shards are ordered by
+        time. None stands for a shard that did not answer, whose position is kept. The page also counts as
+        incomplete if a shard joined or left."""
         shards = {_tag(shard_id): page for shard_id, page in pages.items()}
         answers = {tag: page for tag, page in shards.items() if page is not None}
         silent = shards.keys() - answers.keys()

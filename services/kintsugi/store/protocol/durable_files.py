@@ -1,5 +1,5 @@
-"""Files and folders that survive a power loss, and are changed by one process at a time. A new file is safe
-only once its folder was synced, too."""
+"""Files and folders that survive a power loss, and locks of folders between processes. A new file is durable
+only after its folder was synced as well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents; all of them survive a power loss. Raises `OSError`."""
+    """Create a folder and its missing parents so that all of them survive a power loss. Raises `OSError`."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -33,7 +33,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace `file` whole or not at all, across a crash and a power loss. Raises `OSError`."""
+    """Replace `file` atomically, so that it survives a crash and a power loss. Raises `OSError`."""
     fresh = file.with_suffix(".new")
     with open(fresh, "wb") as handle:
         handle.write(data)
@@ -45,7 +45,7 @@ def write_durably(file: Path, data: bytes) -> None:
 
 @contextmanager
 def lock_folder(path: Path) -> Iterator[None]:
-    """Keep other processes that lock the same folder waiting. Raises `OSError`."""
+    """Lock a folder; other processes that lock it wait. Raises `OSError`."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

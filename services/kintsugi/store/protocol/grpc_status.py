@@ -1,9 +1,7 @@
-"""The one table between gRPC status and Kintsugi's errors.
+"""Converts between gRPC statuses and Kintsugi's errors, with one table.
 
 A status code names a family; the trailing metadata `kintsugi-error` names the class, so that an error keeps
-its class across the wire. Where the metadata is missing (a proxy in between, gRPC itself), the code alone
-decides.
-"""
+its class across the wire. Without the metadata (from a proxy, or gRPC itself), the code alone decides."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ RETRY_AFTER = "retry-after"
 """Trailing metadata with whole seconds after which the call may succeed."""
 LAYER_LATE = "the next layer did not arrive in time"
 CHECK_ADDRESS = "check that it runs, and that this is its address (kintsugi status)"
-"""What to do where nobody of ours answered."""
+"""Advice if no Kintsugi server answered."""
 DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
 
@@ -55,7 +53,7 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
 
 
 def status_of(error: errors.KintsugiError) -> Any:
-    """The `grpc.StatusCode` that says `error`."""
+    """Return the `grpc.StatusCode` of an error."""
     for cls, code in _TABLE:
         if isinstance(error, cls):
             return code
@@ -63,12 +61,12 @@ def status_of(error: errors.KintsugiError) -> Any:
 
 
 def error_name(error: errors.KintsugiError) -> str:
-    """The value of `ERROR_METADATA`: the name of the nearest class in the table."""
+    """Return the value of `ERROR_METADATA`: the name of the nearest class in the table."""
     return next((cls.__name__ for cls, _ in _TABLE if isinstance(error, cls)), type(error).__name__)
 
 
 async def abort_call(context: Any, error: errors.KintsugiError) -> None:
-    """End a call with the status and metadata that say `error`."""
+    """End a call with the status and metadata of an error."""
     metadata = [(ERROR_METADATA, error_name(error))]
     if isinstance(error, errors.ResourceExhausted) and error.retry_after_s is not None:
         metadata.append((RETRY_AFTER, str(math.ceil(error.retry_after_s))))
@@ -77,7 +75,7 @@ async def abort_call(context: Any, error: errors.KintsugiError) -> None:
 
 
 def error_of(code: Any, details: str, name: str | None = None) -> errors.KintsugiError:
-    """The exception that a status was made from, or stands for."""
+    """Return the exception that a status was made from, or the nearest one."""
     cls = next((cls for cls, _ in _TABLE if cls.__name__ == name), None)
     if cls is None:
         cls = next((cls for cls, row in _TABLE if row == code), errors.Unavailable)
@@ -88,7 +86,7 @@ def error_of(code: Any, details: str, name: str | None = None) -> errors.Kintsug
 
 
 def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
-    """The exception for a failed `grpc.Call`, naming the address it failed at."""
+    """Return the exception for a failed `grpc.Call`; its message contains the address."""
     metadata = dict(tuple(entry) for entry in failure.trailing_metadata() or ())
     name = metadata.get(ERROR_METADATA)
     details = failure.details() or str(failure.code())
@@ -104,8 +102,8 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
 
 @contextmanager
 def errors_of(address: str, expired: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Raise gRPC's failures as ours, naming the address. Where `expired` says that a watchdog cancelled the
-    call, it is a deadline."""
+    """Convert gRPC's exceptions to Kintsugi's, with the address in the message. If `expired` returns True, a
+    watchdog cancelled the call, which counts as an exceeded deadline."""
     try:
         yield
     except grpc.RpcError as error:

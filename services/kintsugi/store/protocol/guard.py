@@ -1,7 +1,6 @@
-"""Who may make which call of a shard, and what the audit log says of it.
+"""Authorises the calls of a shard, and writes them to the audit log.
 
-A shard without a tokens file and an audit log has no guard: calls pass as they are.
-"""
+A shard without a tokens file and an audit log has no guard."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ PUT = "put_chunk_kv"
 
 
 class Reach(Enum):
-    """What a call concerns."""
+    """Which namespaces a call concerns."""
 
     NAMESPACE = "the namespace that its message names"
     EVERYTHING = "every namespace"
@@ -33,13 +32,13 @@ class Reach(Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """What a caller needs for a call."""
+    """Requirements of a call."""
 
     verb: Verb | None
-    """None: any."""
+    """None: any verb."""
     scope: Reach = Reach.NAMESPACE
     is_audited: bool = True
-    """Calls that only tell whether something is there come too often. A refusal is always written."""
+    """False for calls that are too frequent for the log. A refusal is always written."""
 
 
 NEEDS: Mapping[str, Need] = {
@@ -68,12 +67,12 @@ NEEDS: Mapping[str, Need] = {
     # The arena holds the chunks of every namespace.
     "open_arena": Need(Verb.GENERATE, Reach.EVERYTHING),
 }
-"""By the handler's name."""
+"""Requirements by the name of the call's handler."""
 
 
 @dataclass
 class _Call:
-    """One call, as far as it is known."""
+    """The facts known about one call."""
 
     verb: Verb | None
     caller: str = ""
@@ -82,7 +81,7 @@ class _Call:
 
 
 class ShardGuard:
-    """Admits calls, and writes what became of them."""
+    """Authorises calls, and writes their results to the audit log."""
 
     def __init__(self, access: Access, audit: AuditLog | None) -> None:
         self._access = access
@@ -90,7 +89,7 @@ class ShardGuard:
 
     @contextmanager
     def admit(self, rpc: str, request: Any, context: Any) -> Iterator[Any]:
-        """Gives the request to be handled: for a put, messages that are checked as they come.
+        """Yield the request to handle; for a put, an iterator that checks the messages as they arrive.
 
         Raises `Unauthenticated`, `PermissionDenied`, and `InvalidField` for an invalid namespace.
         """
@@ -127,7 +126,7 @@ class ShardGuard:
     async def _check_put(
         self, caller: Caller, call: _Call, messages: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
-        """Checks the header that a put begins with, and passes on every message."""
+        """Check the header of a put, which comes first, and yield every message."""
         is_first = True
         async for message in messages:
             if is_first:
@@ -138,7 +137,7 @@ class ShardGuard:
 
 
 def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
-    """Notes what the request names. Raises `PermissionDenied` and `InvalidField`."""
+    """Record the names in a request, and authorise it. Raises `PermissionDenied` and `InvalidField`."""
     if isinstance(request, pb.LeaseLayersRequest):
         request = request.request
     call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]

@@ -2,8 +2,7 @@
 
 Calls block, and any thread may make them. The engine makes them in loader threads, never in the scheduler's;
 the gateway keeps its event loop free with `gateway.threaded_store`. A store never decodes frames. A chunk is
-there whole, or it is a miss.
-"""
+stored completely, or it is a miss."""
 
 from __future__ import annotations
 
@@ -26,32 +25,33 @@ DATA_KEYS = "data keys"
 KEPT_KEYS = "data keys, not destroyed: this process cannot change them"
 
 ANCHOR_CANDIDATES_MAX = 16
-"""Manifests returned for one anchor, longest first: a bound on what a hostile corpus can make us try."""
+"""Maximum number of manifests returned for one anchor, longest first. It bounds the work that a hostile
+corpus can cause."""
 
 
 @dataclass(frozen=True)
 class TierUse:
-    """What one tier of a shard holds."""
+    """Usage of one tier of a shard."""
 
     name: str
     chunks: int
     bytes_used: int
     bytes_capacity: int
     evictions: int
-    """Since the shard started, as all counts."""
+    """Evictions since the shard started."""
     queue_bytes: int
-    """Bytes that wait to be written to it."""
+    """Bytes waiting to be written to the tier."""
     failure: str
-    """Why the last write to it or read from it failed; empty: neither did."""
+    """Error of the last write or read of the tier; empty: both succeeded."""
 
 
 @dataclass(frozen=True)
 class ShardUse:
-    """What one shard holds and has counted."""
+    """Usage and counters of one shard."""
 
     address: str
     answers: bool = False
-    """Whether it answered; where not, nothing below counts."""
+    """Whether the shard answered; if not, the fields below are meaningless."""
     draining: bool = False
     chunks: int = 0
     hits: int = 0
@@ -68,7 +68,7 @@ class StoreStats:
     bytes_used: int
     bytes_capacity: int
     transport: str
-    """Name of the path that bytes take to this client: `ram`, `grpc`, `shared-memory`."""
+    """How bytes reach this client: `ram`, `grpc` or `shared-memory`."""
     durable: bool = False
     """Whether every shard that answers has a tier that outlives its process."""
     shards: tuple[ShardUse, ...] = ()
@@ -77,7 +77,7 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class Found:
-    """A chunk in a store, and where it would be read from."""
+    """A chunk in a store, and the source that it would be read from."""
 
     manifest: ChunkManifest
     source: ChunkSource
@@ -85,22 +85,22 @@ class Found:
 
 @dataclass(frozen=True)
 class Erasure:
-    """A chunk, or a whole namespace, of which nothing was to be left."""
+    """The erasure of a chunk or of a whole namespace."""
 
     namespace: str
     key: ChunkKey | None
     """None: the whole namespace."""
     at_s: float
-    """When that was asked for, in Unix seconds."""
+    """When the erasure was requested, in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class ErasurePage:
-    """Some erasures in the order in which a store recorded them."""
+    """One page of erasures, in the order in which a store recorded them."""
 
     erasures: Sequence[Erasure]
     cursor: str
-    """Where the next page begins. As it was: nothing more has been recorded."""
+    """Where the next page begins; the same as before if nothing more was recorded."""
 
 
 @dataclass(frozen=True)
@@ -109,36 +109,35 @@ class PinLease:
 
     lease_id: str
     chunks: int
-    """How many of the keys were found in the store, and pinned."""
+    """Number of the keys that were found and pinned."""
 
 
 class ChunkStore(ABC):
     """Chunk KV by key.
 
-    Invariants: `put` makes a chunk visible whole or not at all; no call finds a chunk of another namespace;
-    all frames of a chunk that `stream` yields were written by one `put`; instead of a frame that fails its
-    digest, `stream` yields `ChunkLost`, and the chunk is quarantined.
-    Errors: `Unavailable`, `DeadlineExceeded`, `ResourceExhausted`, `InvalidField`, `VersionMismatch`.
-    """
+    Invariants: `put` makes a chunk visible completely or not at all; no call finds a chunk of another
+    namespace; all frames of a chunk that `stream` yields come from one `put`; `stream` yields `ChunkLost`
+    instead of a frame that fails its digest, and the chunk is quarantined. Errors: `Unavailable`,
+    `DeadlineExceeded`, `ResourceExhausted`, `InvalidField`, `VersionMismatch`."""
 
     def name_key(self, namespace: str) -> bytes:
-        """`ChunkSpace.name_key` of a namespace's spaces: empty where it is not encrypted. Raises what
-        `KeySource.find` raises."""
+        """Return the `ChunkSpace.name_key` of a namespace's spaces; empty if the namespace is not encrypted.
+        Raises as `KeySource.find` does."""
         return b""
 
     @abstractmethod
     def lookup(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
-        """The manifest of each key, None for a miss. A hit counts as a use of the chunk."""
+        """Return the manifest of each key, None for a miss. A hit counts as a use of the chunk."""
 
     def find(self, namespace: str, keys: Sequence[ChunkKey]) -> list[Found | None]:
-        """Like `lookup`, and in the same call the source that each chunk would be read from now."""
+        """Like `lookup`, but also returns the source that each chunk would be read from now."""
         source = ChunkSource(tier=self.transport)
         return [None if m is None else Found(m, source) for m in self.lookup(namespace, keys)]
 
     def tiers(self, namespace: str, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """The fastest tier that holds each key, None for a miss.
+        """Return the fastest tier that holds each key, None for a miss.
 
-        For callers that act on misses: unlike `lookup`, it raises `Unavailable` if a key was not found and a
+        For callers that act on misses. Unlike `lookup`, raises `Unavailable` if a key was not found and a
         shard that owns it did not answer."""
         return [self.transport if manifest else None for manifest in self.lookup(namespace, keys)]
 
@@ -146,8 +145,8 @@ class ChunkStore(ABC):
     def lookup_anchors(
         self, namespace: str, space_digest: bytes, anchors: Sequence[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """Chunks of a chunk space whose first tokens hash to an anchor: at most
-        `ANCHOR_CANDIDATES_MAX` each, longest first; anchors without candidates are left out. The
+        """Return the chunks of a chunk space whose first tokens hash to an anchor: at most
+        `ANCHOR_CANDIDATES_MAX` for each anchor, longest first. Anchors without chunks are left out. The
         caller recomputes a candidate's key from its own tokens before using it."""
 
     @abstractmethod
@@ -159,20 +158,22 @@ class ChunkStore(ABC):
         tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        """Store one chunk: `frames` holds its layers in order, behind its side frames where it has some.
-        Returns whether it was new; one that is there stays as it is, and is kept as by `retain`.
-        `recompute_ms` is the time that computing it took, which placement and eviction weigh; 0: unknown.
-        `tier` is where to keep it: `auto`, `ram` or an SSD tier; empty: the client's default. `ttl_s` is its
-        lifetime by the store's clock, also over restarts; 0: the client's default, which is none unless it
-        was set. Where room is short, chunks with a lifetime leave before those without. Raises `InvalidField`
-        if frames and manifest disagree or the tier does not exist, `Corrupted` if a digest does not match,
-        and `NotFound` for a chunk that was erased since its save was asked for (`manifest.asked_at_s`)."""
+        """Store one chunk. `frames` holds its side frames, if any, and then its layers in order. Returns
+        whether the chunk was new; a stored chunk stays unchanged, and its lifetime is extended as by
+        `retain`. `recompute_ms` is the time that its prefill took, which placement and eviction weigh; 0:
+        unknown. `tier` is `auto`, `ram` or the name of an SSD tier; empty: the client's default. `ttl_s` is
+        its lifetime by the store's clock, which continues over restarts; 0: the client's default, which is
+        unlimited unless it was set. Chunks with a lifetime are evicted before chunks without one. Raises
+        `InvalidField` if frames and manifest disagree or the tier does not exist, `Corrupted` if a digest
+        does not match, and `NotFound` for a chunk that was erased after its save was requested
+        (`manifest.asked_at_s`)."""
 
     @abstractmethod
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> list[bool]:
-        """Keep chunks that are there for `ttl_s` from now at least; 0: as in `put`. Returns whether each is.
-        No lifetime gets shorter: delete a chunk that is to go earlier. One that gets none leaves with those
-        that never had one. Raises `Unavailable` where a shard that may hold one does not answer."""
+        """Keep stored chunks for at least `ttl_s` from now; 0: as in `put`. Returns for each key whether the
+        chunk is stored. Never shortens a lifetime: delete a chunk to remove it earlier. An unlimited lifetime
+        replaces a limited one. Raises `Unavailable` if a shard that may hold one of the chunks does not
+        answer."""
 
     @abstractmethod
     def stream(
@@ -184,84 +185,85 @@ class ChunkStore(ABC):
         deadline_s: float,
     ) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield frames, verified against their digests, layer by layer: layer i of every chunk comes before
-        layer i + 1 of any. With `layers` from below 0, the side frames of those kinds come first, of the
-        chunks that have some. `heads` are those of the layer that has most; of the others, the same share is
-        read. Encrypted frames are verified by whoever decrypts them.
+        layer i + 1 of any. If `layers` begins below 0, the side frames of those kinds come first, of the
+        chunks that have them. `heads` refers to the layer with the most heads; of other layers, the same
+        share is read. Encrypted frames are verified when they are decrypted.
 
         Nothing is read before the iterator is advanced; closing it early frees what it holds. Raises
         `DeadlineExceeded` if a layer takes longer than `deadline_s`."""
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Start to bring chunks into RAM, without waiting. Returns how many are there or on their way."""
+        """Start to load chunks into RAM, without waiting. Returns how many are in RAM or being loaded."""
         return sum(manifest is not None for manifest in self.lookup(namespace, keys))
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
-        """Protect chunks from eviction for `lease_s`. Raises `ResourceExhausted` if more would be pinned than
-        is allowed, and `InvalidField` for a store that has no pins."""
+        """Protect chunks from eviction for `lease_s`. Raises `ResourceExhausted` if more bytes would be
+        pinned than allowed, and `InvalidField` for a store without pins."""
         raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
 
     def unpin(self, lease_id: str) -> int:
-        """End a lease early. Returns the number of chunks that it held. Raises as `pin` does."""
+        """End a lease early. Returns the number of chunks that it pinned. Raises as `pin` does."""
         raise InvalidField("store", "has no pins; use grpc://, shards:// or shardfile://")
 
     @abstractmethod
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
-        """Delete chunks. Returns how many were there. Open streams still yield every frame. Raises
-        `Unavailable` if a shard that may hold some did not answer; the other shards have deleted theirs."""
+        """Delete chunks. Returns how many were stored. Open streams still yield every frame. Raises
+        `Unavailable` if a shard that may hold some of them did not answer; the other shards have deleted
+        theirs."""
 
     def erase(self, namespace: str, keys: Sequence[ChunkKey] | None, at_s: float) -> Sequence[ErasedPlace]:
-        """Delete chunks whose saves were asked for until `at_s` (Unix seconds; 0: now), all of the namespace
-        and its parts for None, and leave nothing of their bytes in any tier, nor of what those tiers evicted
-        before. Returns where they were; every shard is named. Waits for readers of the chunks.
+        """Erase chunks whose saves were requested until `at_s` (Unix seconds; 0: now); `keys` None: all
+        chunks of the namespace and its parts. No tier keeps any of their bytes, nor of copies that it evicted
+        before. Returns the places where they were stored; every shard is named. Waits for readers of the
+        chunks.
 
-        The erasure is recorded: a put that was asked for until then is refused, caches follow it
-        (`erasures`), and shards that are away apply it when they return. Raises `Unavailable` if a shard that
-        may hold some did not answer, or could not do it: erase again. Raises `InvalidField` for a store that
-        cannot erase."""
+        The erasure is recorded: puts requested until then are refused, caches apply it (`erasures`), and
+        absent shards apply it when they return. Raises `Unavailable` if a shard that may hold some chunks did
+        not answer or failed: erase again. Raises `InvalidField` for a store that cannot erase."""
         raise InvalidField("store", "cannot erase; use grpc://, shards:// or shardfile://")
 
     def destroy_keys(self, namespace: str) -> Sequence[ErasedPlace]:
-        """Replace the data keys of a namespace, and of parts that have their own, by new ones, so that nobody
-        can read what was encrypted with them, wherever it lies. Returns the place `DATA_KEYS` with how many
-        were destroyed, or `KEPT_KEYS` where this process cannot; nothing where there are none."""
+        """Replace the data keys of a namespace, and of parts with their own keys, so that no copy encrypted
+        with the old keys can be read. Returns the place `DATA_KEYS` with the number of destroyed keys,
+        `KEPT_KEYS` if this process cannot change them, or nothing if the namespace is not encrypted."""
         return ()
 
     def erasures(self, cursor: str) -> ErasurePage:
-        """The erasures recorded after `cursor`, which an earlier page gave; empty: none, only the cursor
-        behind the latest."""
+        """Return the erasures recorded after `cursor`, which an earlier page contained. With an empty cursor,
+        return no erasures, only the cursor after the latest."""
         return ErasurePage((), cursor)
 
     @abstractmethod
     def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """What the store got and gave up of a namespace after `cursor`, which an earlier page gave; empty:
-        nothing, only the cursor behind the latest. At most `limit` events, or one of each shard. No use is
-        counted. Raises `Unavailable` if no shard answers, `InvalidField` for what is no cursor, and
-        `ResourceExhausted` where events of too many other namespaces are read."""
+        """Return the events of a namespace's chunks after `cursor`, which an earlier page contained. With an
+        empty cursor, return no events, only the cursor after the latest. At most `limit` events, but at least
+        one per shard. Does not count as a use. Raises `Unavailable` if no shard answers, `InvalidField` for
+        an invalid cursor, and `ResourceExhausted` if too many other namespaces are followed."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
-        """The next `limit` manifests after the key `after`, in key order. Raises `Unavailable` if a shard
-        that may hold some did not answer."""
+        """Return the next `limit` manifests after the key `after`, in key order. Raises `Unavailable` if a
+        shard that may hold some of them did not answer."""
 
     @abstractmethod
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
-        """Keep a small document (a calibration report) by fingerprint and name, unless the stored one
+        """Store a small document (a calibration report) by fingerprint and name, unless the stored one
         supersedes it (`core.report.replaces`). Raises `ResourceExhausted` if the document is larger than
         `core.report.REPORT_BYTES_MAX`, or if too many are stored, and `InvalidField` if it is dated more than
         a day ahead."""
 
     @abstractmethod
     def get_report(self, fingerprint: ModelFingerprint, name: str) -> bytes | None:
-        """The stored document; None if there is none."""
+        """Return the stored document; None if there is none."""
 
     @property
     @abstractmethod
     def transport(self) -> str:
-        """Name of the path that bytes take to this client now, as in `StoreStats`. Makes no call."""
+        """How bytes reach this client now, as in `StoreStats`. Makes no call."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """The current usage."""
+        """Return the current usage."""
 
     @abstractmethod
     def close(self) -> None:

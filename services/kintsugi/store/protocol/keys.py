@@ -1,11 +1,10 @@
-"""The interface to a key management service: the keys that name and encrypt a namespace's chunks.
+"""Interface of a key management service: the keys that name and encrypt a namespace's chunks.
 
 Only clients of the store (engines, gateways, precompute) have keys; shards store and stream ciphertext. A
 namespace has one *name key*, from which chunk keys and anchors are derived, and one or more *data keys*: the
-newest encrypts, all of them decrypt. Rotation adds a data key and keeps the name key, so chunks stay hits.
-Once the last copy of a data key is destroyed, the chunks encrypted with it are erased, wherever they lie.
-`store.client.key_file` reads keys from a file, such as a mounted Secret. See docs/adr/0009.
-"""
+newest encrypts, all of them decrypt. Rotation adds a data key and keeps the name key, so chunks stay hits. As
+soon as the last copy of a data key is destroyed, no chunk encrypted with it can be read.
+`store.client.key_file` reads keys from a file, such as a mounted Secret. See docs/adr/0009."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from kintsugi.core.spaces import NAME_KEY_BYTES
 DATA_KEY_BYTES = 32
 """AES-256."""
 DATA_KEYS_MAX = 16
-"""Per namespace: rotate, then retire the old ones."""
+"""Maximum per namespace. Retire old keys after a rotation."""
 _KEY_ID_BYTES = 8
 
 
 def key_id_of(data_key: bytes) -> str:
-    """The id of a data key in manifests: 16 hexadecimal digits derived from the key itself. A client with
-    other keys therefore sees a chunk that it cannot read, never one that looks damaged."""
+    """Return the id of a data key in manifests: 16 hexadecimal digits derived from the key itself. So a
+    client with other keys sees that it cannot read a chunk, and does not take the chunk for damaged."""
     kdf = HKDF(algorithm=SHA256(), length=_KEY_ID_BYTES, salt=None, info=b"kintsugi-key-id")
     return kdf.derive(data_key).hex()
 
@@ -38,7 +37,7 @@ class NamespaceKeys:
     """The keys of one namespace."""
 
     name_key: bytes = field(repr=False)
-    """`NAME_KEY_BYTES` bytes, the same for as long as the namespace's chunks shall be found."""
+    """`NAME_KEY_BYTES` bytes. Chunks are found only as long as the name key stays the same."""
     data_keys: tuple[bytes, ...] = field(repr=False)
     """`DATA_KEY_BYTES` bytes each, newest first."""
 
@@ -60,24 +59,23 @@ class NamespaceKeys:
 
     @property
     def newest_id(self) -> str:
-        """The id of the data key that new chunks are encrypted with."""
+        """The id of the data key that encrypts new chunks."""
         return next(iter(self.by_id))
 
 
 class KeySource(ABC):
-    """Where a client of the store gets keys. Thread-safe."""
+    """A source of keys for a client of the store. Thread-safe."""
 
     def replace(self, namespace: str) -> int:
-        """Destroy the data keys of a namespace, and of parts that have their own, and give each a new one.
-        Returns how many were destroyed. Raises `InvalidField` for a source that it cannot change."""
-        raise InvalidField("keys", "cannot be changed here; destroy them where they come from")
+        """Replace the data keys of a namespace, and of parts with their own keys, by one new key each.
+        Returns the number of destroyed keys. Raises `InvalidField` if this source is read-only."""
+        raise InvalidField("keys", "are read-only here; destroy them at their source")
 
     @abstractmethod
     def find(self, namespace: str) -> NamespaceKeys | None:
-        """The namespace's keys; None for a namespace that is not encrypted.
+        """Return the namespace's keys; None for a namespace that is not encrypted.
 
-        Called for every request, lookup, put and stream, so an implementation answers from memory. Streams
-        that begin after a key was removed do not use it. Raises `PermissionDenied` for a namespace whose keys
-        were destroyed or are not at hand: then nothing of it is read or stored. No other error, because the
-        client would take it for a failure of a shard.
-        """
+        Called for every request, lookup, put and stream, so an implementation must answer from memory. A
+        stream that begins after a key was removed must not use it. Raises `PermissionDenied` for a namespace
+        whose keys were destroyed or are unavailable; then nothing of it is read or stored. Must raise no
+        other error, because the client would take it for a failure of a shard."""

@@ -1,4 +1,4 @@
-"""What a port for metrics does besides: it answers at `/readyz`, and may ask callers for a token."""
+"""Additions to a metrics port: an answer at `/readyz`, and an optional check of tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def with_readiness(
 ) -> WSGIApplication:
     """Return `app` with an answer at `READY_PATH`: 200, or 503 and the reason that `why_not` gives.
 
-    An empty reason means ready; `warning` then says what is wrong all the same, if anything is. Every other
-    path goes to `app`.
-    """
+    An empty reason means ready; `warning` may then return a problem that does not affect readiness. Every
+    other path goes to `app`."""
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != READY_PATH:
@@ -37,8 +36,8 @@ def with_readiness(
 
 
 def require_admin(app: WSGIApplication, access: Access) -> WSGIApplication:
-    """Return `app` for callers whose bearer token has the verb `admin` on every namespace. Others get 401 or
-    403, and why."""
+    """Return `app` for callers whose bearer token has the verb `admin` on every namespace. Other callers
+    receive 401 or 403 and the reason."""
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         try:

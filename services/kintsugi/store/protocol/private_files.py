@@ -1,4 +1,4 @@
-"""Files with tokens or texts, which their owner alone may read."""
+"""Files with tokens, keys or texts, which only their owner may read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PRIVATE_MODE = 0o600
 
 
 def make_private(path: Path) -> None:
-    """Creates a file that its owner alone may read, or takes others' rights to one away. A file of another
-    user is left as it is. Raises `OSError`."""
+    """Create a file that only its owner may read, or remove other users' permissions from an existing file. A
+    file of another user stays unchanged. Raises `OSError`."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE))
     found = path.stat()
     if found.st_uid == os.geteuid() and found.st_mode & 0o077:
@@ -21,8 +21,8 @@ def make_private(path: Path) -> None:
 
 
 def check_private(field: str, path: Path) -> None:
-    """Raises `InvalidField` for a file that others may read, and for one that is not there. Where the file is
-    mounted, as Secrets are, its mode is the mount's: a read-only mount is accepted."""
+    """Raise `InvalidField` for a file that other users may read, and for a missing file. A file on a
+    read-only mount, such as a Secret, is accepted, because its mode is the mount's."""
     try:
         found = path.stat()
         is_mounted = bool(os.statvfs(path).f_flag & os.ST_RDONLY)

@@ -1,4 +1,4 @@
-"""Channels and servers with mutual TLS. Certificate files are read again when they change."""
+"""Options and TLS credentials of gRPC channels and servers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 PORT_MAX = 65535
 METADATA_BYTES_MAX = 8 << 10
 HANDSHAKE_S = 10.0
-"""Time in which TLS and HTTP/2 have to be agreed on."""
+"""Maximum time for the TLS and HTTP/2 handshakes."""
 PING_S, PONG_S = 30.0, 10.0
-"""A peer of running calls that does not answer a ping is gone."""
+"""A peer with running calls is disconnected if it does not answer a ping."""
 
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -36,23 +36,25 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """One side's PEM files. Both sides show a certificate that `ca` has signed."""
+    """One side's PEM files. Each side presents a certificate that `ca` signed."""
 
     ca: Path | None
-    """None: a server whose clients show a token instead."""
+    """None: a server whose clients present a token instead."""
     cert: Path
     key: Path
     name: str = ""
-    """The name in the other side's certificate, if it is not its address: pods' addresses change."""
+    """The name in the other side's certificate; empty: its address. Needed for pods, whose addresses
+    change."""
 
     def options(self) -> tuple[tuple[str, Any], ...]:
-        """The options of a client's channel."""
+        """Return the options of a client's channel."""
         return (
             (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
         )
 
     def read(self) -> tuple[bytes | None, bytes, bytes]:
-        """The contents of ca, cert and key. Raises `InvalidField` naming the file that cannot be read."""
+        """Return the contents of ca, cert and key. Raises `InvalidField` with the name of a file that cannot
+        be read."""
         ca = None if self.ca is None else read_pem("tls-ca", self.ca)
         return ca, read_pem("tls-cert", self.cert), read_pem("tls-key", self.key)
 
@@ -62,21 +64,21 @@ class TlsFiles:
         return (self.cert, self.key) if self.ca is None else (self.ca, self.cert, self.key)
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes whenever a file does; empty where one cannot be read."""
+        """Return a value that changes whenever a file does; empty if a file cannot be read."""
         try:
             return tuple(path.stat().st_mtime_ns for path in self.paths)
         except OSError:
             return ()
 
     def expires_s(self) -> float:
-        """When the certificate expires, in seconds since 1970; NaN while it cannot be read."""
+        """Return when the certificate expires, in Unix seconds; NaN if it cannot be read."""
         try:
             return first_expiry_s(read_pem("tls-cert", self.cert))
         except InvalidField:
             return math.nan
 
     def channel_credentials(self) -> Any:
-        """Credentials of a client's channel. Raises `InvalidField`."""
+        """Return the credentials of a client's channel. Raises `InvalidField`."""
         ca, cert, key = self.read()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
@@ -90,17 +92,17 @@ def read_pem(field: str, path: Path) -> bytes:
 
 
 def first_expiry_s(pem: bytes) -> float:
-    """When the first certificate of a PEM file expires, in seconds since 1970: one of a chain is enough to
-    break it. Raises `InvalidField` for a file without certificates."""
+    """Return the earliest expiry in a PEM file, in Unix seconds: one expired certificate breaks the chain.
+    Raises `InvalidField` for a file without certificates."""
     try:
         chain = load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise InvalidField("tls-cert", "holds no certificate whose dates can be read") from error
+        raise InvalidField("tls-cert", "contains no valid certificate") from error
     return min(certificate.not_valid_after_utc.timestamp() for certificate in chain)
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> Any:
-    """A channel that carries whole frames. Raises `InvalidField` where a TLS file cannot be read."""
+    """Open a channel that can carry whole frames. Raises `InvalidField` if a TLS file cannot be read."""
     if tls is None:
         return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
     return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
@@ -130,7 +132,8 @@ class ServerTls:
 
 
 def is_loopback(listen: str) -> bool:
-    """Whether `host:port` can be reached from this machine alone. No other name is trusted."""
+    """Return whether `host:port` can be reached only from this machine. Of host names, only `localhost` is
+    accepted."""
     host = listen.rsplit(":", 1)[0].strip("[]")
     if host == "localhost":
         return True
@@ -141,7 +144,8 @@ def is_loopback(listen: str) -> bool:
 
 
 def parse_address(field: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises `InvalidField`: gRPC would make up a missing port."""
+    """Return host and port of `host:port`. Raises `InvalidField`, also without a port, which gRPC would
+    choose itself."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise InvalidField(field, f"{address!r} is not host:port with a port of at most {PORT_MAX}")
@@ -149,12 +153,12 @@ def parse_address(field: str, address: str) -> tuple[str, int]:
 
 
 def check_listen(listen: str, tls: TlsFiles | None, insecure: bool) -> None:
-    """Raise `InvalidField` for what is no address, and for one beyond loopback without TLS, unless
-    `insecure` says so."""
+    """Raise `InvalidField` for an invalid address, and for an address beyond loopback without TLS unless
+    `insecure` is set."""
     parse_address("listen", listen)
     if tls is None and not insecure and not is_loopback(listen):
         raise InvalidField(
             "listen",
             f"{listen} can be reached from other machines: give --tls-ca, --tls-cert and --tls-key, "
-            "or say --insecure",
+            "or --insecure",
         )

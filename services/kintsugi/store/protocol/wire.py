@@ -1,9 +1,8 @@
 """The store's wire format: protobuf messages to and from core's types, and messages that end in a payload.
 
-Cost model of the payload messages: a sender joins a header of some ten bytes per frame and views of the
-frames (one copy, which gRPC needs anyway); a receiver parses the header alone and takes a view of the
-rest. protobuf would copy every frame once more on either side.
-"""
+Cost of a payload message: the sender joins a header of about ten bytes per frame and views of the frames,
+with one copy that gRPC needs anyway. The receiver parses only the header and takes a view of the rest.
+protobuf would copy every frame once more on either side."""
 
 from __future__ import annotations
 
@@ -38,21 +37,22 @@ PROTOCOL_METADATA = "kintsugi-protocol"
 SERVICE = "kintsugi.rpc.v1.ChunkStore"
 
 MESSAGE_BYTES_TARGET = 2 << 20
-"""Small frames are sent together up to this size: 1-8 MiB cost alike, 256 KiB doubles the CPU."""
+"""Small frames are sent together up to this size. From 1 to 8 MiB the cost is the same; 256 KiB doubles the
+CPU time."""
 FRAME_BYTES_MAX = 64 << 20
-"""A frame travels in one message, and both ends hold a message in memory."""
+"""A frame is sent in one message, which both sides hold in memory."""
 DIGESTS_BYTES_MAX = 1 << 20
-"""Maximum for one manifest, which a shard keeps in memory: 128 layers of 512 heads."""
+"""Maximum size of the digests of one manifest, which a shard keeps in memory: 128 layers of 512 heads."""
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + (1 << 20)
 
 KEYS_MAX = 4096
-"""Keys or anchors per call."""
+"""Maximum number of keys or anchors per call."""
 LIST_MAX = 10_000
 RESPONSE_BYTES_MAX = 32 << 20
-"""Maximum size of the manifests in one response: a page of a listing ends there, anchor candidates beyond it
+"""Maximum size of the manifests in one response. A page of a listing ends there, further anchor candidates
 are misses, and a larger lookup is refused."""
 LOOKUP_KEYS_BATCH = 256
-"""Keys that this client asks for at once: a manifest of a large model has 128 KiB."""
+"""Keys per lookup of this client: a manifest of a large model has 128 KiB."""
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
@@ -60,7 +60,7 @@ _EVENT_TYPES = {kind: pb.ChunkEventType.Value(f"CHUNK_EVENT_TYPE_{kind.name}") f
 _EVENT_TYPES_READ = {number: kind for kind, number in _EVENT_TYPES.items()}
 _GROUP_BYTES_MAX = 64
 _FIELD_BYTES_MAX = 34
-"""An anchor, a side frame or the key of a context."""
+"""Maximum size of an anchor, a side frame's size or the key of a context."""
 _PAYLOAD_TAG = 15 << 3 | 2
 _BYTES_WIRE_TYPE, _VARINT_WIRE_TYPE = 2, 0
 
@@ -69,8 +69,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
 CLIENT_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", 4 * MESSAGE_BYTES_TARGET))
-"""A client receives a few messages ahead: otherwise a shard waits until each is verified before it may send
-the next. A shard does not: it would hold as much for every client that puts."""
+"""A client buffers a few messages; otherwise a shard could send a message only after the client verified the
+one before. A shard does not, because it would buffer as much for every client that puts."""
 
 
 def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
@@ -95,7 +95,8 @@ def manifest_to_wire(manifest: ChunkManifest) -> pb.Manifest:
 
 
 def manifest_bytes(manifest: ChunkManifest) -> int:
-    """About how many bytes a manifest has on the wire, apart from some hundred that every one has."""
+    """Return the approximate size of a manifest on the wire, without the hundred bytes that every manifest
+    has."""
     fields = len(manifest.anchors) + len(manifest.side_frames) + len(manifest.context_keys)
     return len(manifest.digests) + _GROUP_BYTES_MAX * len(manifest.layout.groups) + _FIELD_BYTES_MAX * fields
 
@@ -146,7 +147,8 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
 
 @lru_cache(maxsize=256)
 def _layout(serialized: bytes) -> KVLayout:
-    """A catalog of 100,000 chunks has a handful of layouts. Raises `InvalidField`."""
+    """Parse a layout. Cached, because a catalog of 100,000 chunks has a handful of layouts. Raises
+    `InvalidField`."""
     layout = pb.Layout.FromString(serialized)
     if len(layout.groups) > LAYERS_MAX:
         raise InvalidField(
@@ -178,7 +180,7 @@ def _codec(value: int) -> Codec:
 
 
 def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:
-    """The manifest, or None where it was written by a build that this one cannot read: a miss."""
+    """Return the manifest, or None, which is a miss, if a build wrote it that this one cannot read."""
     try:
         return manifest_from_wire(wire)
     except (VersionMismatch, InvalidField):
@@ -186,7 +188,7 @@ def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:
 
 
 def shard_use(address: str, stats: pb.StatsResponse) -> ShardUse:
-    """What a shard that answered says of itself."""
+    """Return the usage of a shard that answered."""
     tiers = (
         TierUse(
             tier.name,
@@ -212,7 +214,7 @@ def shard_use(address: str, stats: pb.StatsResponse) -> ShardUse:
 
 
 def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:
-    """Raises `InvalidField` for too many keys or one of the wrong length."""
+    """Return the keys in a message. Raises `InvalidField` for too many keys or a key of the wrong length."""
     if len(keys) > KEYS_MAX:
         raise InvalidField("keys", f"{len(keys)} keys; at most {KEYS_MAX} are answered per call")
     return [ChunkKey(key) for key in keys]
@@ -232,7 +234,7 @@ def events_to_wire(page: EventPage) -> pb.ListEventsResponse:
 
 
 def events_from_wire(wire: pb.ListEventsResponse, shard: str) -> EventPage:
-    """Events of a later build's types are left out. ``shard``: the address that answered."""
+    """Return a page of events, without those of unknown types. `shard` is the address that answered."""
     events = [
         ChunkEvent(_EVENT_TYPES_READ[event.type], ChunkKey(event.key), event.num_tokens, event.at_s, shard)
         for event in wire.events
@@ -242,7 +244,8 @@ def events_from_wire(wire: pb.ListEventsResponse, shard: str) -> EventPage:
 
 
 def with_payload(header: bytes, payload: Sequence[memoryview | bytes]) -> bytes:
-    """A serialised message whose last field is `payload`, the parts joined. Cost: one copy of the parts."""
+    """Return a serialised message that ends with the joined parts of `payload`. Cost: one copy of the
+    parts."""
     size = sum(len(part) for part in payload)
     return b"".join((header, bytes((_PAYLOAD_TAG,)), _varint(size), *payload))
 
@@ -257,9 +260,10 @@ def _varint(value: int) -> bytes:
 
 
 def split_payload(message: bytes) -> tuple[bytes, memoryview]:
-    """The header and a view of the payload of a message that ends in one; empty where it has none.
+    """Return the header of a message that may end with a payload, and a view of the payload, which may be
+    empty.
 
-    Cost: a loop over the header's top-level fields. Raises `InvalidField` for bytes that are no message.
+    Cost: a loop over the header's top-level fields. Raises `InvalidField` for bytes that are not a message.
     """
     view = memoryview(message)
     position = 0
@@ -296,7 +300,8 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def parse_payload(message: bytes, kind: type[Header]) -> tuple[Header, memoryview]:
-    """The header of a message that ends in a payload, and a view of the payload. Raises `InvalidField`."""
+    """Parse the header of a message that ends with a payload, and return a view of the payload. Raises
+    `InvalidField`."""
     header, payload = split_payload(message)
     try:
         return kind.FromString(header), payload

@@ -1,1 +1,2 @@
-"""Keeps as many copies of each chunk as the shard map asks for: a shard sends others what they lack."""
+"""Keeps the number of copies of each chunk that the shard map requires: shards send each other missing
+chunks."""

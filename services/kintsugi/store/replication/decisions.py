@@ -1,8 +1,7 @@
-"""Which shard sends which chunk where. Pure.
+"""Decides which shard sends which chunk to which shard. Pure.
 
-Every shard decides for the chunks that it holds, from what the others answer. They agree without speaking to
-each other: the first owner that has a chunk sends it to those that lack it.
-"""
+Every shard decides about the chunks that it holds, from the answers of the other owners. No coordination is
+needed: the first owner that has a chunk sends it to the owners that lack it."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from kintsugi.store.client.directory import ShardAddress, ShardMap
 
 
 def owners_of(shards: ShardMap, key: ChunkKey) -> list[ShardAddress]:
-    """The shards that are to hold a chunk: those that own it now, and those that will once every shard is
-    given all its chunks."""
+    """Return the shards that should hold a chunk: its owners now, and its owners as soon as every shard owns
+    its full share."""
     now, then = shards.owners(key), replace(shards, shares=()).owners(key)
     return list(dict.fromkeys((*now, *then)))
 
@@ -26,11 +25,10 @@ def receivers_of(
     holders: Collection[ShardAddress],
     silent: Collection[ShardAddress],
 ) -> list[ShardAddress]:
-    """The owners to which shard `me`, which has the chunk, sends it.
+    """Return the owners to which shard `me`, which has the chunk, sends it.
 
-    `holders`: the other owners that have it. `silent`: those that did not answer; nothing is sent to them,
-    and who is first counts without them.
-    """
+    `holders` are the other owners that have the chunk. `silent` are the owners that did not answer: they
+    receive nothing and do not count as the first owner."""
     first = next((owner for owner in owners if owner.shard_id == me or owner in holders), None)
     if first is not None and first.shard_id != me:
         return []

@@ -1,10 +1,9 @@
-"""The thread of a shard that sends chunks to other shards of its map which should hold them and do not.
+"""A shard's thread that sends chunks to other shards that should hold them and do not.
 
-One mechanism repairs everything: a shard that joined, one that took over from a dead one, one that was away
-while a chunk was put, and one whose scrubber found a damaged copy and dropped it. Nothing is evicted for a
-copy; what was deleted lately, or erased after it was asked for, is not taken; and the rate is bounded,
-because requests share the network and the disks. A shard that owns all its chunks alone asks nobody.
-"""
+This one mechanism fills a shard that joined, that took over from a dead shard, that was away while a chunk
+was put, or whose scrubber dropped a damaged copy. A receiver evicts nothing for a copy, and rejects a chunk
+that was deleted lately or erased after its save was requested. The rate is bounded, because requests share
+the network and the disks. A shard that is the only owner of all its chunks calls no other shard."""
 
 from __future__ import annotations
 
@@ -33,12 +32,13 @@ TURN_S = 1.0
 ROUND_S = 60.0
 """Time from the end of one round over all chunks to the next, while the map stays the same."""
 SETTLE_S = 30.0
-"""A shard that restarts is back within this time: its chunks are not copied elsewhere meanwhile."""
+"""Wait after a change of the shards. A shard that restarts is back within this time, so its chunks are not
+copied elsewhere."""
 COPY_BYTES_PER_S = 64 << 20
 
 
 class Replicator(Turns):
-    """Copies one shard's chunks, a turn each `turn_s`."""
+    """Copies one shard's chunks to other shards, with a turn every `turn_s`."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Replicator(Turns):
         round_s: float = ROUND_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes the directory over: `stop` closes it."""
+        """Takes ownership of the directory: `stop` closes it."""
         super().__init__(shard, "kintsugi-copies", turn_s)
         self.sent_chunks = 0
-        """Chunks that another shard took."""
+        """Chunks that other shards inserted."""
         self._directory = directory
         self._options = options
         self._bytes_per_turn = bytes_per_s * turn_s
@@ -63,13 +63,13 @@ class Replicator(Turns):
         self._budget_bytes = 0.0
         self._peers: dict[ShardAddress, GrpcStore] = {}
         self._members: tuple[tuple[ShardAddress, ...], int] = ((), 0)
-        """Shards and number of replicas for which chunks are looked through."""
+        """Shards and number of replicas for which the current round runs."""
         self._due_s = math.inf
         """When the next round begins."""
         self._round: Iterator[None] | None = None
 
     def stop(self) -> None:
-        """Ends the copy under way by closing its connection."""
+        """Stops the thread, and ends the copy in progress by closing its connection."""
         self._stop.set()
         self._directory.close()
         for peer in list(self._peers.values()):
@@ -77,7 +77,7 @@ class Replicator(Turns):
         super().stop()
 
     def turn(self) -> None:
-        """Go on with the round, or begin one that is due."""
+        """Continue the round, or begin one that is due."""
         try:
             shards = self._directory.current()
         except Unavailable:
@@ -93,7 +93,7 @@ class Replicator(Turns):
                 self._due_s = self._clock() + self._round_s
 
     def _schedule(self, shards: ShardMap) -> None:
-        """Abandon the round if the shards are others now, and wait until they settle."""
+        """If the shards changed, abandon the round and wait until they settle."""
         members = (shards.shards, shards.replicas)
         if members != self._members:
             self._members, self._round = members, None
@@ -109,7 +109,7 @@ class Replicator(Turns):
         return self._peers[address]
 
     def _look_through(self, shards: ShardMap) -> Iterator[None]:
-        """One round over all chunks; yields after each page and after each chunk that was sent."""
+        """Run one round over all chunks; yields after each page and after each chunk sent."""
         me = self._shard.shard_id
         pages: defaultdict[str, list[ChunkEntry]] = defaultdict(list)
         for entry in self._shard.table.entries():
@@ -124,7 +124,7 @@ class Replicator(Turns):
             yield from self._send_page(shards, page)
 
     def _send_page(self, shards: ShardMap, page: Sequence[ChunkEntry]) -> Iterator[None]:
-        """Ask the owners of some chunks of one namespace what they lack, and send it."""
+        """Ask the owners of some chunks of one namespace which of them they lack, and send those."""
         asked: defaultdict[ShardAddress, list[ChunkKey]] = defaultdict(list)
         owners = {entry.manifest.key: owners_of(shards, entry.manifest.key) for entry in page}
         for key, ranked in owners.items():
@@ -152,8 +152,8 @@ class Replicator(Turns):
                     yield
 
     def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
-        """Send a chunk as it is now, unless it left meanwhile. A failure is logged: the next round tries
-        again."""
+        """Send the current version of a chunk, unless it was removed. A failure is logged; the next round
+        tries again."""
         seen = self._shard.erasures.seen_of(receiver.shard_id)  # before it is read
         opened = self._shard.table.open_copies(entry.address)
         if opened is None:

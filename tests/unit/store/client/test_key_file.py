@@ -223,8 +223,8 @@ def test_the_file_is_looked_at_once_a_second(path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (SECRET, "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        (SECRET, "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         (f'["{SECRET}"]', "must hold one object"),
         (f'{{"namespaces": {{}}, "{SECRET}": 1}}', "must hold one object"),
         (f'{{"namespaces": "{SECRET}"}}', "must hold one object"),

@@ -60,7 +60,7 @@ def test_of_a_chain_the_first_to_expire_counts() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
 def test_what_is_no_certificate_is_refused(text: bytes) -> None:
-    with pytest.raises(InvalidField, match="tls-cert: holds no certificate"):
+    with pytest.raises(InvalidField, match="tls-cert: contains no valid certificate"):
         first_expiry_s(text)
 
 
