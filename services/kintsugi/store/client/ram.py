@@ -266,7 +266,7 @@ class RamStore(ChunkStore):
     def put_report(self, fingerprint: ModelFingerprint, name: str, document: bytes) -> None:
         if len(document) > REPORT_BYTES_MAX:
             raise ResourceExhausted(
-                f"the report has {len(document)} bytes; the maximum is {REPORT_BYTES_MAX}"
+                f"the report has {len(document)} bytes; at most {REPORT_BYTES_MAX} are allowed"
             )
         with self._lock:
             held = self._reports.get((fingerprint, name))
