@@ -105,7 +105,7 @@ def test_a_line_that_does_not_fit_is_counted_and_the_next_is_whole(
         log.write(OK)
     log.write(OK)
     assert log.lines_lost == 1
-    assert "make room" in caplog.text
+    assert "free some disk space" in caplog.text
     torn, last = log.path.read_text().splitlines()
     assert (len(torn), json.loads(last)["caller"]) == (10, "search")
 
