@@ -30,7 +30,13 @@ def new_token(
     """Return a new token and its entry for the file. Raises `InvalidField`."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     given = None if verbs is None else tuple(verbs)
-    return token, Grant(name, token_digest(token), tuple(namespaces), given, expires)
+    return token, Grant(
+        name=name,
+        namespaces=tuple(namespaces),
+        verbs=given,
+        sha256=token_digest(token),
+        expires=expires,
+    )
 
 
 def add_grant(path: Path, grant: Grant) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -558,10 +558,13 @@ def test_chunks_may_lie_on_several_shards() -> None:
         every_key = [hit.key for hit in plan.hits[share]]
         owners = [[shards[chunk % 2]] for chunk in range(len(every_key))]
 
-        def open_part(_owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
-            return ShardStream(chunks, ToyPrompt._stream(split, [every_key[c] for c in chunks], first_layer))
+        def open_parts(by_owner: Mapping[ShardAddress, Sequence[int]], first_layer: int) -> list[ShardStream]:
+            return [
+                ShardStream(chunks, ToyPrompt._stream(split, [every_key[c] for c in chunks], first_layer))
+                for chunks in by_owner.values()
+            ]
 
-        return merge_streams(owners, range(LAYERS), open_part, (), lambda parts: None)
+        return merge_streams(owners, range(LAYERS), open_parts, ())
 
     split.stream = stream  # type: ignore[method-assign]
     work, stack = blended(split, split.plan(0.3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, Unavailable
@@ -52,20 +52,18 @@ class ShardStream:
         self._items.close()
 
 
-OpenPart = Callable[[ShardAddress, Sequence[int], int], ShardStream]
+OpenParts = Callable[[Mapping[ShardAddress, Sequence[int]], int], list[ShardStream]]
 
 
 class _Merge:
     def __init__(
         self,
         owners: Sequence[Sequence[ShardAddress]],
-        open_part: OpenPart,
+        open_parts: OpenParts,
         failures: tuple[type[KintsugiError], ...],
-        prime: Callable[[Sequence[ShardStream]], None],
     ) -> None:
         self._owners = owners
-        self._prime = prime
-        self._open_part = open_part
+        self._open_parts = open_parts
         self._failures = failures
         self._rank = [0] * len(owners)
         self._done: list[float] = [-math.inf] * len(owners)
@@ -88,9 +86,7 @@ class _Merge:
             else:
                 self._lost.add(chunk)
                 lost.append(self._without(chunk, layer))
-        parts = [self._open_part(owner, owned, layer) for owner, owned in by_owner.items()]
-        self.parts += parts
-        self._prime(parts)
+        self.parts += self._open_parts(by_owner, layer)
         return lost
 
     def _without(self, chunk: int, layer: int) -> ChunkLost:
@@ -138,17 +134,16 @@ class _Merge:
 def merge_streams(
     owners: Sequence[Sequence[ShardAddress]],
     layers: range,
-    open_part: OpenPart,
+    open_parts: OpenParts,
     failures: tuple[type[KintsugiError], ...],
-    prime: Callable[[Sequence[ShardStream]], None],
 ) -> Generator[LayerFrame | ChunkLost, None, None]:
     """Yield the frames of every chunk from its first owner that has it, and from the next owner if a stream
     fails.
 
-    `open_part(owner, chunks, first_layer)` opens a stream, `prime` starts several side by side.
+    `open_parts(chunks_by_owner, first_layer)` opens the streams of several shards.
     A chunk that no owner sends is a `ChunkLost`.
     """
-    merge = _Merge(owners, open_part, failures, prime)
+    merge = _Merge(owners, open_parts, failures)
     try:
         yield from merge.assign(range(len(owners)), layers.start)
         for layer in layers:

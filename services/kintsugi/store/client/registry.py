@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,12 +52,6 @@ def _open_ram(url: str) -> ChunkStore:
         return _ram_stores[name]
 
 
-def _open_grpc(url: str) -> ChunkStore:
-    from kintsugi.store.client.grpc_store import open_grpc  # gRPC is loaded only where it is used
-
-    return open_grpc(url)
-
-
 def open_directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
     """Open the directory that a `shards://` or `shardfile://` URL names, with the options for its shards.
 
@@ -78,27 +71,23 @@ def open_directory(url: str) -> tuple[ShardDirectory, GrpcOptions]:
     return GrpcDirectory(parts.netloc, options.tls), options
 
 
-def _open_shards(url: str) -> ChunkStore:
-    from kintsugi.store.client.sharded import ShardedStore
-
-    return ShardedStore(*open_directory(url))
-
-
-_OPENERS: dict[str, Callable[[str], ChunkStore]] = {
-    "ram": _open_ram,
-    "grpc": _open_grpc,
-    "shards": _open_shards,
-    "shardfile": _open_shards,
-}
-
-
 def open_store(url: str) -> ChunkStore:
     """Open the store that `url` names. Raises `InvalidField` for an unknown scheme."""
-    opener = _OPENERS.get(urlsplit(url).scheme)
-    if opener is None:
-        schemes = ", ".join(f"{name}://" for name in sorted(_OPENERS))
-        raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
-    return opener(url)
+    # gRPC is imported only for the schemes that use it.
+    match urlsplit(url).scheme:
+        case "ram":
+            return _open_ram(url)
+        case "grpc":
+            from kintsugi.store.client.grpc_store import open_grpc
+
+            return open_grpc(url)
+        case "shards" | "shardfile":
+            from kintsugi.store.client.sharded import ShardedStore
+
+            return ShardedStore(*open_directory(url))
+    raise InvalidField(
+        "store", f"{url!r} has no known scheme; use one of grpc://, ram://, shardfile://, shards://"
+    )
 
 
 def name_key_of(url: str, namespace: str) -> bytes:

@@ -269,14 +269,21 @@ class ShardedStore(ChunkStore):
         shards = self.shard_map()
         owners = [shards.owners(key) for key in keys]
 
-        def open_part(address: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
-            part, rest = [keys[chunk] for chunk in chunks], range(first_layer, layers.stop)
-            return ShardStream(chunks, self._read(address, namespace, part, rest, heads, deadline_s))
-
-        def prime(parts: Sequence[ShardStream]) -> None:
+        def open_parts(
+            by_owner: Mapping[ShardAddress, Sequence[int]], first_layer: int
+        ) -> builtins.list[ShardStream]:
+            rest = range(first_layer, layers.stop)
+            parts = [
+                ShardStream(
+                    chunks,
+                    self._read(owner, namespace, [keys[one] for one in chunks], rest, heads, deadline_s),
+                )
+                for owner, chunks in by_owner.items()
+            ]
             self._run_side_by_side([part.prime for part in parts])
+            return parts
 
-        yield from merge_streams(owners, layers, open_part, READ_FAILURES, prime)
+        yield from merge_streams(owners, layers, open_parts, READ_FAILURES)
 
     def _read(
         self,

@@ -5,7 +5,7 @@ Pure. `access` reads the file and identifies callers."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -108,35 +108,56 @@ class Caller:
 ANYONE = Caller("anyone", (EVERY_NAMESPACE,), frozenset(Verb))
 
 
-@dataclass(frozen=True)
-class Grant:
-    """The entry of one token."""
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """An entry of a tokens file."""
 
     __pydantic_config__ = STRICT
 
     name: str
     """The caller's name in logs and messages."""
-    sha256: str
-    """SHA-256 of the token, hexadecimal."""
     namespaces: tuple[str, ...]
-    """Namespaces that the token may use; `*` at the end of a name matches any rest."""
+    """Namespaces that the caller may use; `*` at the end of a name matches any rest."""
     verbs: tuple[Verb, ...] | None = None
     """None: generate, put, delete and list."""
+
+    @property
+    def caller(self) -> Caller:
+        verbs = TENANT_VERBS if self.verbs is None else frozenset(self.verbs)
+        return Caller(self.name, self.namespaces, verbs)
+
+    def _check(self, kind: str) -> None:
+        if not self.name:
+            raise InvalidField("name", f"is required: name the {kind}'s owner")
+        if not self.namespaces:
+            raise InvalidField(
+                "namespaces", f"of {kind} {self.name!r} is empty: name the namespaces that it may use"
+            )
+        for pattern in self.namespaces:
+            check_namespace_pattern(pattern)
+        if self.verbs is not None and not self.verbs:
+            raise InvalidField(
+                "verbs", f"of {kind} {self.name!r} is empty: name some of {', '.join(Verb)}, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant(_Entry):
+    """The entry of one token."""
+
+    sha256: str
+    """SHA-256 of the token, hexadecimal."""
     expires: str | None = None
     """When the token expires, in RFC 3339 with an offset; None: never."""
     revoked: bool = False
     """Refuse the token. The entry stays, so that the name in the audit log keeps its meaning."""
 
     def __post_init__(self) -> None:
-        _check_entry("token", self.name, self.namespaces, self.verbs)
+        self._check("token")
         if not _SHA256.fullmatch(self.sha256):
             raise InvalidField("sha256", f"of token {self.name!r} is not 64 lower-case hexadecimal digits")
         if self.expires is not None:
             parse_time_s("expires", self.expires)
-
-    @property
-    def caller(self) -> Caller:
-        return _build_caller(self)
 
     def why_refused(self, now_s: float) -> str:
         """Return why the token is refused at `now_s` (Unix seconds); empty: it is accepted."""
@@ -147,32 +168,20 @@ class Grant:
         return ""
 
 
-@dataclass(frozen=True)
-class CertificateGrant:
+@dataclass(frozen=True, kw_only=True)
+class CertificateGrant(_Entry):
     """The entry of one client certificate."""
 
-    __pydantic_config__ = STRICT
-
-    name: str
-    """The caller's name in logs and messages."""
     subject: str
     """`CN=` and the subject's common name, or `DNS:` or `URI:` and one of its alternative names."""
-    namespaces: tuple[str, ...]
-    """Namespaces that the certificate may use; `*` at the end of a name matches any rest."""
-    verbs: tuple[Verb, ...] | None = None
-    """None: generate, put, delete and list."""
 
     def __post_init__(self) -> None:
-        _check_entry("certificate", self.name, self.namespaces, self.verbs)
+        self._check("certificate")
         if not any(self.subject.startswith(kind) and self.subject != kind for kind in SUBJECT_KINDS):
             raise InvalidField(
                 "subject",
                 f"{self.subject!r} of certificate {self.name!r} must be CN=NAME, DNS:NAME or URI:NAME",
             )
-
-    @property
-    def caller(self) -> Caller:
-        return _build_caller(self)
 
 
 @dataclass(frozen=True)
@@ -194,30 +203,12 @@ class AccessDocument:
     @property
     def names_verbs(self) -> bool:
         """Whether any entry has `verbs`."""
-        entries: list[Grant | CertificateGrant] = [*self.tokens, *self.certificates]
+        entries: list[_Entry] = [*self.tokens, *self.certificates]
         return any(entry.verbs is not None for entry in entries)
 
     def find_certificate(self, identities: Collection[str]) -> CertificateGrant | None:
         """Return the first entry for one of a certificate's identities."""
         return next((entry for entry in self.certificates if entry.subject in identities), None)
-
-
-def _build_caller(entry: Grant | CertificateGrant) -> Caller:
-    verbs = TENANT_VERBS if entry.verbs is None else frozenset(entry.verbs)
-    return Caller(entry.name, entry.namespaces, verbs)
-
-
-def _check_entry(kind: str, name: str, namespaces: Sequence[str], verbs: Sequence[Verb] | None) -> None:
-    if not name:
-        raise InvalidField("name", f"is required: name the {kind}'s owner")
-    if not namespaces:
-        raise InvalidField("namespaces", f"of {kind} {name!r} is empty: name the namespaces that it may use")
-    for pattern in namespaces:
-        check_namespace_pattern(pattern)
-    if verbs is not None and not verbs:
-        raise InvalidField(
-            "verbs", f"of {kind} {name!r} is empty: name some of {', '.join(Verb)}, or leave it out"
-        )
 
 
 def parse_time_s(field: str, text: str) -> float:

@@ -46,12 +46,6 @@ class TlsFiles:
     """The name in the other side's certificate; empty: its address. Needed for pods, whose addresses
     change."""
 
-    def options(self) -> tuple[tuple[str, Any], ...]:
-        """Return the options of a client's channel."""
-        return (
-            (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", self.name)) if self.name else CLIENT_OPTIONS
-        )
-
     def read(self) -> tuple[bytes | None, bytes, bytes]:
         """Return the contents of ca, cert and key. Raises `InvalidField` with the name of a file that cannot
         be read."""
@@ -77,11 +71,6 @@ class TlsFiles:
         except InvalidField:
             return math.nan
 
-    def channel_credentials(self) -> Any:
-        """Return the credentials of a client's channel. Raises `InvalidField`."""
-        ca, cert, key = self.read()
-        return grpc.ssl_channel_credentials(ca, key, cert)
-
 
 def read_pem(field: str, path: Path) -> bytes:
     """Raises `InvalidField` for a file that cannot be read."""
@@ -105,7 +94,10 @@ def open_channel(address: str, tls: TlsFiles | None) -> Any:
     """Open a channel that can carry whole frames. Raises `InvalidField` if a TLS file cannot be read."""
     if tls is None:
         return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=tls.options())
+    ca, cert, key = tls.read()
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    named = [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
+    return grpc.secure_channel(address, credentials, options=(*CLIENT_OPTIONS, *named))
 
 
 class ServerTls:

@@ -30,6 +30,7 @@ from kintsugi.store.protocol.chunk_events import ChunkEvent, ChunkEventType, Eve
 from kintsugi.store.protocol.interface import ShardUse, TierUse
 
 Header = TypeVar("Header", bound=Message)
+Kind = TypeVar("Kind", PartKind, Codec)
 
 PROTOCOL_VERSION = 1
 PROTOCOL_METADATA = "kintsugi-protocol"
@@ -123,7 +124,7 @@ def manifest_from_wire(wire: pb.Manifest) -> ChunkManifest:
         namespace=wire.namespace,
         num_tokens=wire.num_tokens,
         layout=_layout(wire.layout.SerializeToString()),
-        codec=_codec(wire.codec),
+        codec=_member(Codec, "manifest.codec", wire.codec),
         anchors=tuple(wire.anchors),
         digests=wire.digests,
         key_id=wire.key_id,
@@ -154,29 +155,21 @@ def _layout(serialized: bytes) -> KVLayout:
         raise InvalidField(
             "layout.groups", f"{len(layout.groups)} groups; at most {LAYERS_MAX} layers are stored"
         )
-    groups = [
-        LayerGroup(
-            group.layers, group.heads, tuple(Part(_part_kind(part.kind), part.width) for part in group.parts)
-        )
-        for group in layout.groups
-    ]
+    groups = [LayerGroup(group.layers, group.heads, _parts(group)) for group in layout.groups]
     return KVLayout(tuple(groups), layout.dtype)
 
 
-def _part_kind(value: int) -> PartKind:
-    try:
-        return PartKind(value)
-    except ValueError:
-        known = ", ".join(f"{kind.value} ({kind.name.lower()})" for kind in PartKind)
-        raise InvalidField("layout.groups", f"part {value} is unknown; this build knows {known}") from None
+def _parts(group: pb.LayerGroup) -> tuple[Part, ...]:
+    return tuple(Part(_member(PartKind, "layout.groups", part.kind), part.width) for part in group.parts)
 
 
-def _codec(value: int) -> Codec:
+def _member(kind: type[Kind], field: str, value: int) -> Kind:
+    """Return an enum's member. Raises `InvalidField` for an unknown value."""
     try:
-        return Codec(value)
+        return kind(value)
     except ValueError:
-        known = ", ".join(f"{codec.value} ({codec.name.lower()})" for codec in Codec)
-        raise InvalidField("manifest.codec", f"{value} is unknown; this build knows {known}") from None
+        known = ", ".join(f"{one.value} ({one.name.lower()})" for one in kind)
+        raise InvalidField(field, f"{value} is unknown; this build knows {known}") from None
 
 
 def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:

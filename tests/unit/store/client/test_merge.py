@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import pytest
 
@@ -32,10 +32,10 @@ def merge(failure: KintsugiError) -> list[tuple[int, bytes]]:
                 raise failure
             yield LayerFrame(0, layer, memoryview(owner.shard_id.encode()))
 
-    def open_part(owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
-        return ShardStream(chunks, items(owner, range(first_layer, 2)))
+    def open_parts(chunks: Mapping[ShardAddress, Sequence[int]], first_layer: int) -> list[ShardStream]:
+        return [ShardStream(own, items(owner, range(first_layer, 2))) for owner, own in chunks.items()]
 
-    found = merge_streams([(FIRST, SECOND)], range(2), open_part, READ_FAILURES, lambda parts: None)
+    found = merge_streams([(FIRST, SECOND)], range(2), open_parts, READ_FAILURES)
     return [(item.layer, bytes(item.data)) for item in found if isinstance(item, LayerFrame)]
 
 
@@ -58,10 +58,10 @@ def losses(first: ChunkLost | KintsugiError) -> list[ChunkLost]:
             raise found
         yield found
 
-    def open_part(owner: ShardAddress, chunks: Sequence[int], first_layer: int) -> ShardStream:
-        return ShardStream(chunks, items(owner))
+    def open_parts(chunks: Mapping[ShardAddress, Sequence[int]], first_layer: int) -> list[ShardStream]:
+        return [ShardStream(own, items(owner)) for owner, own in chunks.items()]
 
-    found = merge_streams([(FIRST, SECOND)], range(1), open_part, READ_FAILURES, lambda parts: None)
+    found = merge_streams([(FIRST, SECOND)], range(1), open_parts, READ_FAILURES)
     return [item for item in found if isinstance(item, ChunkLost)]
 
 

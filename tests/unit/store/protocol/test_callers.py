@@ -70,18 +70,18 @@ def test_an_impossible_entry_is_refused(entry: dict[str, Any], message: str) -> 
 
 
 def test_a_token_ends_when_it_expires_or_is_revoked() -> None:
-    grant = Grant("a", HASH, ("a",), expires="2027-01-31T12:00:00+01:00")
+    grant = Grant(name="a", sha256=HASH, namespaces=("a",), expires="2027-01-31T12:00:00+01:00")
     end_s = parse_time_s("expires", "2027-01-31T11:00:00Z")
     assert grant.why_refused(end_s - 1) == ""
     assert "expired at 2027-01-31T12:00:00+01:00; ask for another" in grant.why_refused(end_s)
-    assert "revoked" in Grant("a", HASH, ("a",), revoked=True).why_refused(0.0)
-    assert Grant("a", HASH, ("a",)).why_refused(1e12) == ""
+    assert "revoked" in Grant(name="a", sha256=HASH, namespaces=("a",), revoked=True).why_refused(0.0)
+    assert Grant(name="a", sha256=HASH, namespaces=("a",)).why_refused(1e12) == ""
 
 
 @pytest.mark.parametrize("subject", ["worker", "CN=", "O=acme", "", "cn=worker", "IP:127.0.0.1"])
 def test_a_subject_says_what_it_names(subject: str) -> None:
     with pytest.raises(InvalidField, match=r"subject.*must be CN=NAME, DNS:NAME or URI:NAME"):
-        CertificateGrant("worker", subject, ("a",))
+        CertificateGrant(name="worker", subject=subject, namespaces=("a",))
 
 
 def test_a_certificate_is_found_by_any_of_its_names() -> None:
