@@ -87,7 +87,7 @@ class ShardMap:
         order = rank_shards(self.shards, key)
         if self.shares:
             shares = dict(zip(self.shards, self.shares, strict=True))
-            # Stable: where too few shards are given the chunk, the others follow in their order.
+            # The sort is stable: if too few shards were given the chunk, the others follow in rank order.
             order.sort(key=lambda shard: not is_given(shard, key, shares[shard]))
         return order[: self.replicas]
 

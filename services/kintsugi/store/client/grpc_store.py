@@ -80,7 +80,7 @@ def counted(breaker: CircuitBreaker, address: str, is_refusal_counted: bool = Tr
         raise LeftAlone(f"{address} failed lately and is left alone for a moment")
     try:
         yield
-    except LeftAlone:  # by another breaker
+    except LeftAlone:  # raised by an inner breaker
         breaker.withdraw()
         raise
     except SHARD_FAILURES:
@@ -259,7 +259,7 @@ class GrpcStore(ChunkStore):
         (held,) = self.find_stored(manifest.namespace, [manifest.key])
         if held is None or is_readable(keys, held.manifest):
             return False
-        # It was encrypted with a key that is gone: nobody can read it, and nobody else would remove it.
+        # The stored chunk was encrypted with a key that no longer exists, so no client can read it.
         self.delete(manifest.namespace, [manifest.key])
         return self._put(manifest, frames, header)
 
@@ -374,7 +374,7 @@ class GrpcStore(ChunkStore):
     def _resolve_manifests(self, namespace: str, keys: Sequence[ChunkKey]) -> list[ChunkManifest | None]:
         known = [self._manifests.get(namespace, key) for key in keys]
         held = self._options.find_keys(namespace)
-        # One whose data key was retired since is looked up again, because the chunk may have been replaced.
+        # A chunk whose data key was retired is looked up again, because it may have been replaced.
         unknown = [index for index, one in enumerate(known) if one is None or not is_readable(held, one)]
         if unknown:
             found = self.lookup(namespace, [keys[index] for index in unknown])
@@ -383,7 +383,7 @@ class GrpcStore(ChunkStore):
         return known
 
     def _look_up_again(self, manifest: ChunkManifest) -> ChunkManifest | None:
-        with suppress(KintsugiError):  # then the chunk is lost, as it is without
+        with suppress(KintsugiError):  # the chunk is then lost, as without a lookup
             return self.lookup(manifest.namespace, [manifest.key])[0]
         return None
 
@@ -395,7 +395,7 @@ class GrpcStore(ChunkStore):
             keys=[manifest.key.digest],
             failed_salts=[manifest.salt] if manifest.is_encrypted else [],
         )
-        with suppress(KintsugiError):  # this stream loses it either way; the scrubber finds it later
+        with suppress(KintsugiError):  # the stream loses the chunk anyway; the scrubber finds it later
             self.call("Verify", request, pb.VerifyResponse)
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:

@@ -99,7 +99,7 @@ def read_entries(path: Path) -> dict[str, KeyEntry]:
         raise InvalidField("keys", f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError):  # whose messages would repeat a part of the file
+    except (ValueError, RecursionError):  # their messages would quote the file
         raise InvalidField("keys", f"{path} is not JSON; make a key file with kintsugi keys create") from None
     namespaces = values.get("namespaces") if isinstance(values, dict) and len(values) == 1 else None
     if not isinstance(namespaces, dict):
@@ -186,7 +186,7 @@ def _write(path: Path, entries: Entries) -> None:
     key must not stay readable in freed blocks. A copy-on-write file system may still hold it. Owner, group
     and mode stay, so that the service can read a file that an administrator wrote."""
     values = {name: _to_json(entry) for name, entry in sorted(entries.items())}
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link stays a link
     try:
         old = os.open(path, os.O_RDWR) if path.exists() else None
         try:

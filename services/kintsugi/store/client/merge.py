@@ -96,7 +96,7 @@ class _Merge:
 
     def merge_layer(self, layer: int) -> Generator[LayerFrame | ChunkLost, None, None]:
         """Yield every item of one layer."""
-        for part in self.parts:  # failover appends
+        for part in self.parts:  # failover appends parts
             item: LayerFrame | ChunkLost | None
             while (item := self._next_item(part, layer)) is not None:
                 if isinstance(item, LayerFrame):

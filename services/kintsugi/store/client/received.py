@@ -113,7 +113,7 @@ class Received:
         self._decrypt_by(frame.chunk, manifest)
         data = read(manifest) if layer in manifest.layers else None
         if data is None and manifest.is_encrypted and frame.chunk not in self._intact:
-            # It may have been put again, and then it has another salt and other tags than we remember.
+            # The chunk may have been put again; then its salt and tags differ from the remembered ones.
             newer = self._look_up_again(manifest)
             if newer is not None and newer.salt != manifest.salt and is_readable(self._keys, newer):
                 manifest = newer

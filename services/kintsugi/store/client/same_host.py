@@ -150,7 +150,7 @@ class SameHost:
         """Map an arena. Raises `OSError` if that is impossible here."""
         arena = ArenaMap(opened)
         with self._lock:
-            self._arena = arena  # views of a stream that still reads keep an old map alive
+            self._arena = arena  # views of a running stream keep an old map alive
 
     def suspend(self, reason: object, wait_s: float = RETRY_S) -> None:
         """Read over gRPC for the next `wait_s`."""

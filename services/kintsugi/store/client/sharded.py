@@ -224,7 +224,7 @@ class ShardedStore(ChunkStore):
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
         for shard, answer in zip(shards.shards, answers, strict=True):
             for anchor, manifests in (answer or {}).items():
-                # A shard may still hold what another owns by now. That is not read: it is a miss here, too.
+                # A shard may still hold a chunk that another shard owns now. It is never read, so it is a miss.
                 owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
                 found.setdefault(anchor, {}).update(owned)
         return {
@@ -327,7 +327,7 @@ class ShardedStore(ChunkStore):
     def delete(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         found = self._find(namespace, keys, GrpcStore.find_stored)
         present = sum(one is not None for one in found)
-        # Every shard, not only the owners: one that owned a chunk before the map changed may hold it, too.
+        # Every shard, not only the owners: a shard that owned a chunk under an earlier map may hold it.
         shards = self.shard_map()
         answers = self._ask_all(shards.shards, lambda store: store.delete(namespace, keys))
         _require_all(shards, answers, "it may still hold the chunks, the others do not; delete them again")
@@ -384,7 +384,7 @@ class ShardedStore(ChunkStore):
             ask = partial(GrpcStore.list, namespace=namespace, limit=limit, after=after)
             answers = self._ask_all(shards.shards, ask)
             pages = _require_all(shards, answers, "what it holds would be left out; list again")
-            # A shard with a full page may hold more, and what others hold beyond that page comes after it.
+            # A shard with a full page may hold more chunks, which precede the other shards' later keys.
             ends = [page[-1].key for page in pages if len(page) >= limit]
             end = min(ends, default=None)
             for shard, page in zip(shards.shards, pages, strict=True):
@@ -428,8 +428,8 @@ class ShardedStore(ChunkStore):
         a trip of the gate would undo it when it is the only one to answer."""
 
         def put(store: GrpcStore) -> None:
-            # A shard without room, or with another clock, is no reason to fail a read; nor is a reader who
-            # may not write reports.
+            # A read does not fail because a shard has no room or another clock, or because the reader may
+            # not write reports.
             with suppress(ResourceExhausted, InvalidField, PermissionDenied):
                 store.put_report(fingerprint, name, newest)
 
@@ -464,7 +464,7 @@ class ShardedStore(ChunkStore):
             self._is_closed = True
             shards = list(self._shards.values())
             self._shards.clear()
-        for shard in shards:  # before the pool, which waits for calls under way: closing ends them
+        for shard in shards:  # before the pool, which waits for calls in progress; closing ends them
             shard.store.close()
         self._pool.shutdown()
 

@@ -110,7 +110,7 @@ class TokenFile(Access):
 
     def _find_token(self, token: str) -> Caller:
         presented = token_digest(token)
-        # All of them are compared, so that the time tells nothing.
+        # Every grant is compared, so that the response time reveals nothing.
         found = [
             grant for grant in self._file.current().tokens if hmac.compare_digest(presented, grant.sha256)
         ]

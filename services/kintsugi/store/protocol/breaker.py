@@ -48,7 +48,7 @@ class CircuitBreaker:
             if now - self._opened_s < self._open_s:
                 return False
             if self._probe_s is not None and now - self._probe_s < OPEN_S:
-                return False  # another caller probes; a probe that never reports is forgotten
+                return False  # another caller probes; a probe that never reports expires
             self._probe_s = now
             return True
 

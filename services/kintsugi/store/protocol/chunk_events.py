@@ -86,7 +86,7 @@ class EventLog:
         """By namespace, least recently read first."""
 
     def add(self, kind: ChunkEventType, namespace: str, key: ChunkKey, num_tokens: int) -> None:
-        if namespace not in self._followed:  # most are not, and the lock is for those that are
+        if namespace not in self._followed:  # the usual case, decided without the lock
             return
         event = ChunkEvent(kind, key, num_tokens, self._clock())
         with self._lock:

@@ -24,9 +24,9 @@ DETAIL_CHARS_MAX = 1024
 """gRPC carries details in HTTP/2 headers, which are bounded."""
 
 _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
-    # The first row of a status is what it is read as when the metadata is missing; the first row that an
-    # exception is an instance of is how it is sent. Subclasses therefore come after what they are read as
-    # only where their base is not in the table.
+    # An exception is sent with the status of the first row whose class it is an instance of. A status without
+    # metadata is read as the class of its first row. So a subclass may follow the class that its status is
+    # read as only if its base is not in the table.
     (errors.InvalidField, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotFound, grpc.StatusCode.NOT_FOUND),
     (errors.ResourceExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -38,7 +38,7 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
     (errors.VersionMismatch, grpc.StatusCode.UNIMPLEMENTED),
     (errors.NotBlendable, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SelfTestFailed, grpc.StatusCode.FAILED_PRECONDITION),
-    # Read only: what gRPC itself says. All of them mean that this shard cannot answer this client now.
+    # Only read: statuses of gRPC itself. All of them mean that this shard cannot answer this client now.
     (errors.Unavailable, grpc.StatusCode.CANCELLED),
     (errors.Unavailable, grpc.StatusCode.ABORTED),
     (errors.Unavailable, grpc.StatusCode.UNAUTHENTICATED),
@@ -46,7 +46,7 @@ _TABLE: tuple[tuple[type[errors.KintsugiError], Any], ...] = (
     (errors.Unavailable, grpc.StatusCode.INTERNAL),
     (errors.Unavailable, grpc.StatusCode.UNKNOWN),
     (errors.InvalidField, grpc.StatusCode.OUT_OF_RANGE),
-    # Sent by a gateway, and read as themselves where it says so: see the comment on the first row.
+    # Sent by a gateway, and read as these classes only with the metadata.
     (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
 )
@@ -92,7 +92,7 @@ def error_of_call(failure: Any, where: str) -> errors.KintsugiError:
     details = failure.details() or str(failure.code())
     if name is None:
         details = f"{where}: {details}"
-        if failure.code() == grpc.StatusCode.UNAVAILABLE:  # gRPC's own word: nobody of ours answered
+        if failure.code() == grpc.StatusCode.UNAVAILABLE:  # from gRPC itself: no Kintsugi server answered
             details += f"; {CHECK_ADDRESS}"
     error = error_of(failure.code(), details, name)
     if isinstance(error, errors.ResourceExhausted) and str(metadata.get(RETRY_AFTER, "")).isdecimal():

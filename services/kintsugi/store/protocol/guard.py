@@ -50,11 +50,11 @@ NEEDS: Mapping[str, Need] = {
     "prefetch": Need(Verb.GENERATE),
     "retain": Need(Verb.PUT),
     "pin": Need(Verb.PUT),
-    # A lease's id is random, and only who pinned knows it.
+    # A lease's id is random; only the caller that pinned knows it.
     "unpin": Need(Verb.PUT, Reach.NOTHING),
     "delete": Need(Verb.DELETE),
     "list": Need(Verb.LIST),
-    # Routers ask again and again.
+    # Routers poll.
     "list_events": Need(Verb.LIST, is_audited=False),
     "clear": Need(Verb.ADMIN),
     "put_report": Need(Verb.REPORT, Reach.NOTHING),
@@ -62,7 +62,7 @@ NEEDS: Mapping[str, Need] = {
     "stats": Need(None, Reach.NOTHING, is_audited=False),
     "verify": Need(Verb.GENERATE),
     "drain": Need(Verb.ADMIN, Reach.EVERYTHING),
-    # Engines, gateways and other shards ask again and again.
+    # Engines, gateways and other shards poll.
     "list_erasures": Need(Verb.GENERATE, Reach.EVERYTHING, is_audited=False),
     # The arena holds the chunks of every namespace.
     "open_arena": Need(Verb.GENERATE, Reach.EVERYTHING),
@@ -105,7 +105,7 @@ class ShardGuard:
         except KintsugiError as error:
             result, text = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
             raise
-        except asyncio.CancelledError:  # the client ended the call: so it ends every lease
+        except asyncio.CancelledError:  # the client ended the call, as it ends every lease
             result = "CANCELLED"
             raise
         except Exception:
@@ -142,7 +142,9 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
         request = request.request
     call.namespace = getattr(request, "namespace", "")[:DETAIL_CHARS_MAX]
     call.keys = _keys_in(request)
-    if isinstance(request, pb.VerifyRequest) and request.failed_salts:  # every copy of these chunks goes
+    if (
+        isinstance(request, pb.VerifyRequest) and request.failed_salts
+    ):  # this removes every copy of these chunks
         call.verb = Verb.DELETE
         caller.authorize(request.namespace, Verb.DELETE)
     match need.scope:
@@ -158,5 +160,5 @@ def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
 def _keys_in(request: Any) -> tuple[str, ...]:
     if isinstance(request, pb.Manifest):
         return (request.key[: wire.DIGEST_BYTES].hex(),)
-    # As many and as long as a valid request's: a caller must not fill the log with one that is not.
+    # Bounded like a valid request: an invalid one must not fill the log.
     return tuple(key[: wire.DIGEST_BYTES].hex() for key in getattr(request, "keys", ())[: wire.KEYS_MAX])

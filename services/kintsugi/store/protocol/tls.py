@@ -29,7 +29,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", int(PING_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(PONG_S * 1000)),
-    # A second server on the same port would take some of the connections, and nobody would notice.
+    # Otherwise a second server on the same port would silently take some of the connections.
     ("grpc.so_reuseport", 0),
 )
 

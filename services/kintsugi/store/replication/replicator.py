@@ -154,7 +154,7 @@ class Replicator(Turns):
     def _send(self, entry: ChunkEntry, receiver: ShardAddress) -> None:
         """Send the current version of a chunk, unless it was removed. A failure is logged; the next round
         tries again."""
-        seen = self._shard.erasures.seen_of(receiver.shard_id)  # before it is read
+        seen = self._shard.erasures.seen_of(receiver.shard_id)  # before the chunk is read
         opened = self._shard.table.open_copies(entry.address)
         if opened is None:
             return
@@ -162,16 +162,16 @@ class Replicator(Turns):
         manifest = current.manifest
         try:
             if (held := next(iter(reading.chunks), None)) is None:
-                return  # its only copy is on its way to another tier
+                return  # its only copy is being moved to another tier
             ttl_s = max(0.001, current.expires_at_s - time.time()) if current.expires_at_s < math.inf else 0.0
             frames = [_frame(held, layer) for layer in manifest.layers]
             peer = self._peer(receiver)
             self.sent_chunks += peer.put_copy(manifest, frames, current.recompute_ms, ttl_s, seen)
         except Corrupted as error:
-            log.error("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
+            log.error("chunk %s was not copied to %s: %s", manifest.key, receiver.address, error)
             self._shard.verify(manifest.namespace, [manifest.key])
         except KintsugiError as error:
-            log.warning("chunk %s is not copied to %s: %s", manifest.key, receiver.address, error)
+            log.warning("chunk %s was not copied to %s: %s", manifest.key, receiver.address, error)
         finally:
             self._shard.close_reading(reading)
 
