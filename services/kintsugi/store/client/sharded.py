@@ -224,7 +224,7 @@ class ShardedStore(ChunkStore):
         found: dict[int, dict[ChunkKey, ChunkManifest]] = {}
         for shard, answer in zip(shards.shards, answers, strict=True):
             for anchor, manifests in (answer or {}).items():
-                # A shard may still hold a chunk that another shard owns now. It is never read, so it is a miss.
+                # A shard may still hold a chunk that another shard owns now: it is never read, so a miss.
                 owned = {m.key: m for m in manifests if shard in shards.owners(m.key)}
                 found.setdefault(anchor, {}).update(owned)
         return {

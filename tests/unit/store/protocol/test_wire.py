@@ -70,7 +70,11 @@ def test_groups_that_cannot_be_are_refused() -> None:
     unknown.layout.groups[0].parts[0].kind = 77  # type: ignore[assignment]
     many.layout.groups.extend([many.layout.groups[0]] * 1024)
     del none.layout.groups[:]
-    for message, problem in ((unknown, "layout.groups: 77 is unknown"), (many, "at most 1024"), (none, "at least one")):
+    for message, problem in (
+        (unknown, "layout.groups: 77 is unknown"),
+        (many, "at most 1024"),
+        (none, "at least one"),
+    ):
         with pytest.raises(InvalidField, match=problem):
             wire.manifest_from_wire(message)
 
