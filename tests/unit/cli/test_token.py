@@ -35,7 +35,7 @@ def test_a_token_is_shown_once_and_opens_what_it_is_bound_to(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (["search", "-n", "a b"], "namespaces"),
-        (["", "-n", "a"], "name: is mandatory"),
+        (["", "-n", "a"], "name: is required"),
     ],
 )
 def test_what_cannot_be_bound_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
