@@ -24,6 +24,7 @@ from kintsugi.core.errors import (
     VersionMismatch,
 )
 from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
+from kintsugi.core.gate import GateState
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import Span
 from kintsugi.core.tokens import TokenIds
@@ -114,7 +115,7 @@ class ScriptedClient:
 
 def engine_over(client: ScriptedClient, **values: Any) -> AsyncEngine:
     spec = AsyncSpec(str(bundled_checkpoint()), "mine", "grpc://127.0.0.1:1", **values)
-    return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.open_regardless(BINDING), None))
+    return AsyncEngine(spec, EngineParts(client, RamStore(), Gate.fixed(BINDING, GateState(None, "")), None))
 
 
 def request(**changes: Any) -> EngineRequest:

@@ -117,19 +117,19 @@ class BlendPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         counter = metric_types[prometheus_client.Counter]
         self._requests = counter(
             "kintsugi_requests",
-            "Requests that asked for blending or saving, by outcome and reason",
+            "Requests for blending or saving, by outcome and reason",
             labelnames=[*labelnames, "outcome", "reason"],
         )
         self._segments = counter(
             "kintsugi_discovery_segments",
-            "Segments of prompts that were counted, queued because they recur, refused because too many "
-            "wait, saved, failed to be saved, or left out because the calibration report does not hold for "
+            "Segments of prompts by event: counted, queued because they recur, refused because too many "
+            "wait, saved, failed to be saved, or left out because the calibration report does not cover "
             "their length",
             labelnames=[*labelnames, "event"],
         )
         self._errors = metric_types[prometheus_client.Histogram](
             "kintsugi_ttft_prediction_error",
-            "Difference of predicted and measured time to first token ÷ the measured one, queueing apart",
+            "Error of the predicted time to first token ÷ the measured one, both without queueing",
             labelnames=[*labelnames, "outcome"],
             buckets=ERROR_BUCKETS,
         )

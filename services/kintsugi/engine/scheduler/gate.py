@@ -77,22 +77,10 @@ class Gate:
         self._thread: threading.Thread | None = None
 
     @staticmethod
-    def open_regardless(binding: Binding) -> Gate:
-        """Make an open gate for `allow_uncalibrated`, without a report, and log a warning."""
+    def fixed(binding: Binding, state: GateState) -> Gate:
+        """Make a gate that reads no report and keeps its state."""
         gate = Gate(None, binding)
-        gate.state = GateState(None, "allow_uncalibrated is set")
-        logger.warning(
-            "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong and nothing "
-            "would notice. Unset it and %s",
-            CALIBRATE.split(" (")[0],
-        )
-        return gate
-
-    @staticmethod
-    def shut(binding: Binding) -> Gate:
-        """Make a closed gate for `save_only`, without a log line."""
-        gate = Gate(None, binding)
-        gate.state = GateState("save_only", "this engine only saves chunks; ask one that serves")
+        gate.state = state
         return gate
 
     def start(self) -> Gate:
@@ -154,9 +142,16 @@ class Gate:
 def open_gate(config: EngineConfig, store: ChunkStore, binding: Binding) -> Gate:
     """Make the configured gate, and start it if it reads reports."""
     if config.save_only:
-        return Gate.shut(binding)
+        return Gate.fixed(
+            binding, GateState("save_only", "this engine only saves chunks; use one that serves")
+        )
     if config.allow_uncalibrated or os.environ.get(ALLOW_ENVIRONMENT) == "1":
-        return Gate.open_regardless(binding)
+        logger.warning(
+            "BLENDING IS NOT CALIBRATED: allow_uncalibrated is set, so answers may be wrong without notice. "
+            "Unset it and %s",
+            CALIBRATE.split(" (")[0],
+        )
+        return Gate.fixed(binding, GateState(None, "allow_uncalibrated is set"))
     read = (
         StoreReports(store).read if config.report is None else partial(read_report_file, Path(config.report))
     )

@@ -134,7 +134,7 @@ def take_beside_named(
     if not _holds_for(match, state, num_ranks):
         state.takes_others = False
         return match.beside(frozenset(named), request.num_tokens), named
-    # Models with windows blend nothing behind cached tokens.
+    # Models with windows blend nothing after cached tokens.
     reached = request.num_tokens if has_windows and num_computed else num_computed
     match = match.beside(frozenset(named), reached)
     forked_at = min(hashing.exact_tokens(request) or 0, named[0].start)

@@ -215,5 +215,5 @@ def _total_heads(model: LoadedModel, own: int, told: int) -> int:
     for total in (told, whole):
         if own == max(1, total // ranks):
             return total
-    feature = f"{own} KV heads on each of {ranks} ranks, but neither {told} nor {whole} heads in all"
+    feature = f"{own} KV heads on each of {ranks} ranks, which fits neither {told} nor {whole} in total"
     raise Decline(DeclineReason.ARCHITECTURE, None, feature).error()

@@ -142,7 +142,7 @@ class RotationFinder:
                 is_plain = source is not None and source.explains(near.key, rotary, here)
                 return KeyRotation(rotary, source if is_plain else None)
             differences.append(f"{difference:.2g}")
-        found = f"off by {', '.join(differences)}" if differences else "of which there is no table"
+        found = f"off by {', '.join(differences)}" if differences else "without a table"
         feature = (
             "keys that depend on more than their position, such as keys weighted by a norm after the rotation"
         )

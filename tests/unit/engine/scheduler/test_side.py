@@ -93,7 +93,7 @@ def side_of(store: StubStore) -> SchedulerSide:
         config=EngineConfig(),
         store=store,
         planner=LoadingController(Selection(0.15), 0.5),
-        gate=Gate.open_regardless(BINDING),
+        gate=Gate.fixed(BINDING, GateState(None, "")),
         salts=salts,
         fingerprint=ModelFingerprint.of({"model": "toy"}),
         prefix_token_ids=(),

@@ -219,7 +219,7 @@ def test_a_module_that_turns_a_part_of_the_head_which_does_not_lead() -> None:
 
     layer = Layer(key=turn_last_part)
     layer.part = PartRotation()
-    with pytest.raises(NotBlendable, match="of which there is no table") as raised:
+    with pytest.raises(NotBlendable, match="a rotation without a table") as raised:
         found(layer)
     assert raised.value.reason == "rope"
 
