@@ -124,7 +124,7 @@ class LayerLoader:
         self._done: dict[int, LoadedLayer] = {}
         self._failure: LoadFailed | None = None
         self._taken: list[torch.cuda.Event | None] = []
-        """For each layer that was taken, the end of the work launched before: that of all earlier layers."""
+        """For each layer that was taken, an event after the work launched before it: all earlier layers."""
         self._closed = False
         num_threads = self._staging.threads
         self._threads = [

@@ -64,7 +64,7 @@ def loading_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def keep_for_loading(num_bytes: int, device: torch.device) -> None:
-    """Have torch reserve device memory for the loads of passes. Raises `torch.OutOfMemoryError`."""
+    """Reserve device memory in torch's allocator for loads. Raises `torch.OutOfMemoryError`."""
     with torch.cuda.stream(loading_stream(device)):
         torch.empty(num_bytes, dtype=torch.uint8, device=device)  # freed at once, and kept by torch
 
