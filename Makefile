@@ -149,15 +149,11 @@ test-units:
 test-systems:
 	$(BIN)/python -u -m pytest -m "not full" tests --ignore=tests/unit
 
-# Folders whose tests need neither torch nor vLLM nor Ray, apart from these files.
+# Folders whose tests need neither torch nor vLLM nor Ray, apart from those in `heavy`.
 CORE_TESTS := $(addprefix tests/unit/,core discovery gateway models operator precompute quality sdk serving store)
-CORE_LEFT_OUT := $(addprefix --ignore=tests/unit/,models/test_factory.py models/test_reference.py \
-	operator/test_corpus.py precompute/test_chunking.py precompute/test_spec.py quality/test_calibrate.py \
-	quality/test_contexts.py quality/test_drift.py quality/test_grid.py quality/test_probing.py quality/test_racing.py \
-	quality/test_shadow.py serving/test_directory.py serving/test_shadowing.py store/test_decoders.py)
 
 test-core: $(CORE_VENV)/.installed
-	$(CORE_VENV)/bin/python -m pytest --numprocesses 2 -m "not full" $(CORE_TESTS) $(CORE_LEFT_OUT)
+	$(CORE_VENV)/bin/python -m pytest --numprocesses 2 -m "not full" --ignore-glob "*/heavy" $(CORE_TESTS)
 
 test-full: setup tools
 	$(BIN)/python -u -m pytest -m full

@@ -533,6 +533,7 @@ def test_a_bad_corpus_says_why(world: World) -> None:
     assert "nobody" in world.condition("Ready", "orphan", "CorpusPrecompute")["message"]
 
 
+@pytest.mark.full
 def test_a_hundred_services_at_rest_write_nothing(world: World) -> None:
     """The CPU time of a look is printed."""
     for index in range(100):

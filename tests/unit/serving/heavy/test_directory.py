@@ -12,8 +12,8 @@ import pytest
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.gateway.addresses import free_port
 from kintsugi.serving import directory
-from kintsugi.serving.directory import LEASE_S, SHARDS_MAX, Announcer, DirectoryActor, Membership
-from kintsugi.store.client.directory import ShardAddress
+from kintsugi.serving.directory import LEASE_S, Announcer, DirectoryActor, Membership
+from kintsugi.store.client.directory import SHARDS_MAX, ShardAddress
 
 
 class Clock:

