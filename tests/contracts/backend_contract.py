@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 
 from kintsugi.core.accounting import Outcome
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, Unavailable, UnknownField
 from kintsugi.core.exchange import (
+    EngineBackend,
     EngineDelta,
     EngineInfo,
     EngineRequest,

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.exchange import (
+    EngineBackend,
     EngineDelta,
     EngineInfo,
     EngineRequest,

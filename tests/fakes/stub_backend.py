@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable, UnknownField
 from kintsugi.core.exchange import (
+    EngineBackend,
     EngineDelta,
     EngineInfo,
     EngineRequest,

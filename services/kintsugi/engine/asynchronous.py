@@ -19,10 +19,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import EngineSpec, ModelSpec
 from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.exchange import (
+    EngineBackend,
     EngineDelta,
     EngineInfo,
     EngineRequest,

@@ -23,8 +23,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kintsugi.core.accounting import Outcome, label_of_reason
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, Unavailable
+from kintsugi.core.exchange import EngineBackend
 from kintsugi.core.namespaces.privacy import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics

@@ -16,10 +16,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, ResourceExhausted
-from kintsugi.core.exchange import EngineDelta, OpenAICall, SaveOutcome, SaveState
+from kintsugi.core.exchange import (
+    EngineBackend,
+    EngineDelta,
+    OpenAICall,
+    SaveOutcome,
+    SaveState,
+)
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
 from kintsugi.core.namespaces.privacy import NamespacePrivacy
 from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules

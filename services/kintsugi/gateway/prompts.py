@@ -8,9 +8,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import InvalidField, PermissionDenied, Unavailable
-from kintsugi.core.exchange import EngineDelta, EngineRequest, Usage
+from kintsugi.core.exchange import (
+    EngineBackend,
+    EngineDelta,
+    EngineRequest,
+    Usage,
+)
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.answers import Ask

@@ -10,9 +10,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
-from kintsugi.core.exchange import SaveOutcome, SaveState
+from kintsugi.core.exchange import (
+    EngineBackend,
+    SaveOutcome,
+    SaveState,
+)
 from kintsugi.core.namespaces.parts import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.core.tokens import TokenIds

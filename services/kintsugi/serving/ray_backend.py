@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from kintsugi.core.backend import EngineBackend
 from kintsugi.core.errors import KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
+    EngineBackend,
     EngineDelta,
     EngineInfo,
     EngineRequest,

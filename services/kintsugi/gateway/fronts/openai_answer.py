@@ -12,8 +12,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from kintsugi.core.backend import EngineBackend
-from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead, Usage
+from kintsugi.core.exchange import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    EngineBackend,
+    OpenAICall,
+    OpenAIHead,
+    Usage,
+)
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX, find_retention_s
