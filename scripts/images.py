@@ -316,7 +316,8 @@ def push(maker: Builder, reference: str) -> str:
         maker.run("push", reference)
         (about,) = json.loads(maker.run("image", "inspect", reference))
         repository = reference.rpartition(":")[0]
-        found = [one.partition("@") for one in about["RepoDigests"]]
+        digests: list[str] = about["RepoDigests"]
+        found = [one.partition("@") for one in digests]
         return next(digest for name, _, digest in found if name == repository)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "digest"

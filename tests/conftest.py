@@ -8,10 +8,10 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # A parallel region waits for its slowest thread: on a machine with more work than cores, that one is
 # descheduled. vLLM in this process takes the same threads.
@@ -138,11 +138,14 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call":
         evidence = item.config.stash[EVIDENCE]
-        for name, value in report.user_properties:
+        properties: list[tuple[str, Any]] = report.user_properties
+        for name, value in properties:
             if name == "support":
                 architecture, feature, outcome = value
                 evidence.note_outcome(

@@ -39,7 +39,8 @@ from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import ParserLimits
 from kintsugi.precompute.sources.readers import Columns, Document, Failure
 from kintsugi.precompute.sources.sandbox import read_confined
-from kintsugi.quality.evidence import KL_MAX, EngineEvidence, Evidence
+from kintsugi.quality.evidence import EngineEvidence, Evidence
+from kintsugi.quality.metrics import KL_MAX
 from kintsugi.quality.questions import read_questions
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.erasing import read_cursor, write_cursor
@@ -110,7 +111,7 @@ def ledger_row(data: bytes) -> None:
         assert all(len(key.digest) == KEY_BYTES for key in page)
     for chunks in _attempt(lambda: list(ledger.claim_unchecked(1, 2))) or ():
         assert sum(chunk.num_tokens for chunk in chunks) is not None
-        _attempt(lambda chunks=chunks: [chunk.token_ids for chunk in chunks])
+        _attempt(lambda: [chunk.token_ids for chunk in chunks])  # noqa: B023
     _attempt(lambda: _forget_orphans(ledger))
 
 

@@ -6,6 +6,7 @@ As in `tests/decoders.py`, which lists these, too: a decoder takes any bytes and
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -134,25 +135,12 @@ def corpus_file(data: bytes) -> None:
     fsspec.filesystem("memory").pipe_file("/decoded-file", data[1:])
     piece = FileRange(PIECE.url, PIECE.name, kind, "")
     for item in _read_anything(piece, Columns()):
-        sent = _Sent()
+        sent = io.BytesIO()
         values = {name: value for name, value in vars(item).items() if name != "url"}
         _send(sent, {"document" if isinstance(item, Document) else "failure": values})
-        received = parse_answer(bytes(sent.data[LENGTH.size :]), piece)
+        received = parse_answer(sent.getvalue()[LENGTH.size :], piece)
         assert type(received) is type(item)
         assert isinstance(item, Failure) or received == item
-
-
-class _Sent:
-    """Takes what is written."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
 
 
 def parser_answer(data: bytes) -> None:

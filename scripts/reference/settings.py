@@ -88,7 +88,7 @@ def _entries(cls: type[Any], path: str) -> Iterator[Entry]:
 def _type_of(hint: Any) -> str:
     """A type as the writer of a file needs it: `mapping`, the values of an enumeration, no class's name."""
     inner = get_args(hint)
-    if isinstance(hint, enum.EnumMeta):
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(str(one.value) for one in hint)
     if dataclasses.is_dataclass(hint) or get_origin(hint) in (dict, Mapping):
         return "mapping"

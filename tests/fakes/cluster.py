@@ -119,7 +119,7 @@ class FakeCluster(ApiServer):
 
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
         self._uses(resource, "list")
-        return self.select(resource, namespace, labels)
+        return list(self.select(resource, namespace, labels))
 
     def read(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
         """A copy of an object, whoever wants it."""
@@ -130,7 +130,9 @@ class FakeCluster(ApiServer):
             return {"kind": NAMESPACE.kind, "metadata": {"name": name, **leaving}}
         return copy.deepcopy(self.objects.get((resource.kind, namespace, name)))
 
-    def select(self, resource: Resource, namespace: str, labels: Mapping[str, str | None]) -> list[Manifest]:
+    def select(
+        self, resource: Resource, namespace: str, labels: Mapping[str, str | None]
+    ) -> Sequence[Manifest]:
         """Copies of the objects of a namespace, or of all without one, that have the labels. A label without
         a value may have any."""
         return [

@@ -213,7 +213,7 @@ class ForecastRouter(Router):
     def _view(self, engine: SimulatedEngine) -> EngineView:
         sent = self._sent.setdefault(engine.name, Sent(lambda: self._now_s))
         report = self._reports[engine.name]
-        sent.hear(vars(report))
+        sent.take_report(vars(report))
         return EngineView(sent.waiting_tokens(), report.tokens_per_s, engine.host)
 
 

@@ -76,7 +76,9 @@ class OnDevice(Tensor):
         return PretendCuda.current().call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance's method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} reached the pretended device; PretendCuda.call should have caught it")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +109,9 @@ class ToyPrompt:
     def stream(self, plan: BlendPlan, share: slice = slice(None)) -> Frames:
         return self._stream([hit.key for hit in plan.hits[share]], 0)
 
-    def _stream(self, keys: Sequence[ChunkKey], first_layer: int) -> Iterator[LayerFrame | ChunkLost]:
+    def _stream(
+        self, keys: Sequence[ChunkKey], first_layer: int
+    ) -> Generator[LayerFrame | ChunkLost, None, None]:
         gone: set[ChunkKey] = set()
         for layer in range(first_layer, self.model.layers):
             self.gate(layer)

@@ -101,11 +101,13 @@ class ToyModel:
             stream = stream + self.attend(layer, query, positions - start, key, value, unseen)
             stream = stream + self.mlp(layer, stream)
             queries.append(query)
+            assert kv.key_before_rope is not None
             raw_keys.append(kv.key_before_rope)
             keys.append(key)
             values.append(value)
-        stacked = [torch.stack(parts) for parts in (queries, raw_keys, keys, values)]
-        return DenseRun(*stacked, stream)
+        return DenseRun(
+            torch.stack(queries), torch.stack(raw_keys), torch.stack(keys), torch.stack(values), stream
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kintsugi.fusor.attention import attend_scattered
+
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 if not torch.cuda.is_available():
     pytest.skip("the engine on a GPU: no CUDA device here", allow_module_level=True)
@@ -51,11 +53,10 @@ def test_the_self_test_reaches_our_kernel(engine: LocalEngine, monkeypatch: pyte
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     calls: list[int] = []
-    attend = scattered.attend_scattered
 
     def counted(query: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
         calls.append(len(query))
-        return attend(query, *arguments, **options)  # type: ignore[arg-type]
+        return attend_scattered(query, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(scattered, "attend_scattered", counted)
     monkeypatch.setattr(selftest, "_run_kernels", lambda _model: None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -406,7 +406,7 @@ def _survived(mix: Mix, loaded: set[tuple[int, ...]]) -> set[tuple[int, ...]] | 
     return None if mix.fault is Fault.RAISES or again or not left else left
 
 
-Frames = Iterator[LayerFrame | ChunkLost]
+Frames = Generator[LayerFrame | ChunkLost, None, None]
 
 
 @contextmanager

@@ -17,7 +17,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
@@ -330,7 +339,7 @@ class Client:
 
     def stream(
         self, segments: Iterable[Segment], question: str | Tokens, **options: Unpack[GenerateOptions]
-    ) -> Iterator[Delta | Answer]:
+    ) -> Generator[Delta | Answer, None, None]:
         """As `AsyncClient.stream`."""
         return iterate(self._calls.stream(segments, question, **options))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -160,7 +160,7 @@ def run_to_completion(coroutine: Coroutine[Any, Any, Item]) -> Item:
     raise AssertionError("a coroutine over blocking calls suspended")
 
 
-def iterate(items: AsyncGenerator[Item, None]) -> Iterator[Item]:
+def iterate(items: AsyncGenerator[Item, None]) -> Generator[Item, None, None]:
     """Yield the items of an asynchronous generator that never suspends, and close it."""
     try:
         while True:

@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,9 +115,9 @@ class Kube:
             self.apply(f"{CRDS}/{name}", crd)
             names.append(name)
         for name in names:
-            until(lambda name=name: self._is_established(name), f"{name} is established")
+            until(partial(self._is_established, name), f"{name} is established")
         for resource in (BLEND_SERVICE, CORPUS_PRECOMPUTE, RAY_SERVICE, RAY_JOB):
-            until(lambda one=resource: self.is_served(one), f"{resource.plural} are served")
+            until(partial(self.is_served, resource), f"{resource.plural} are served")
 
     def _is_established(self, name: str) -> bool:
         conditions = self.request("GET", f"{CRDS}/{name}").get("status", {}).get("conditions") or []

@@ -7,6 +7,7 @@ deletion, two operators, rights. Skipped with a line that says so where KUBECONF
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -576,7 +577,7 @@ def test_a_hundred_services_at_rest_write_nothing(team: Team, operator: Operator
         team.make(f"service-{index}")
     for index in range(100):
         until(
-            lambda index=index: team.find(RAY_SERVICE, f"service-{index}-store"),
+            partial(team.find, RAY_SERVICE, f"service-{index}-store"),
             f"service-{index}",
             operator.said,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.layout import ChunkManifest, HeadRange, LayerFrame
 from kintsugi.core.report import Binding
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
@@ -89,6 +89,7 @@ def test_a_prepared_chunk_is_what_follows_prefix_and_context(space: ChunkSpace) 
         heads = HeadRange(0, manifest.layout.num_kv_heads)
         frames = store.stream(NAMESPACE, [key], range(manifest.layout.num_layers), heads, 10.0)
         for frame, k, v in zip(frames, expected.keys_before_rope, expected.values, strict=True):
+            assert isinstance(frame, LayerFrame)
             keys, values = decode_frame(frame.data, manifest.layout, manifest.codec, len(CHUNKS[1]))
             torch.testing.assert_close(keys, k, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, v, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ a store throttled by orders of magnitude; benchmarks/loading.py measures.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def asked(engine: LocalEngine, params: KintsugiParams | None, prompt: Rag | None
     return ask_cold(engine, (prompt or rag(*CHUNKS)).token_ids, params, max_tokens=2)
 
 
-def accounting_of(generation: Generation) -> dict[str, object]:
+def accounting_of(generation: Generation) -> dict[str, Any]:
     assert generation.accounting is not None
     return generation.accounting
 

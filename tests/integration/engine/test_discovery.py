@@ -130,7 +130,7 @@ def test_the_same_secret_in_two_namespaces_is_seen_once_in_each(
 
 @pytest.mark.parametrize("params", [{"no_store": True}, {"discover": False}])
 def test_nothing_is_counted_that_is_not_to_be(
-    engine: LocalEngine, passages: list[list[int]], namespace: str, params: dict[str, bool]
+    engine: LocalEngine, passages: list[list[int]], namespace: str, params: dict[str, Any]
 ) -> None:
     for seed in range(3):
         quiet = KintsugiParams(f"{namespace}/quiet", **{"discover": True, **params})

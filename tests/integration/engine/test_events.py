@@ -32,11 +32,11 @@ class Subscriber:
         import zmq
         from vllm.distributed.kv_events import KVEventBatch
 
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.bind("tcp://127.0.0.1:*")
         # vLLM's publisher connects to an endpoint that names a host.
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
 
     def events(self, until: tuple[int, ...]) -> list[Any]:

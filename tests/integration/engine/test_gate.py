@@ -37,7 +37,7 @@ from tests.integration.engine.conftest import (
 
 pytestmark = pytest.mark.engine
 
-CLOSED = {"allow_uncalibrated": False, "report_poll_ms": 600_000}
+CLOSED: dict[str, object] = {"allow_uncalibrated": False, "report_poll_ms": 600_000}
 """Polled by hand, so that the tests wait for nothing."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -41,12 +42,12 @@ REPRESENTATIVE = ("gpt-oss", "smollm3", "deepseek-v2")
 under `full`: an engine is their price."""
 EVERY = [f if f in REPRESENTATIVE else pytest.param(f, marks=pytest.mark.full) for f in sorted(FAMILIES)]
 
-ENGINE_ARGS = {"phi4-mini": {"max_model_len": 2048}}
+ENGINE_ARGS: dict[str, dict[str, Any]] = {"phi4-mini": {"max_model_len": 2048}}
 """The oracle rotates prompts of this length by the short factors, as vLLM does if none can be longer."""
 LATENTS_IN_FLOAT32 = {"attention_config": {"backend": "CPU_MLA"}}
 """With AMX, vLLM takes a backend for latents that knows bfloat16 alone."""
 FLOAT32_ARGS = dict.fromkeys(("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"), LATENTS_IN_FLOAT32)
-ORACLE_FIELDS: dict[str, dict[str, object]] = {"cohere2": {"sliding_window": WINDOW + 1}}
+ORACLE_FIELDS: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": WINDOW + 1}}
 """vLLM lets Cohere 2 see one position more than transformers does."""
 
 ROTATED_IN_FUNCTIONS = ("smollm3", "olmo2", "olmo3", "starcoder2")
@@ -80,7 +81,7 @@ def oracle(family: str) -> Oracle | None:
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot, family: str) -> LocalEngine:
-    arguments = {**ENGINE_ARGS.get(family, {}), **FLOAT32_ARGS.get(family, {})}
+    arguments: dict[str, Any] = {**ENGINE_ARGS.get(family, {}), **FLOAT32_ARGS.get(family, {})}
     return engine_slot.get(family, dtype="float32", **arguments)
 
 

@@ -12,9 +12,12 @@ from kintsugi.core.errors import SelfTestFailed
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker import selftest, stack
+from kintsugi.engine.worker.attention.scattered import ScatteredRows
 from kintsugi.engine.worker.model import LoadedModel
 from kintsugi.fusor import loader, staging
+from kintsugi.fusor.codecs import decode_into
 from kintsugi.fusor.rope import Rotary
+from kintsugi.fusor.staging import ChunkRows
 from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = pytest.mark.engine("tiny-llama")
@@ -37,8 +40,10 @@ def shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keys_and_values_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = staging.decode_into
-    monkeypatch.setattr(staging, "decode_into", lambda *given: decode(*given[:-2], given[-1], given[-2]))
+    def swapped(frame: Any, encoding: Any, rows: slice, key: torch.Tensor, value: torch.Tensor) -> None:
+        decode_into(frame, encoding, rows, value, key)
+
+    monkeypatch.setattr(staging, "decode_into", swapped)
 
 
 def another_rope_base(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,17 +65,15 @@ def keys_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     placements_of = loader.placements_of
 
-    def moved(*arguments: Any) -> list[loader.ChunkRows]:
-        return [
-            loader.ChunkRows(p.manifest, p.first_row, p.positions.roll(1)) for p in placements_of(*arguments)
-        ]
+    def moved(*arguments: Any) -> list[ChunkRows]:
+        return [ChunkRows(p.manifest, p.first_row, p.positions.roll(1)) for p in placements_of(*arguments)]
 
     monkeypatch.setattr(selftest, "placements_of", moved)
 
 
 def scattered_tokens_reading_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where there are more runs than prefix, chunk and question make: in vLLM's kernel, or in ours."""
-    build, rows = stack._common_metadata, stack.ScatteredRows
+    build, rows = stack._common_metadata, ScatteredRows
 
     def elsewhere(*arguments: Any) -> Any:
         common = build(*arguments)

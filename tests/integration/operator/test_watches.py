@@ -234,8 +234,8 @@ def test_the_process_outlives_its_crds_and_says_what_ended_it(tmp_path: Path, un
         server = FakeApiServer(world.cluster)
         async with served(server.answer) as client, asyncio.timeout(90):
             url = client.configuration.host
-            arguments = {"namespace": "default", "log": tmp_path / "log"}
-            async with started(url, tmp_path, unused_port, **arguments) as process:
+            started_up = started(url, tmp_path, unused_port, namespace="default", log=tmp_path / "log")
+            async with started_up as process:
                 await until(lambda: server.requests["watch", "blendservices"] > 0, 60)
                 world.cluster.uninstall(CORPUS_PRECOMPUTE)
                 await until(lambda: server.requests["list", "corpusprecomputes"] > 1, 60)

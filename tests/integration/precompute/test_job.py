@@ -9,11 +9,13 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +26,10 @@ from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.job import survey
 from kintsugi.precompute.ledger import Ledger
+from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.warm import forget, pin, retire
+from kintsugi.precompute.worker import Prefiller
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
 from kintsugi.store.client.options import GrpcOptions
@@ -60,7 +64,10 @@ def test_a_corpus_is_filled_once_and_then_found(bench: Bench) -> None:
 def test_a_corpus_of_an_encrypted_namespace_is_filled_found_and_retired(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     create_keys(path, "acme")
-    values = {"store": f"grpc://{bench.server.address}?keys={path}", "context_token_ids": [7, 8, 9]}
+    values: dict[str, Any] = {
+        "store": f"grpc://{bench.server.address}?keys={path}",
+        "context_token_ids": [7, 8, 9],
+    }
     write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(4))})
     first = bench.run(**values)
     assert first.chunks_filled == first.chunks == len(bench.stored()) == len(set(bench.prefilled))
@@ -81,7 +88,7 @@ def test_a_corpus_of_an_encrypted_namespace_is_filled_found_and_retired(bench: B
 
 def test_with_a_context_both_copies_are_filled_found_and_deleted(bench: Bench) -> None:
     write_corpus(bench.source, {f"p{n}": text for n, text in enumerate(passages(6))})
-    context = {"context_token_ids": [7, 8, 9]}
+    context: dict[str, Any] = {"context_token_ids": [7, 8, 9]}
     single, first = bench.job(**context, plain_copies=False), bench.job(**context)
     alone = single.run()
     assert alone.chunks == alone.chunks_filled == len(bench.stored())
@@ -114,14 +121,14 @@ def test_with_a_context_both_copies_are_filled_found_and_deleted(bench: Bench) -
 @pytest.mark.parametrize("context", [[], [7, 8, 9]])
 def test_discovered_chunks_of_a_corpus_lose_their_lifetime(bench: Bench, context: list[int]) -> None:
     write_corpus(bench.source, {**TEXTS, "other": "Nothing was discovered here. " * 20})
-    values = {"context_token_ids": context}
+    values: dict[str, Any] = {"context_token_ids": context}
     space = bench.job(**values).facts.space
     chunker = Chunker.of_model(bench.spec().model, ChunkingConfig(64))
     inside, outside = next(iter(chunker.chunks(TEXTS["d0"]))), (5, 6, 7)
     with closing(GrpcStore(bench.server.address)) as store:
         for token_ids in (inside.token_ids, outside):
             for copy in space.copies():
-                store.put(*_zeros(copy, token_ids), ttl_s=3600.0)
+                store.put(*_zeros(copy, token_ids, time.time()), ttl_s=3600.0)
     found, alien = (
         {ChunkKey.of(copy, token_ids) for copy in space.copies()} for token_ids in (inside.token_ids, outside)
     )
@@ -338,10 +345,13 @@ def test_chunks_that_fail_are_counted_with_their_reason(bench: Bench) -> None:
     assert not bench.ledger.editions("tea")[0].completed
 
 
-def _refusing_factory(spec: object) -> object:
-    class Refusing:
-        def fill(self, chunks: list[object]) -> list[str]:
+def _refusing_factory(spec: object) -> Prefiller:
+    class Refusing(Prefiller):
+        def fill(self, chunks: Sequence[PendingChunk]) -> list[str]:
             return ["lora: not here"] * len(chunks)
+
+        def close(self) -> None:
+            return None
 
     return Refusing()
 
@@ -413,7 +423,7 @@ def test_an_engine_that_does_not_start_is_not_tried_for_ever(bench: Bench) -> No
     assert 3 <= len(bench.prefilled) <= 3 + 2
 
 
-def _unable_factory(log: str, spec: object) -> object:
+def _unable_factory(log: str, spec: object) -> Prefiller:
     with open(log, "a", encoding="utf-8") as file:
         file.write("tried\n")
     raise Unavailable("vLLM did not start: no such argument")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -69,7 +70,7 @@ def refusal(channel: grpc.Channel, method: str, data: bytes) -> tuple[grpc.Statu
 
 
 def generate(**fields: object) -> bytes:
-    values = {"namespace": NAMESPACE, "question": QUESTION, **fields}
+    values: dict[str, Any] = {"namespace": NAMESPACE, "question": QUESTION, **fields}
     data: bytes = pb.GenerateRequest(**values).SerializeToString()
     return data
 
@@ -81,7 +82,7 @@ def test_malformed_protobuf_is_the_clients_mistake(channel: grpc.Channel, method
     assert "kintsugi.rpc.v1." in details
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no namespace": ({"namespace": ""}, "namespace: is mandatory"),
     "a namespace that is none": ({"namespace": "a b"}, "namespace"),
     "no question": ({"question": pb.Content()}, "question: is mandatory"),

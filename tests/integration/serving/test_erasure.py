@@ -197,8 +197,8 @@ def test_one_erasure_beside_saves_at_two_gateways_is_made_once(service: MarkedSe
         after = [len(keys) for keys in put]
         time.sleep(1.5)
         stop.set()
-        for one in running:
-            one.result(10)
+        for ingesting in running:
+            ingesting.result(10)
         assert eventually(lambda: all(one.gateway._saver.is_idle for one in service.gateways), 60.0)
         later = {key for keys, count in zip(put, after, strict=True) for key in keys[count:]}
         stored = {chunk.key for chunk in client.list_chunks()}

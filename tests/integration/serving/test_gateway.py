@@ -61,7 +61,7 @@ def counted(gateway: Running, name: str, **labels: str) -> float:
     return gateway.gateway.metrics.registry.get_sample_value(f"kintsugi_gateway_{name}", labels) or 0.0
 
 
-def filled(gateway: Running) -> list[tuple[int, ...]]:
+def filled(gateway: Running) -> list[TokenIds]:
     return [chunk for save in gateway.backend.seen.saves for chunk in save[2]]
 
 

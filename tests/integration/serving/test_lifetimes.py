@@ -83,7 +83,7 @@ def test_a_put_over_a_discovered_chunk_makes_it_last(tmp_path: Path) -> None:
     with serving(tmp_path) as service, Client(service.gateway.address, NAMESPACE) as client:
         (text,) = client.tokenize(PASSAGES[:1])
         space = service.gateway.backend.space(NAMESPACE)
-        service.gateway.store.put(*_zeros(space, text.token_ids), ttl_s=60.0)
+        service.gateway.store.put(*_zeros(space, text.token_ids, time.time()), ttl_s=60.0)
         assert service.left_s(text.key) <= 60.0
         (put,) = client.put_chunks(PASSAGES[:1])
         assert (put.key, put.state) == (text.key, "present")

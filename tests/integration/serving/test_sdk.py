@@ -27,7 +27,7 @@ from kintsugi.core.errors import (
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import AsyncClient, Client, ClientOptions
 from kintsugi.sdk.transport import SERVICE
-from kintsugi.sdk.types import Answer, Delta, Key, Plain, Tokens
+from kintsugi.sdk.types import Answer, Delta, Key, Plain, Segment, Tokens
 from tests.integration.serving.gateways import Running, Setup, running
 
 PASSAGES = ["First passage, of a handful of words.", "Second passage, of some other words."]
@@ -91,7 +91,7 @@ def test_every_way_to_name_a_segment_is_the_same_chunk(client: Client) -> None:
     (put,) = client.put_chunks(PASSAGES[:1])
     (text,) = client.tokenize(PASSAGES[:1])
     assert text.key == put.key
-    segments = [PASSAGES[0], Tokens(text.token_ids), Key(put.key), put]
+    segments: list[Segment] = [PASSAGES[0], Tokens(text.token_ids), Key(put.key), put]
     answer = client.generate(segments, QUESTION)
     assert {segment.key for segment in answer.segments} == {put.key}
     plain = client.generate([Plain(PASSAGES[0])], QUESTION)

@@ -16,6 +16,7 @@ from kintsugi.gateway.fronts import grpc_server
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.server_options import SERVER_OPTIONS
 from tests.integration.serving.gateways import Setup, running, token_file
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -171,7 +172,7 @@ def test_a_message_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch:
     "sent", [b"", PREFACE, PREFACE + HALF_A_HEADER], ids=["nothing", "no_call", "half_a_header"]
 )
 def test_a_connection_without_a_call_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [(name, value) for name, value in grpc_server.SERVER_OPTIONS if "handshake" not in name]
+    options = [(name, value) for name, value in SERVER_OPTIONS if "handshake" not in name]
     monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", (*options, ("grpc.server_handshake_timeout_ms", 200)))
     monkeypatch.setattr(grpc_server, "IDLE_S", 0.2)
     with running() as gateway:

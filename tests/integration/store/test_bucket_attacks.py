@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import HeadRange
+from kintsugi.store.shard.entry import Residence
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
@@ -118,11 +121,12 @@ def test_ram_keeps_a_chunk_until_its_upload_has_ended(s3: S3Server, tmp_path: Pa
         put(shard, A)
         s3.hang()
         evict_from_disk(shard)
-        assert shard.bucket is not None
-        assert shard.bucket.staged_bytes
+        bucket = shard.bucket
+        assert bucket is not None
+        assert bucket.staged_bytes
         for start in range(10_000, 20_000, 1000):
             put(shard, make_chunk(range(start, start + 400)))
-        wait_until(lambda: not shard.bucket.staged_bytes)
+        wait_until(lambda: not bucket.staged_bytes)
         assert faults(shard)["failed"] == 1
         assert tier_of(shard, A) in ("ram", "ssd0"), "without a bucket it would have been written back"
         shard.table.check()
@@ -152,7 +156,7 @@ def test_no_memory_for_an_upload_costs_the_chunk_alone(
         raise OSError("Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_tier.mmap, "mmap", refuse)
+        patch.setattr(mmap, "mmap", refuse)
         evict_from_disk(shard)
     assert tier_of(shard, A) == ""
     assert faults(shard) == {"refused": 1}
@@ -181,12 +185,13 @@ def test_closing_does_not_wait_for_what_is_to_be_read_from_the_bucket(s3: S3Serv
         put(shard, chunk)
     demote(shard)
     assert shard.bucket is not None
-    read, begun = shard.bucket.read, []
+    read = shard.bucket.read
+    begun: list[int] = []
 
-    def read_slowly(*arguments: Any) -> None:
-        begun.append(arguments)
+    def read_slowly(residence: Residence, first: int, frames: Sequence[memoryview]) -> None:
+        begun.append(first)
         time.sleep(0.2)
-        read(*arguments)
+        read(residence, first, frames)
 
     shard.bucket.read = read_slowly  # type: ignore[method-assign]
     reading = shard.open("acme", [manifest.key for manifest, _ in chunks], range(3), HeadRange(0, 4))

@@ -25,6 +25,7 @@ from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import tls, wire
 from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame
+from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.erasure.scope import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
@@ -226,13 +227,15 @@ def test_readers_and_writers_who_stall_are_cut(
 ) -> None:
     """Readers take one frame of 25 MB, and no more."""
     # gRPC may widen its window until the other two frames fit: then all was sent, and nothing is to be cut.
-    monkeypatch.setattr(tls, "CLIENT_OPTIONS", (*tls.CLIENT_OPTIONS, ("grpc.http2.bdp_probe", 0)))
+    monkeypatch.setattr(tls, "CLIENT_OPTIONS", (*CLIENT_OPTIONS, ("grpc.http2.bdp_probe", 0)))
     (held, frames), (half, other) = make_chunk(range(100_000)), make_chunk(range(1, 10_000))
     spec = ShardSpec(128 * MIB, config=ShardConfig(erase_grace_s=0.1))
     began, go_on = threading.Event(), threading.Event()
 
     def stalled() -> Iterator[bytes]:
-        messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(half)), half, other)
+        messages = put_messages(
+            pb.PutHeader(manifest=wire.manifest_to_wire(half)), half, [memoryview(frame) for frame in other]
+        )
         yield next(messages)
         yield next(messages)
         began.set()
@@ -290,7 +293,11 @@ def test_what_is_put_and_read_after_an_erasure_began_is_not_cut_with_it(
             cut(scope)
 
         def put_slowly() -> Iterator[bytes]:
-            messages = put_messages(pb.PutHeader(manifest=wire.manifest_to_wire(held[0])), *held)
+            messages = put_messages(
+                pb.PutHeader(manifest=wire.manifest_to_wire(held[0])),
+                held[0],
+                [memoryview(frame) for frame in held[1]],
+            )
             yield next(messages)
             assert go_on.wait(30)
             yield from messages

@@ -25,7 +25,6 @@ from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers import slab as slab_module
 from tests.integration.store.test_disk_tiers import many, put, spec
 
 
@@ -41,7 +40,7 @@ class PageCache:
         self._dirty: set[int] = set()
         self._write, self._fdatasync = self._slab.write, os.fdatasync
         monkeypatch.setattr(self._slab, "write", self._note)
-        monkeypatch.setattr(slab_module.os, "fdatasync", self._sync)
+        monkeypatch.setattr(os, "fdatasync", self._sync)
 
     def fail_once(self, before: Callable[[], None] = lambda: None) -> None:
         """Have the next sync call `before`, then fail."""

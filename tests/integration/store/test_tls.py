@@ -53,9 +53,10 @@ def issue(folder: Path, name: x509.GeneralName = HERE) -> TlsFiles:
     """A new authority and one certificate that it signed, in place of what the folder held."""
     folder.mkdir(exist_ok=True)
     authority, own = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    files = TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    ca = folder / "ca.pem"
+    files = TlsFiles(ca, folder / "cert.pem", folder / "key.pem")
     contents = {
-        files.ca: certificate("ca", authority, "ca", authority, True),
+        ca: certificate("ca", authority, "ca", authority, True),
         files.cert: certificate("shard", own, "ca", authority, False, name),
         files.key: own.private_bytes(
             serialization.Encoding.PEM,
@@ -121,7 +122,7 @@ def test_a_client_follows_replaced_certificates(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    files = TlsFiles(*(tmp_path / name for name in ("ca", "cert", "key")))
+    files = TlsFiles(tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
     with pytest.raises(InvalidField, match="tls-ca"):
         ShardServer(Shard(RamTier(1 << 20)), "127.0.0.1:0", ServerOptions(tls=files)).start()
 

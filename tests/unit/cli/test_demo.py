@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,7 +174,7 @@ def test_open_serves_the_model_and_opens_the_console(
         return ExitCode.OK
 
     monkeypatch.setattr("kintsugi.cli.commands.serve.serve", serve)
-    monkeypatch.setattr(demo.webbrowser, "open", opened.append)
+    monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setenv("DISPLAY", ":0")
     assert RUNNER.invoke(app, ["demo", "--open"], env=WIDE).exit_code == ExitCode.OK
     (spec,) = served
@@ -187,8 +189,8 @@ def test_open_serves_the_model_and_opens_the_console(
 def test_without_a_desktop_no_browser_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without one Python would start a browser in the terminal, which then waits for keys."""
     opened: list[str] = []
-    monkeypatch.setattr(demo.webbrowser, "open", opened.append)
-    monkeypatch.setattr(demo.sys, "platform", "linux")
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     demo.open_in_browser("http://127.0.0.1:8000/console")

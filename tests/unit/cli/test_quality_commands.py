@@ -22,11 +22,11 @@ from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.plan import Selection
 from kintsugi.core.prompt import FormName
-from kintsugi.core.request import SelectorName
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
+from kintsugi.quality.contexts.probing import ContextProber
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer
@@ -45,7 +45,7 @@ class RunningEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tried: set[SelectorName] = set()
+        self.tried: set[str] = set()
 
     def plan_with(self, selection: Selection) -> None:
         super().plan_with(selection)
@@ -295,7 +295,7 @@ def test_minutes_that_choosing_used_up_are_said(
     behind_contexts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    prober = functools.partial(calibrate.ContextProber, clock_s=lambda: 60.0 * next(ticks))
+    prober = functools.partial(ContextProber, clock_s=lambda: 60.0 * next(ticks))
     monkeypatch.setattr(calibrate, "ContextProber", prober)
     result = calibrated(tmp_path, *contexts_of(tmp_path, 0, 9), "--minutes", "2")
     assert result.exit_code == ExitCode.BAD_INPUT

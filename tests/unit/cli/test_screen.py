@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def test_a_line_every_ten_seconds_names_what_is_done_though_nothing_is_said() ->
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def often(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Lines come a thousand times as often; the event is set once two were printed."""
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.01)
     twice, printed = threading.Event(), [0]

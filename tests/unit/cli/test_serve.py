@@ -19,15 +19,14 @@ from typer.testing import CliRunner
 from kintsugi.cli import progress
 from kintsugi.cli.commands import serve as command
 from kintsugi.cli.commands.serve import (
-    ServeTask,
     ServiceMonitor,
     build_service_spec,
     describe_progress,
     protect_store,
-    read_yaml,
 )
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
+from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
     EngineSpec,

@@ -190,7 +190,7 @@ def test_urls_are_taken_as_they_are_copied() -> None:
 
 
 @contextmanager
-def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+def listening(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """A server whose one connection is given to ``answer``."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

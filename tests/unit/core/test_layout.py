@@ -104,7 +104,7 @@ class TestSizes:
         ],
     )
     def test_an_impossible_layout_is_refused(self, field: str, value: Any, named: str) -> None:
-        shape = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "dtype": "bfloat16"}
+        shape: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 8, "dtype": "bfloat16"}
         with pytest.raises(InvalidField) as raised:
             KVLayout.uniform(**shape | {field: value})
         assert raised.value.field == f"layout.{named}"

@@ -33,7 +33,7 @@ def layers() -> list[Layer]:
 def measure(stored: list[Layer], computed: list[Layer], codec: Codec = Codec.RAW) -> ChunkAudit:
     frames = [encode_frame(*layer, codec) for layer in stored]
     tokens = range(TOKENS)
-    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, tokens), None, TOKENS, LAYOUT, codec, frames)
+    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, tokens), (), TOKENS, LAYOUT, codec, frames)
     arriving = (LayerFrame(0, layer, frame) for layer, frame in enumerate(frames))
     return measure_errors(manifest, arriving, [encode_frame(*layer, Codec.RAW) for layer in computed])
 
@@ -95,7 +95,7 @@ def test_the_verdict_is_by_the_codec_of_the_stored_chunk(codec: Codec, what: str
 
 def test_a_chunk_that_is_lost_meanwhile_is_not_judged(layers: list[Layer]) -> None:
     frames = [encode_frame(*layer, Codec.RAW) for layer in layers]
-    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, [1]), None, TOKENS, LAYOUT, Codec.RAW, frames)
+    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, [1]), (), TOKENS, LAYOUT, Codec.RAW, frames)
 
     def arriving() -> Iterator[LayerFrame | ChunkLost]:
         yield LayerFrame(0, 0, frames[0])

@@ -27,9 +27,9 @@ from kintsugi.core.layout import (
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.fusor import staging
 from kintsugi.fusor.codecs import encode_frame
-from kintsugi.fusor.loader import ChunkRows, Frames, LayerLoader, LoadedLayer, LoadFailed
+from kintsugi.fusor.loader import Frames, LayerLoader, LoadedLayer, LoadFailed
 from kintsugi.fusor.rope import Rotary
-from kintsugi.fusor.staging import Staging
+from kintsugi.fusor.staging import ChunkRows, Staging
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
 from tests.fakes.toy_chunks import SPACE, Gate, manifest_of
 from tests.waiting import wait_until
@@ -206,7 +206,7 @@ def test_layers_of_different_shapes_of_which_one_does_not_rotate(codec: Codec, r
         for heads, key, value in groups
     ]
     frames = [encode_frame(key, value, codec) for key, value in kv]
-    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, range(5)), None, 5, layout, codec, frames)
+    manifest = ChunkManifest.of(SPACE, ChunkKey.of(SPACE, range(5)), (), 5, layout, codec, frames)
     rank = HeadRange.of_rank(layout.num_kv_heads, ranks - 1, ranks)
     own = [layout.heads_of(layer, rank) for layer in range(3)]
 

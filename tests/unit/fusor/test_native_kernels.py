@@ -63,7 +63,7 @@ def test_every_library_builds_where_it_cannot_run(instructions: Instructions, tm
 def test_a_processor_is_served_by_its_best_instructions(
     has: set[str], expected: tuple[Instructions, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native.torch, "cpu", SimpleNamespace(**{name: lambda: True for name in has}))
+    monkeypatch.setattr(torch, "cpu", SimpleNamespace(**{name: lambda: True for name in has}))
     assert native.find_instructions.__wrapped__() == expected
 
 
@@ -178,9 +178,9 @@ def test_a_sum_takes_little_memory_or_says_that_there_is_none(
 ) -> None:
     """200 tiles of 40,000 keys: a sum for each tile would take 32 MB; keys, logits and 64 sums take 18 MB."""
     folder = Path(library._name).parent
-    command = [sys.executable, "-c", MEMORY_PROBE, folder, "6400", "40000", str(room_mib << 20)]
+    command = [sys.executable, "-c", MEMORY_PROBE, str(folder), "6400", "40000", str(room_mib << 20)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(map(str, command), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, answer), done.stderr
 
 

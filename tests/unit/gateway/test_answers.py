@@ -12,6 +12,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.gateway import answers
 from kintsugi.gateway.answers import AnswerPipeline, Ask, may_have_missed
 from kintsugi.gateway.metrics import GatewayMetrics
@@ -19,7 +20,7 @@ from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.tracing import TraceSpan
 
-CHUNK = (ChunkKey(bytes(32)), b"tokens")
+CHUNK = (ChunkKey(bytes(32)), TokenIds.of([1, 2]))
 Item = str | Mapping[str, Any] | Exception
 
 

@@ -39,7 +39,7 @@ def test_a_reader_waits_for_the_next_event_of_its_namespace(monkeypatch: pytest.
                 store.put(*chunk)
             await sleep(0)
 
-        monkeypatch.setattr(residency.asyncio, "sleep", put_meanwhile)
+        monkeypatch.setattr(asyncio, "sleep", put_meanwhile)
         page = await readers.wait("router", "acme", "", 10, 5.0)
         assert [event.key for event in page.events] == [chunk[0].key]
         assert polls == [residency.POLL_S] * 2

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
@@ -24,6 +25,13 @@ from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubBackend
 from tests.recorded_spans import recorded
+
+
+def id_of(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.span_id
+
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
@@ -53,7 +61,7 @@ def test_a_span_is_a_child_of_what_came_and_the_parent_of_what_goes(exported: In
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
     assert span.attributes == {"kintsugi.namespace": "tenant"}
     assert headers["traceparent"].split("-")[1] == "0af7651916cd43dd8448eb211c80319c"
-    assert headers["traceparent"].split("-")[2] == f"{span.get_span_context().span_id:016x}"
+    assert headers["traceparent"].split("-")[2] == f"{id_of(span):016x}"
 
 
 class TimedBackend(StubBackend):
@@ -99,8 +107,8 @@ def test_a_request_is_a_waterfall(exported: InMemorySpanExporter) -> None:
     for name in ("gateway.resolve", "gateway.engine"):
         parent = spans[name].parent
         assert parent is not None
-        assert parent.span_id == whole.get_span_context().span_id
-    assert sent.split("-")[2] == f"{spans['gateway.engine'].get_span_context().span_id:016x}"
+        assert parent.span_id == id_of(whole)
+    assert sent.split("-")[2] == f"{id_of(spans['gateway.engine']):016x}"
     assert whole.attributes is not None
     assert whole.attributes["kintsugi.outcome"] == "declined"
     assert whole.attributes["kintsugi.tokens_missed"] == 5
@@ -134,7 +142,7 @@ def test_layers_are_below_their_blend_at_the_times_of_the_engine(exported: InMem
     ]
     blend = spans["engine.blend"]
     assert blend.parent is not None
-    assert blend.parent.span_id == spans["gateway.engine"].get_span_context().span_id
+    assert blend.parent.span_id == id_of(spans["gateway.engine"])
     began_ns = 1_700_000_000_500_000_000
     assert (blend.start_time, blend.end_time) == (began_ns, began_ns + 7_500_000)
     computed = spans["layer 1 compute"]
@@ -142,7 +150,7 @@ def test_layers_are_below_their_blend_at_the_times_of_the_engine(exported: InMem
     for name in list(spans)[1:5]:
         parent = spans[name].parent
         assert parent is not None
-        assert parent.span_id == blend.get_span_context().span_id
+        assert parent.span_id == id_of(blend)
 
 
 @pytest.mark.parametrize(("sampler", "asked"), [(ALWAYS_ON, True), (ALWAYS_OFF, False)])
@@ -216,7 +224,7 @@ def test_other_pieces_go_as_they_are(piece: bytes) -> None:
 
 def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up: list[TracerProvider] = []
-    monkeypatch.setattr(tracing.trace, "set_tracer_provider", set_up.append)
+    monkeypatch.setattr(trace, "set_tracer_provider", set_up.append)
     for name in tracing.EXPORTED:
         monkeypatch.delenv(name, raising=False)
     assert not tracing.start_export()
@@ -225,7 +233,7 @@ def test_spans_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) ->
     (provider,) = set_up
     assert provider.resource.attributes["service.name"] == "kintsugi-gateway"
     provider.shutdown()
-    monkeypatch.setattr(tracing.trace, "get_tracer_provider", lambda: provider)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     assert tracing.start_export()
     assert set_up == [provider]
 
@@ -242,7 +250,7 @@ def test_the_environment_names_the_service(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], name: str
 ) -> None:
     set_up: list[TracerProvider] = []
-    monkeypatch.setattr(tracing.trace, "set_tracer_provider", set_up.append)
+    monkeypatch.setattr(trace, "set_tracer_provider", set_up.append)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)

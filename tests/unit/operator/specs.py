@@ -101,7 +101,8 @@ engines = st.fixed_dictionaries(
 @st.composite
 def stores(draw: st.DrawFn) -> dict[str, Any]:
     shards = draw(st.integers(1, 5))
-    tiers = draw(st.lists(objects.map(lambda name: name[:20].rstrip("-")), unique=True, max_size=3))
+    short: st.SearchStrategy[str] = objects.map(lambda name: name[:20].rstrip("-"))
+    tiers = draw(st.lists(short, unique=True, max_size=3))
     return {
         "shards": shards,
         "replication": draw(st.integers(1, min(shards, 8))),
@@ -110,7 +111,7 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
         "tlsSecret": draw(optional),
         "keysSecret": draw(optional),
         "tokensSecret": draw(optional),
-        **({"bucketUrl": "s3://chunks/a"} if tiers and draw(st.booleans()) else {}),
+        **({"bucketUrl": "s3://chunks/a"} if bool(tiers) and draw(st.booleans()) else {}),
         "insecure": True,
         "expert": {
             "volumes": {

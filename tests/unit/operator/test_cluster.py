@@ -22,7 +22,7 @@ from kintsugi_operator.controller.cluster import (
 from kintsugi_operator.controller.cluster import SERVICE as SERVICE_KIND
 from tests.unit.operator.conversation import Conversation, held
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Service",
     "metadata": {"name": "acme-grpc", "namespace": "team"},

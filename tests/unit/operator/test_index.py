@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,12 +28,17 @@ ACME = ObjectKey("BlendService", "team", "acme")
 DOCS = ObjectKey("CorpusPrecompute", "team", "docs")
 
 
-def thing(name: str, version: int, value: int = 0, kind: str = "Service", **labels: str) -> Manifest:
+OF_ACME = {LABEL_SERVICE: "acme"}
+
+
+def thing(
+    name: str, version: int, value: int = 0, kind: str = "Service", labels: Mapping[str, str] = OF_ACME
+) -> Manifest:
     metadata = {
         "name": name,
         "namespace": "team",
         "resourceVersion": str(version),
-        "labels": labels or {LABEL_SERVICE: "acme"},
+        "labels": labels,
         "managedFields": [{"manager": "x" * 1000}],
     }
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": {"value": value}}
@@ -133,7 +139,7 @@ def test_what_is_not_known_is_not_empty() -> None:
 
 
 def test_a_kind_that_goes_takes_its_objects_and_comes_back_without_them() -> None:
-    shelf = listed(thing("a", 3), thing("b", 4, **{LABEL_CORPUS: "docs", LABEL_SERVICE: "acme"}))
+    shelf = listed(thing("a", 3), thing("b", 4, labels={LABEL_CORPUS: "docs", LABEL_SERVICE: "acme"}))
     assert shelf.miss() == {ACME, DOCS}
     assert shelf.miss() == frozenset()
     assert values(shelf) == {}
@@ -143,7 +149,7 @@ def test_a_kind_that_goes_takes_its_objects_and_comes_back_without_them() -> Non
 
 def test_objects_are_found_by_label_and_namespace_alone() -> None:
     both = {LABEL_SERVICE: "acme", LABEL_CORPUS: "docs"}
-    shelf = listed(thing("z", 1), thing("a", 2, **both), thing("o", 3, **{LABEL_SERVICE: "other"}))
+    shelf = listed(thing("z", 1), thing("a", 2, labels=both), thing("o", 3, labels={LABEL_SERVICE: "other"}))
     elsewhere = thing("e", 4)
     elsewhere["metadata"]["namespace"] = "elsewhere"
     shelf.apply(event("ADDED", elsewhere))
@@ -155,7 +161,7 @@ def test_objects_are_found_by_label_and_namespace_alone() -> None:
     assert names("team", {LABEL_CORPUS: "docs"}) == ["a"]
     assert names("team", {LABEL_SERVICE: "other", LABEL_CORPUS: "docs"}) == []
     assert names("elsewhere", {}) == ["e"]
-    shelf.apply(event("MODIFIED", thing("a", 20, **{LABEL_SERVICE: "other"})))
+    shelf.apply(event("MODIFIED", thing("a", 20, labels={LABEL_SERVICE: "other"})))
     assert names("team", {LABEL_SERVICE: "acme"}) == ["z"]
     assert names("team", {LABEL_CORPUS: "docs"}) == []
 
@@ -171,7 +177,7 @@ def test_a_corpus_and_its_job_lead_to_looks_at_whom_they_concern() -> None:
     moved = own(CORPUS_PRECOMPUTE, "docs", 2, service="other")
     other = ObjectKey("BlendService", "team", "other")
     assert shelf.apply(event("MODIFIED", moved)) == {DOCS, ACME, other}
-    job = thing("j", 3, **{LABEL_SERVICE: "acme", LABEL_CORPUS: "docs"})
+    job = thing("j", 3, labels={LABEL_SERVICE: "acme", LABEL_CORPUS: "docs"})
     assert Shelf(Watched(SERVICE), "").pack(job).keys == {DOCS}
 
 
@@ -182,7 +188,7 @@ def test_the_index_reads_as_the_api_server_does() -> None:
         if (resource, where) == (BLEND_SERVICE, "team"):
             shelf.apply(event("ADDED", own(BLEND_SERVICE, "acme", 6)))
     index.absorb(thing("a", 9))
-    index.absorb(thing("somebody's", 9, app="other"))
+    index.absorb(thing("somebody's", 9, labels={"app": "other"}))
     index.absorb({"kind": "Lease", "metadata": {"name": "l", "namespace": "team", "resourceVersion": "9"}})
 
     async def main() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def objects_of(
     return plan_service(spec, owner, BEFORE, observed or store_up, NOW).objects
 
 
-def pod_templates(objects: tuple[Manifest, ...]) -> Iterator[Manifest]:
+def pod_templates(objects: Iterable[Manifest]) -> Iterator[Manifest]:
     """All pods that Ray's clusters would have."""
     for one in objects:
         spec = one.get("spec", {})

@@ -100,7 +100,7 @@ def packaging() -> dict[str, Any]:
     """Distributions, extras, entry points and the names by which other programs load our code."""
     files = [REPOSITORY / folder / "pyproject.toml" for folder in (".", "checkpoints", "operators")]
     projects = [tomllib.loads(file.read_text())["project"] for file in files]
-    targets = {}
+    targets: dict[tuple[str, str], str] = {}
     for project in projects:
         groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
         targets |= {(group, name): target for group, some in groups.items() for name, target in some.items()}

@@ -103,7 +103,7 @@ def _families(registry: CollectorRegistry) -> dict[str, Family]:
     """Families without samples count too; only the declaring object knows their labels."""
     found = {}
     for collector in list(registry._collector_to_names):
-        declared = [collector] if hasattr(collector, "_labelnames") else list(collector.collect())
+        declared: list[Any] = [collector] if hasattr(collector, "_labelnames") else list(collector.collect())
         for family in declared:
             name, kind = getattr(family, "name", None), getattr(family, "type", None)
             text = getattr(family, "documentation", None) or family._documentation

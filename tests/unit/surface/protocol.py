@@ -15,6 +15,7 @@ from google.protobuf.descriptor_pb2 import (
     FieldDescriptorProto,
     FileDescriptorProto,
 )
+from starlette.routing import Route
 
 import kintsugi.rpc
 from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
@@ -99,7 +100,10 @@ def http_routes() -> dict[str, list[str]]:
     front = HttpFront(Mock())
     return {
         "gateway": sorted(
-            f"{method} {route.path}" for route in front.app.routes for method in getattr(route, "methods", ())
+            f"{method} {route.path}"
+            for route in front.app.routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
         ),
         "operator": asyncio.run(_operator_routes()),
     }
@@ -108,7 +112,8 @@ def http_routes() -> dict[str, list[str]]:
 async def _operator_routes() -> list[str]:
     runner = await OperatorMetrics().serve(0)
     try:
-        return sorted(f"{route.method} {route.resource.canonical}" for route in runner.app.router.routes())
+        resources = runner.app.router.resources()
+        return sorted(f"{route.method} {resource.canonical}" for resource in resources for route in resource)
     finally:
         await runner.cleanup()
 

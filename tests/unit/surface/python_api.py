@@ -123,7 +123,7 @@ def attributes_of(cls: type[Any]) -> list[str]:
     found = set()
     for base in cls.__mro__:
         if _is_ours(base) and "__init__" in vars(base):
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base.__init__)))):
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(vars(base)["__init__"])))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                     found |= {node.attr} if not node.attr.startswith("_") else set()
     return sorted(found)

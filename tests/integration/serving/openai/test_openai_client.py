@@ -20,7 +20,7 @@ from tests.integration.serving.openai.conftest import HUB_NAME, DyingEngine, Ser
 
 pytestmark = pytest.mark.engine
 
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -184,7 +184,7 @@ def test_documents_are_chunks(served: Served) -> None:
 def test_chunks_inside_a_tool_message_are_hit(served: Served) -> None:
     show = showcase()
     stored = served.store("tool", show.chunks)
-    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    call: Any = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
     answer = client(served, "tool").chat.completions.create(
         model=served.model,
         messages=[
@@ -204,7 +204,10 @@ def test_completions_hit_what_their_prompt_holds(served: Served) -> None:
     api = client(served, "completions").completions
     answer = api.create(model=served.model, prompt=prompt, max_tokens=1, temperature=0, logprobs=2)
     assert answer.choices[0].text.strip() == show.answer
-    assert len(answer.choices[0].logprobs.top_logprobs[0]) >= 2
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.top_logprobs[0]) >= 2
     assert reused(served, accounting_of(answer)) == stored
     both = api.create(model=served.model, prompt=[show.question, prompt], max_tokens=1, temperature=0)
     assert [choice.index for choice in both.choices] == [0, 1]
@@ -230,7 +233,10 @@ def test_a_tool_that_was_named_is_called(served: Served) -> None:
         max_tokens=200,
         temperature=0,
     )
-    (call,) = answer.choices[0].message.tool_calls
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
+    assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("look_up", {"city": "Lima"})
 
 
@@ -314,5 +320,6 @@ def test_a_stream_is_sent_again_where_its_engine_dies_before_the_first_token(
 
 def test_the_model_is_listed(served: Served) -> None:
     (model,) = client(served, "default").models.list().data
-    assert (model.id, model.max_model_len) == (served.model, 4096)
+    assert model.id == served.model
+    assert model.to_dict()["max_model_len"] == 4096
     assert httpx.get(f"http://{served.address}/readyz").json()["blending"] == "on"

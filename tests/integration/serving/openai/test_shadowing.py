@@ -16,6 +16,7 @@ from kintsugi.core.baseline import Baseline
 from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_report, showcase
 from kintsugi.quality import reports
@@ -174,7 +175,7 @@ def _damage(served: Served, namespace: str, texts: tuple[str, ...]) -> None:
     """Under each chunk's key, with sound digests, the KV of the same tokens in another order."""
     space = served.space(namespace)
     chunks = [tuple(served.chunker.token_ids(text)) for text in texts]
-    wrong = [chunk[::-1] for chunk in chunks]
+    wrong = [TokenIds.of(chunk[::-1]) for chunk in chunks]
     served.run(served.engine.save("wrong", namespace, wrong))
     store = open_store(served.store_url)
     try:

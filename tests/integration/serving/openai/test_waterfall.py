@@ -105,6 +105,8 @@ def _end(span: ReadableSpan) -> int:
 
 
 def _is_within(span: ReadableSpan, parent: ReadableSpan) -> bool:
+    context = parent.get_span_context()
     assert span.parent is not None
-    assert span.parent.span_id == parent.get_span_context().span_id
+    assert context is not None
+    assert span.parent.span_id == context.span_id
     return _begin(parent) - CLOCK_NS <= _begin(span) and _end(span) <= _end(parent) + CLOCK_NS

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kintsugi.core.tokens import TokenIds
+
 pytest.importorskip("vllm")
 
 from kintsugi.core.accounting import Accounting, Outcome
@@ -112,15 +114,15 @@ def test_a_store_that_fails_is_left_alone(
     store: StubStore, lookups: Lookups, error: Exception, counts: bool
 ) -> None:
     store.error = error
-    lookups.check_store(SPACE, [1])
+    lookups.check_store(SPACE, TokenIds.of([1]))
     assert given_up(lookups) == f"store_unavailable: {type(error).__name__}: {error}"
     if not counts:
-        lookups.check_store(SPACE, [1])
+        lookups.check_store(SPACE, TokenIds.of([1]))
         return
     until(lambda: store.lookups == 2, lookups)
     for _ in range(FAILURES_MAX):
         with pytest.raises(NotBlendable, match="the store failed recently"):
-            lookups.check_store(SPACE, [1])
+            lookups.check_store(SPACE, TokenIds.of([1]))
     assert store.lookups == 2, "a prompt asked, and a thread whether the store was only late"
 
 
@@ -134,7 +136,7 @@ def test_one_prompt_waits_for_a_store_that_hangs(store: StubStore, lookups: Look
     with pytest.raises(NotBlendable, match="store_unavailable: the store failed recently"):
         lookups.result(second, lambda: False)
     with pytest.raises(NotBlendable, match="store_unavailable: the store failed recently"):
-        lookups.check_store(SPACE, [1])
+        lookups.check_store(SPACE, TokenIds.of([1]))
 
 
 def test_a_store_that_was_only_late_is_used_as_soon_as_it_answers(store: StubStore, lookups: Lookups) -> None:
@@ -169,10 +171,10 @@ def test_a_load_that_the_store_did_not_answer_suspends_it(
     store.may_answer.clear()
     lookups.record_outcome(lookup, Accounting(Outcome.FAILED, reason=reason))
     with pytest.raises(NotBlendable, match="the store failed recently"):
-        lookups.check_store(SPACE, [1])
+        lookups.check_store(SPACE, TokenIds.of([1]))
     store.may_answer.set()
     until(lambda: lookups._breaker.is_closed, lookups)
-    lookups.check_store(SPACE, [1])
+    lookups.check_store(SPACE, TokenIds.of([1]))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_a_load_that_failed_otherwise_says_nothing_about_the_store(
     lookup = asked(lookups)
     lookup.future.result(10)
     lookups.record_outcome(lookup, accounting)
-    lookups.check_store(SPACE, [1])
+    lookups.check_store(SPACE, TokenIds.of([1]))
     assert store.lookups == 1
 
 
@@ -232,11 +234,11 @@ def test_one_probe_at_a_time_is_under_way(store: StubStore, lookups: Lookups) ->
     for _ in range(3):
         now_s += 2 * OPEN_S
         with pytest.raises(NotBlendable, match="the store failed recently"):
-            lookups.check_store(SPACE, [1])
+            lookups.check_store(SPACE, TokenIds.of([1]))
     store.may_answer.set()
     lookups._prober.submit(int).result(10)
     assert store.lookups == 2, "the prompt's, and one probe"
-    lookups.check_store(SPACE, [1])
+    lookups.check_store(SPACE, TokenIds.of([1]))
 
 
 def until(condition: Callable[[], bool], lookups: Lookups) -> None:
@@ -269,10 +271,10 @@ def test_it_is_found_out_beside_the_prompts_whether_a_store_is_back(
         store.error, store.lookups = error, 0
         now_s += OPEN_S
         with pytest.raises(NotBlendable):
-            lookups.check_store(SPACE, [1])
+            lookups.check_store(SPACE, TokenIds.of([1]))
         heard_back(lookups, store)
         assert lookups._breaker.is_closed is (error is None)
-    lookups.check_store(SPACE, [1])
+    lookups.check_store(SPACE, TokenIds.of([1]))
     answered(lookups)
 
 

@@ -228,8 +228,8 @@ def scene_of(num_layers: int, codec: Codec, missed: int | None = None) -> Scene:
     for place, size in enumerate(CHUNKS):
         key = ChunkKey.of(SPACE, token_ids[start : start + size].tolist())
         frames = [
-            encode_frame(*torch.randn(2, size, KV_HEADS, HEAD_DIM, generator=generator), codec)
-            for _ in range(num_layers)
+            encode_frame(key, value, codec)
+            for key, value in torch.randn(num_layers, 2, size, KV_HEADS, HEAD_DIM, generator=generator)
         ]
         manifests[key] = ChunkManifest.of(SPACE, key, (), size, layout, codec, frames)
         store.put(manifests[key], frames)

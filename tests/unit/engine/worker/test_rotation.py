@@ -214,11 +214,12 @@ def test_a_module_that_turns_a_part_of_the_head_which_does_not_lead() -> None:
 
     def turn_last_part(key: Tensor, positions: Tensor) -> Tensor:
         shared = key[:, :1, part:]
-        _, turned = layer.part(positions, shared, shared)
+        _, turned = rotation(positions, shared, shared)
         return torch.cat((key[..., :part], turned.expand(-1, HEADS, -1)), -1)
 
+    rotation = PartRotation()
     layer = Layer(key=turn_last_part)
-    layer.part = PartRotation()
+    layer.part = rotation
     with pytest.raises(NotBlendable, match="a rotation without a table") as raised:
         found(layer)
     assert raised.value.reason == "rope"

@@ -53,7 +53,8 @@ class Bench:
         monkeypatch.setattr(side_module, "reserve_memory", lambda _device: math.inf)
         self.scene: Scene = scene_of(LAYERS, Codec.RAW)
         model = model_of(LAYERS, device, kernel_serves=True)
-        self.weight = getattr(model.root.embedding, "on_host", model.root.embedding)
+        whole: Any = model.root.embedding
+        self.weight: torch.Tensor = getattr(whole, "on_host", whole)
         root: Any = model.root
         root.load_weights = lambda *_weights: set()
         embedding = root.__dict__.pop("embedding")

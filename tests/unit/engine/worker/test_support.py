@@ -49,7 +49,7 @@ def test_latent_attention_is_supported() -> None:
     assert find_unsupported(config(model_config__use_mla=True)) is None
 
 
-RULED_OUT = {
+RULED_OUT: dict[str, tuple[dict[str, Any], str | None]] = {
     "pipeline_parallel": ({"parallel_config__pipeline_parallel_size": 2}, None),
     "data_parallel": ({"parallel_config__data_parallel_size": 2}, None),
     "context_parallel": ({"parallel_config__decode_context_parallel_size": 2}, None),

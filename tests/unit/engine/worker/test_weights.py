@@ -24,6 +24,8 @@ ROWS, COLUMNS = 512, 384
 class Toy(nn.Module):
     """A parameter, a tied one, an empty one as a backend leaves that repacks, a scalar, and a buffer."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)

@@ -19,6 +19,7 @@ from kintsugi.core.namespaces.rules import NamespaceRules
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.gateway.console import comparison, routes
 from kintsugi.gateway.fronts.http import HttpFront
+from kintsugi.gateway.fronts.limits import parse_object
 from kintsugi.gateway.requests import ServedRequest
 from kintsugi.store.protocol.access import TokenFile
 from kintsugi.store.protocol.audit import AuditLog
@@ -198,9 +199,8 @@ def test_comparisons_and_their_puts_are_audited_however_they_end(tmp_path: Path)
 def test_a_large_question_is_parsed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         threads: list[str] = []
-        parse = routes.parse_object
         monkeypatch.setattr(
-            routes, "parse_object", lambda raw: (threads.append(current_thread().name), parse(raw))[1]
+            routes, "parse_object", lambda raw: (threads.append(current_thread().name), parse_object(raw))[1]
         )
         async with Opened() as opened:
             await opened.compare()

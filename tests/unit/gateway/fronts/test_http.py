@@ -435,7 +435,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
     question = {"messages": [{"role": "user", "content": f"{text}: why?"}]}
 
     async def body() -> None:
-        missed: list[tuple[str, tuple[bytes, ...]]] = []
+        missed: list[tuple[str, tuple[TokenIds, ...]]] = []
         accounting: dict[str, object] = {"chunks_hit": 1, "tokens_hit": 5, "tokens_missed": 0}
         backend = ScriptedBackend(lambda call: answered("fine", accounting))
         known = KnownChunks()

@@ -111,7 +111,7 @@ def test_somebody_elses_limit_is_not_charged_by_a_caller_who_may_not_use_it() ->
 def test_rules_beside_the_tokens_count_before_the_services_and_are_read_again() -> None:
     async def body() -> None:
         tokens = Tokens(limited(concurrent=7))
-        service = limited(concurrent=1).limits | {"other": NamespaceLimits(concurrent=2)}
+        service = {**limited(concurrent=1).limits, "other": NamespaceLimits(concurrent=2)}
         gateway = gateway_over(ScriptedBackend(), access=tokens, rules=NamespaceRules(limits=service))
         assert gateway.rules().limits_of("acme") == NamespaceLimits(concurrent=7)
         assert gateway.rules().limits_of("other") == NamespaceLimits(concurrent=2)
@@ -147,7 +147,7 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"
 @pytest.mark.parametrize("token", ["tenant", "operator"])
 def test_what_was_cached_is_told_to_those_who_may_know(token: str) -> None:
     whole = json.dumps({"usage": USAGE, "kv_transfer_params": {"kintsugi": ACCOUNTING, "more": 1}}).encode()
-    streamed = [STREAM, piece(), piece(usage=USAGE, kintsugi=ACCOUNTING), b"data: [DONE]\n\n"]
+    streamed: list[Item] = [STREAM, piece(), piece(usage=USAGE, kintsugi=ACCOUNTING), b"data: [DONE]\n\n"]
     scripts: dict[str, list[Item]] = {CHAT_PATH: streamed, COMPLETIONS_PATH: [JSON, whole]}
 
     async def body() -> None:
@@ -247,7 +247,8 @@ def test_a_whole_answer_is_as_late_as_its_first_token_is() -> None:
     async def body() -> None:
         for first_s, total_s in ((0.01, 0.04), (0.07, 0.1)):
             text = answered("fine", {**ACCOUNTING, "ttft_ms": first_s * 1e3})
-            backend = ScriptedBackend(lambda call, text=text, total_s=total_s: [total_s, *text])
+            items: list[Item] = [total_s, *text]
+            backend = ScriptedBackend(lambda call: items)  # noqa: B023
             async with client(backend, rules) as caller:
                 took_s = await _time_s(caller)
             assert took_s >= STEP_S + total_s - first_s - 0.005
@@ -262,7 +263,8 @@ def test_streams_begin_at_the_step_whatever_was_cached() -> None:
 
     async def body() -> None:
         for first_s in (0.0, 0.05):
-            backend = ScriptedBackend(lambda call, first_s=first_s: [STREAM, first_s, piece(), piece()])
+            items: list[Item] = [STREAM, first_s, piece(), piece()]
+            backend = ScriptedBackend(lambda call: items)  # noqa: B023
             async with client(backend, rules) as caller:
                 assert await _time_s(caller) >= STEP_S
 
@@ -416,7 +418,7 @@ def test_a_request_that_got_nothing_is_charged_nothing() -> None:
             await caller.get("/readyz")
             most = {**CHAT, "max_tokens": 190}
             for script in scripts:
-                backend.script = lambda call, script=script: script
+                backend.script = lambda call: script  # noqa: B023
                 assert (await caller.post(CHAT_PATH, json=most)).status_code in (400, 503, 200)
             assert len(backend.calls) == 1 + 2 + 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kintsugi.core.errors import InvalidField
@@ -28,13 +30,13 @@ def test_every_blend_option_has_a_field_of_its_name_in_a_request() -> None:
         ),
     ],
 )
-def test_a_call_has_the_options_that_the_client_set(wire: dict[str, object], options: BlendOptions) -> None:
+def test_a_call_has_the_options_that_the_client_set(wire: dict[str, Any], options: BlendOptions) -> None:
     request = pb.GenerateRequest(namespace="acme", question=QUESTION, **wire)
     assert call_of(request, "r", {}).options == options
 
 
 @pytest.mark.parametrize("wire", [{"ratio": 1.5}, {"selector": "none"}, {"adaptive_mass": 0.0}])
-def test_an_option_that_cannot_be_is_named(wire: dict[str, object]) -> None:
+def test_an_option_that_cannot_be_is_named(wire: dict[str, Any]) -> None:
     (name,) = wire
     with pytest.raises(InvalidField, match=name):
         call_of(pb.GenerateRequest(namespace="acme", question=QUESTION, **wire), "r", {})

@@ -221,7 +221,7 @@ def test_nobody_learns_which_corpora_others_have() -> None:
     async def refusal(corpus: str) -> str:
         ref = DocumentRef("manual", 0)
         (piece,) = await resolver().pieces(OTHERS, [Segment(text=TEXT)])
-        documents = OneCorpus(KnownChunk(ref, "1", piece.key, piece.token_ids))
+        documents = OneCorpus(KnownChunk(ref, "1", piece.key, tuple(piece.token_ids)))
         with pytest.raises(NotFound) as caught:
             await resolver(documents=documents).pieces(SPACE, [Segment(document=(corpus, ref))])
         return str(caught.value).replace(corpus, "…")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import DIGEST_BYTES, ChunkManifest, HeadRange, KVLayout, SideFrame
-from kintsugi.store.client import chunk_cipher
 from kintsugi.store.client.chunk_cipher import ChunkCipher, encrypt_chunk, is_readable
 from kintsugi.store.protocol.keys import NamespaceKeys, key_id_of
 from tests.contracts.store_contract import LAYOUT, make_chunk, make_mixed_chunk
@@ -24,7 +24,7 @@ HEADS = LAYOUT.num_kv_heads
 
 @pytest.fixture(autouse=True)
 def salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_cipher.os, "urandom", lambda size: SALT[:size])
+    monkeypatch.setattr(os, "urandom", lambda size: SALT[:size])
 
 
 def hkdf(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import time
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_a_receipt_says_what_became_of_data_keys(path: Path, monkeypatch: pytest
     assert GrpcOptions().destroy_keys("docs") == options.destroy_keys("plain") == []
     (destroyed,) = options.destroy_keys("docs")
     assert (destroyed.place, destroyed.items) == (DATA_KEYS, 1)
-    monkeypatch.setattr(key_file.os, "replace", read_only)
+    monkeypatch.setattr(os, "replace", read_only)
     (kept,) = options.destroy_keys("docs")
     assert (kept.place, kept.items) == (KEPT_KEYS, 0)
 
@@ -103,7 +104,8 @@ def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
 
 
 def test_a_file_that_was_refused_is_read_once_its_mode_is_right(path: Path) -> None:
-    source = create_keys(path, "acme") and KeyFile(path)
+    create_keys(path, "acme")
+    source = KeyFile(path)
     destroy_keys(path, "acme")
     path.chmod(0o644)
     assert source.find("acme") is not None, "the previous keys stay in use"
@@ -139,7 +141,8 @@ def test_keys_are_not_created_twice(path: Path) -> None:
 
 
 def test_a_rotated_key_encrypts_and_the_old_ones_decrypt_until_they_are_retired(path: Path) -> None:
-    source = create_keys(path, "acme") and KeyFile(path)
+    create_keys(path, "acme")
+    source = KeyFile(path)
     first = source.find("acme")
     assert first is not None
     second = rotate_keys(path, "acme")
@@ -211,7 +214,7 @@ def test_a_file_that_becomes_invalid_leaves_the_keys_in_use(
 def test_the_file_is_looked_at_once_a_second(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched_files, "CHECK_S", 1.0)
     now_s = time.monotonic()
-    monkeypatch.setattr(watched_files.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     create_keys(path, "acme")
     source = KeyFile(path)
     before, after = source.find("acme"), rotate_keys(path, "acme")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol import audit as audit_module
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog, open_audit
 from kintsugi.store.protocol.callers import Verb
 
@@ -101,7 +100,7 @@ def test_a_line_that_does_not_fit_is_counted_and_the_next_is_whole(
     log = AuditLog(tmp_path, "gateway")
     whole = os.write
     with monkeypatch.context() as full:
-        full.setattr(audit_module.os, "write", lambda fd, data: whole(fd, data[:10]))
+        full.setattr(os, "write", lambda fd, data: whole(fd, data[:10]))
         log.write(OK)
     log.write(OK)
     assert log.lines_lost == 1
@@ -112,7 +111,7 @@ def test_a_line_that_does_not_fit_is_counted_and_the_next_is_whole(
     def refuse(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(audit_module.os, "write", refuse)
+    monkeypatch.setattr(os, "write", refuse)
     log.write(OK)
     assert log.lines_lost == 2
 

@@ -16,6 +16,10 @@ def other(_: Any, start: Any) -> Iterable[bytes]:
     return [b"other"]
 
 
+def start_noting(seen: list[str]) -> Any:
+    return lambda status, _headers, _error=None: seen.append(status)
+
+
 @pytest.mark.parametrize(
     ("path", "reason", "status", "body"),
     [
@@ -29,8 +33,8 @@ def test_readiness_is_answered_and_the_rest_is_left(path: str, reason: str, stat
     environ: dict[str, Any] = {}
     setup_testing_defaults(environ)
     environ["PATH_INFO"] = path
-    seen = []
-    answer = with_readiness(other, lambda: reason)(environ, lambda status, _, __=None: seen.append(status))
+    seen: list[str] = []
+    answer = with_readiness(other, lambda: reason)(environ, start_noting(seen))
     assert (seen, b"".join(answer)) == ([status], body)
 
 
@@ -38,7 +42,7 @@ def test_what_is_wrong_with_a_ready_process_is_said_beside_it() -> None:
     environ: dict[str, Any] = {}
     setup_testing_defaults(environ)
     environ["PATH_INFO"] = "/readyz"
-    seen = []
+    seen: list[str] = []
     app = with_readiness(other, lambda: "", lambda: "ssd0 fails: read-only")
-    answer = app(environ, lambda status, _, __=None: seen.append(status))
+    answer = app(environ, start_noting(seen))
     assert (seen, b"".join(answer)) == (["200 OK"], b"ready; ssd0 fails: read-only\n")

@@ -124,7 +124,8 @@ def test_an_erasure_after_its_namespaces_is_news_to_who_saw_the_first() -> None:
 
 def test_shards_record_one_erasure_with_one_time() -> None:
     """Or the one that recorded the earlier time would apply the other, and erase what was put since."""
-    chunk, told = make_chunk(range(8))[0].key, []
+    chunk = make_chunk(range(8))[0].key
+    told: list[Erasure] = []
     for now_s in (100.0, 100.5):
         with closing(Shard(RamTier(1 << 20), wall_clock=lambda now_s=now_s: now_s)) as shard:  # type: ignore[misc]
             shard.erase(Scope.of("acme", [chunk]), 101.0)
@@ -293,7 +294,8 @@ def test_leftovers_are_free_runs_that_were_written() -> None:
 
 
 def test_work_is_shared_by_those_who_wait_for_it() -> None:
-    shared, runs = Shared(), []
+    shared = Shared()
+    runs: list[int] = []
     began, go_on = threading.Event(), threading.Event()
 
     def work() -> None:

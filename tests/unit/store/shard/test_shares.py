@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def ram_shard() -> Iterator[Shard]:
     shard.close()
 
 
-def limits(shard: Shard, pattern: str, **settings: float | bool) -> None:
+def limits(shard: Shard, pattern: str, **settings: Any) -> None:
     shard.set_rules(NamespaceRules(limits={pattern: NamespaceLimits(**settings)}))
 
 

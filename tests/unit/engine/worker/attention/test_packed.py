@@ -14,6 +14,7 @@ from torch import Tensor
 from kintsugi.engine.worker import native
 from kintsugi.engine.worker.attention import packed
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
+from kintsugi.fusor.kernels import native as kernels
 from kintsugi.fusor.kernels.native import Instructions, find_compiler
 from kintsugi.fusor.reference import reference_attention
 from kintsugi.models.cache import CACHE_VARIABLE
@@ -112,7 +113,7 @@ def test_it_declines_what_it_does_not_compute(change: dict[str, Any]) -> None:
 
 
 def test_an_unknown_processor_keeps_the_backends_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.native, "find_instructions", lambda: ())
+    monkeypatch.setattr(kernels, "find_instructions", lambda: ())
     assert not serves(attention())
     assert native.library() is None
 
@@ -147,7 +148,7 @@ def test_a_library_that_cannot_be_loaded_is_declined(tmp_path: Path, monkeypatch
 def test_a_second_process_finds_it_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(attention())
     native.library.cache_clear()
-    monkeypatch.setattr(native.native, "build", lambda *_, **__: pytest.fail("built twice"))
+    monkeypatch.setattr(kernels, "build", lambda *_, **__: pytest.fail("built twice"))
     assert serves(attention())
 
 
@@ -168,7 +169,7 @@ def test_it_attends_in_the_place_of_the_backend() -> None:
 
 
 def test_an_engine_on_a_gpu_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.native, "find_instructions", lambda: pytest.fail("asked for the kernels"))
+    monkeypatch.setattr(kernels, "find_instructions", lambda: pytest.fail("asked for the kernels"))
     for kernel in (native.rotation_kernel, native.mass_kernel):
         assert kernel(torch.device("cuda")) is None
 

@@ -43,7 +43,9 @@ def test_what_is_evicted_was_there_and_may_go(name: str, seed: int) -> None:
                 assert victim in present - pinned
                 present.discard(victim)
     while present:
-        present.remove(policy.evict(lambda _: True))
+        victim = policy.evict(lambda _: True)
+        assert victim in present
+        present.remove(victim)
     assert policy.evict(lambda _: True) is None
 
 
@@ -69,7 +71,7 @@ def test_an_unknown_policy_is_named() -> None:
 
 def test_what_loses_its_lifetime_leaves_with_the_lasting() -> None:
     passing = {"a", "b", "c"}
-    policy = LifetimePolicy(lambda item: item in passing, lambda: Lru(100))
+    policy: LifetimePolicy[str] = LifetimePolicy(lambda item: item in passing, lambda: Lru(100))
     for item in ("lasting", "a", "b", "c"):
         policy.admit(item, 10, 0.0)
     assert policy.evict(lambda _: True) == "a"
