@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFUSALS_PER_PROBE = 4
-"""Number of prompts refused because loading is slow, per chunk that is read as a probe to notice that the
-store has become fast. The prompt does not wait for the probe."""
+"""While blends are refused because loading is slow, one refused prompt in this many has a chunk read as a
+probe, to notice when the store has become fast. The prompt does not wait for the probe."""
 TRIAL_FIRST = 2
 TRIAL_LAST = 64
-"""Number of prompts refused because computing a blend is slow, per trial blend, which may be slower: only a
-trial shows that the prediction was wrong or has changed. A new engine has few measurements, so the first
-trial comes after `TRIAL_FIRST` prompts, and the number doubles up to `TRIAL_LAST`."""
+"""While blends are refused because computing them is slow, a trial blend shows whether the prediction still
+holds. The first trial follows after `TRIAL_FIRST` refused prompts, because a new engine has few measurements.
+The number then doubles up to `TRIAL_LAST`."""
 STEPS_IN_FLIGHT_MAX = 16
 
 

@@ -101,7 +101,7 @@ class LoadedWeights:
         self._change: str | None = None
         self._observe_loading()
         self._looks: deque[Snapshot] = deque()
-        """Looks that are not compared yet: on a GPU one of a check and one per ended pass, on a CPU none."""
+        """Snapshots that are not compared yet. On a CPU there are none."""
         self._before = self._look()
         if self._before.arrived is not None:
             self._before.arrived.synchronize()
