@@ -158,9 +158,9 @@ def _recovery_spare(model: Path, quick: bool) -> list[Figure]:
 def _goodput(model: Path, quick: bool) -> list[Figure]:
     plan, setting = (goodput.QUICK, QUICK) if quick else (goodput.FULL, FULL)
     texts = _corpus(model, plan.workload)
-    connector = {"selector": plan.selector}
+    expert = {"selector": plan.selector}
     tuned = {
-        tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}, connector=connector)
+        tokens: replace(setting, vllm={"max_num_batched_tokens": tokens}, expert=expert)
         for tokens in plan.settings
     }
     capacities: dict[str, dict[int, float]] = {"plain": {}, "kintsugi": {}}

@@ -60,15 +60,16 @@ class Setting:
     as it comes: on all cores, the engine computing with one thread, its reads through shared memory."""
     ram_gib: float = 6.0
     ssd_gib: float = 8.0
-    connector: Mapping[str, Any] = field(default_factory=dict)
-    """More of `engines.expert`; `model` likewise, of the service's."""
+    expert: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of our `engines.expert`."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of our `model`."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine with values, for both servers."""
     privacy: Mapping[str, Any] = field(default_factory=dict)
     """Our service's rules by namespace pattern."""
     allow_uncalibrated: bool = True
-    """Whether ours blends without a calibration report; otherwise `connector` names one."""
+    """Whether ours blends without a calibration report."""
 
 
 @dataclass
@@ -132,12 +133,18 @@ def tree_cpu_s(process: psutil.Process) -> float:
 @contextmanager
 def checkpoint(shape: str) -> Iterator[Path]:
     """The random model with a chat template beside it: links, not a copy."""
-    source = make_checkpoint_once(shape)
     with tempfile.TemporaryDirectory(prefix="kintsugi-bench-") as folder:
-        for file in source.iterdir():
-            (Path(folder) / file.name).symlink_to(file)
-        (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
-        yield Path(folder)
+        linked = link_checkpoint(make_checkpoint_once(shape), Path(folder) / "model")
+        (linked / "chat_template.jinja").write_text(TEMPLATE)
+        yield linked
+
+
+def link_checkpoint(source: Path, folder: Path) -> Path:
+    """Make a folder with links to the files of a checkpoint, to which other files can be added."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
 
 
 @contextmanager
@@ -190,7 +197,7 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         "loading_controller": setting.loading_controller,
         "load_deadline_ms": patience_ms,
         "spares": setting.spares,
-        **setting.connector,
+        **setting.expert,
     }
     return {
         "model": {

@@ -44,8 +44,8 @@ def page() -> Page:
             ),
             _section(
                 "Engine",
-                "The plugin's part of vLLM's `--kv-transfer-config`, under `kv_connector_extra_config`; in a "
-                "service `engines.connector`.",
+                "The plugin's part of vLLM's `--kv-transfer-config`, under `kv_connector_extra_config`. A "
+                "service derives it, from `engines.expert` among others.",
                 EngineConfig,
             ),
             _section(

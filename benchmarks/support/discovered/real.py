@@ -38,11 +38,12 @@ from benchmarks.support.figures import Figure
 from benchmarks.support.musique import MUSIQUE
 from benchmarks.support.real.corpus import read_corpus
 from benchmarks.support.real.engine import MODEL_TOKENS_MAX
-from benchmarks.support.servers import Setting, our_server, plain_server
+from benchmarks.support.servers import Setting, link_checkpoint, our_server, plain_server
 from kintsugi.cli.exits import ExitCode
 from kintsugi.core.prompt import FormName
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import REFERENCE, resolve_model
+from kintsugi.serving.calibration import REPORT_FILE
 
 REPORT = "KINTSUGI_DISCOVERY_REPORT"
 COMMITTED = Path(__file__).with_name("calibration.json")
@@ -69,17 +70,19 @@ def measure(quick: bool) -> list[Figure]:
         report = os.environ.get(REPORT, COMMITTED) or _calibrate(
             form, corpus.choosing, context, Path(folder), minutes
         )
+        served = link_checkpoint(model, Path(folder) / "model")
+        # Engines publish the report that is beside the checkpoint.
+        (served / REPORT_FILE).symlink_to(Path(report).absolute())
         setting = Setting(
             "real",
             max_model_len=MODEL_TOKENS_MAX,
             kv_cache_bytes=2 << 30,
             dtype=DTYPE,
-            model={"context": str(context)},
+            model={"expert": {"context": str(context)}},
             allow_uncalibrated=quick,
-            connector={"report": str(report), "ratio_max": 0.5},
             privacy=DISCOVER,
         )
-        with plain_server(model, setting) as plain, our_server(model, setting) as ours:
+        with plain_server(served, setting) as plain, our_server(served, setting) as ours:
             for server in (plain, ours):
                 server.endpoint = replace(server.endpoint, chat=True)
             samples = measure_load((plain, ours), texts, workload, QUICK_REQUESTS if quick else REQUESTS)
@@ -109,9 +112,8 @@ def _calibrate(
             file.write(json.dumps({"chunks": chunks, "question": QUESTION}) + "\n")
     command = [sys.executable, "-c", "from kintsugi.cli.console_script import main; main()", "calibrate"]
     command += ["--model", REFERENCE.name, "--questions", str(questions), "--segments", "--form", "chat"]
-    command += ["--minutes", str(minutes), "--dtype", DTYPE, "--out", str(report)]
-    command += ["--context", str(context)]
-    command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX})]
+    command += ["--minutes", str(minutes), "--context", str(context), "--out", str(report)]
+    command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX, "dtype": DTYPE})]
     say(f"calibrating {REFERENCE.name} within about {minutes:g} minutes")
     done = subprocess.run(command)
     if done.returncode not in (ExitCode.OK, ExitCode.NOT_BLENDABLE):

@@ -33,8 +33,8 @@ def measure_calibration(
 ) -> None:
     """Calibrate on the open questions of ``sets`` and record minutes, choice and domain.
 
-    ``contexts`` gives the setting `model.context` of each name. The report is kept in ``folder``. Raises
-    `RuntimeError` if the command fails.
+    ``contexts`` gives the setting `model.expert.context` of each name. The report is kept in ``folder``.
+    Raises `RuntimeError` if the command fails.
     """
     if CALIBRATED in records:
         return
@@ -48,7 +48,7 @@ def measure_calibration(
         "--json",
     ]
     command += ["--model", model, "--questions", str(questions), "--minutes", str(MINUTES)]
-    command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX}), "--dtype", "bfloat16"]
+    command += ["--engine", json.dumps({"max_model_len": MODEL_TOKENS_MAX, "dtype": "bfloat16"})]
     command += ["--form", "chat", "--out", str(folder / "calibration.json")]
     for setting in contexts.values():
         command += ["--context", setting]

@@ -263,7 +263,7 @@ class Run:
         self._engine.close()
 
     def _context(self, name: str) -> str:
-        """The setting `model.context`: `none`, `bundled`, or the file of the corpus's sample."""
+        """The setting `model.expert.context`: `none`, `bundled`, or the file of the corpus's sample."""
         if name != SAMPLE:
             return name
         path = self._folder / "sample.txt"

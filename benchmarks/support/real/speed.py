@@ -28,7 +28,7 @@ FULL, BLEND = "full", "blend"
 
 def setting_of(configuration: Configuration, context: str) -> Setting:
     """A service that blends every request with the configuration, its chunks prepared behind ``context``,
-    which is the setting `model.context`.
+    which is the setting `model.expert.context`.
 
     It runs as it comes, on all cores, with one thread that computes. It has no prefix caching: storing a
     passage leaves its KV there, and neither method may find it.
@@ -42,14 +42,15 @@ def setting_of(configuration: Configuration, context: str) -> Setting:
         is_pinned=False,
         ram_gib=1.0,
         ssd_gib=8.0,
-        connector=connector_of(configuration.selection),
-        model={} if context == "none" else {"context": context},
+        expert=expert_of(configuration.selection),
+        model={} if context == "none" else {"expert": {"context": context}},
         vllm={"enable_prefix_caching": False},
     )
 
 
-def connector_of(selection: Selection) -> dict[str, Any]:
-    """Settings of `engines.expert` that make a selection every request's, with the fusor's query layers."""
+def expert_of(selection: Selection) -> dict[str, Any]:
+    """Settings of `engines.expert` with which every request uses a selection. The layers whose queries select
+    tokens cannot be set: the fusor's own serve."""
     return {"selector": selection.selector, "check_layer": selection.check_layer}
 
 

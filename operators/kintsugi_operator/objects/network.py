@@ -95,7 +95,7 @@ def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
 
 def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
     """Let engines, gateways and jobs call the store, download models and corpora, and call the destinations
-    in `network.egress`."""
+    in `expert.egress`."""
     shards = _pods(selector(owner.name, part="store"))
     calls: dict[str, list[Manifest]] = {
         "to-store": [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}],

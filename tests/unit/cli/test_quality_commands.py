@@ -271,7 +271,7 @@ def test_the_best_of_several_contexts_is_calibrated_with_and_shown(
     assert behind_contexts == [0, 9, 2, 9], "each is tried, then the best one is measured"
     report = reports.read(tmp_path / "report.json")
     assert report.binding.context == "c" * 9
-    assert result.stdout.splitlines()[-1] == f"model.context: {tmp_path / '9.txt'}"
+    assert result.stdout.splitlines()[-1] == f"model.expert.context: {tmp_path / '9.txt'}"
     shown = " ".join(result.stdout.split())
     assert "its KL is lower than behind none by" in shown
     assert "Trying the context none" in capfd.readouterr().err
@@ -288,7 +288,7 @@ def test_one_context_is_not_probed(behind_contexts: list[int], tmp_path: Path) -
     result = calibrated(tmp_path, *contexts_of(tmp_path, 9), "--json")
     assert behind_contexts == [9]
     assert "context" not in json.loads(result.stdout)
-    assert "model.context" not in calibrated(tmp_path, *contexts_of(tmp_path, 9)).stdout
+    assert "model.expert.context" not in calibrated(tmp_path, *contexts_of(tmp_path, 9)).stdout
 
 
 def test_minutes_that_choosing_used_up_are_said(

@@ -99,7 +99,7 @@ class _Measured:
             render_contexts(console, self.context)
         render(console, self.report)
         if self.context is not None:
-            setting = f"model.context: {self.context.context}"
+            setting = f"model.expert.context: {self.context.context}"
             console.print(Text(setting), style="bold", soft_wrap=True)
 
 
