@@ -70,7 +70,7 @@ def configuration() -> dict[str, Any]:
     return {
         "kintsugi serve --config": dict(_tree(deploy.ServiceSpec)),
         "tokens file": dict(_tree(TokensFile)),
-        "store URL schemes": sorted(registry._OPENERS),
+        "store URL schemes": sorted(registry.SCHEMES),
         "store URL options": fields_of(StoreUrlQuery),
     }
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kintsugi.store.client.directory import ShardDirectory
     from kintsugi.store.client.options import GrpcOptions
 
+SCHEMES = ("grpc", "ram", "shardfile", "shards")
 _lock = threading.Lock()
 _ram_stores: dict[str, RamStore] = {}
 
@@ -85,9 +86,8 @@ def open_store(url: str) -> ChunkStore:
             from kintsugi.store.client.sharded import ShardedStore
 
             return ShardedStore(*open_directory(url))
-    raise InvalidField(
-        "store", f"{url!r} has no known scheme; use one of grpc://, ram://, shardfile://, shards://"
-    )
+    schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    raise InvalidField("store", f"{url!r} has no known scheme; use one of {schemes}")
 
 
 def name_key_of(url: str, namespace: str) -> bytes:
