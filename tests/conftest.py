@@ -53,7 +53,7 @@ def running_ray() -> Iterator[None]:
 
     # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ensure_ray(4, 1.0)
+    ensure_ray(4)
     yield
     ray.shutdown()
 

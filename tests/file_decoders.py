@@ -293,7 +293,7 @@ def _safetensors(entries: dict[str, Any]) -> bytes:
 
 
 _WEIGHT = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
-_ENGINE = EngineEvidence("engine", "2026-01-01T00:00:00+00:00", 2, ((0.5, 0.0, 3), (0.25, 1.0, 4)))
+_ENGINE = EngineEvidence("engine", 2, ((0.5, 0.0, 3), (0.25, 1.0, 4)))
 _NESTED = b"[" * 5_000
 
 FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(

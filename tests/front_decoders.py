@@ -149,7 +149,7 @@ def parser_answer(data: bytes) -> None:
         item = parse_answer(data, PIECE)
         assert item is None or (item.url == PIECE.url and 0 <= item.place < 1 << 63)
         if isinstance(item, Document):
-            for text in (item.text, item.document_id, item.version, item.metadata):
+            for text in (item.text, item.document_id, item.version):
                 text.encode()
 
 

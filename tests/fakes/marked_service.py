@@ -133,7 +133,7 @@ class MarkedService:
         edition = self.ledger.open_edition(f"{CORPUS}-{namespace}", space, "file:///corpus", "stub", "{}")
         run = self.ledger.begin_run(edition)
         scanned = [
-            ScannedDocument("file:///corpus", place, name, "1", name.encode(), "{}", _chunks(space, texts))
+            ScannedDocument("file:///corpus", place, name, "1", name.encode(), 0, _chunks(space, texts))
             for place, (name, texts) in enumerate(documents.items())
         ]
         self.ledger.record(edition, run, namespace, scanned)
@@ -156,9 +156,7 @@ class MarkedService:
 
 def _chunks(space: ChunkSpace, texts: Sequence[MarkedText]) -> tuple[ScannedChunk, ...]:
     return tuple(
-        ScannedChunk(
-            ChunkKey.of(space, mark.tokens).digest, pack_tokens(mark.tokens.data), len(mark.tokens), 0, 1
-        )
+        ScannedChunk(ChunkKey.of(space, mark.tokens).digest, pack_tokens(mark.tokens.data), len(mark.tokens))
         for mark in texts
     )
 

@@ -48,7 +48,7 @@ def folders(root: Path, shards: Sequence[str] = ("shard",)) -> list[str]:
 def fill(ledger: Ledger, known: KnownChunks) -> None:
     key = KEY.digest
     packed = pack_tokens(b"\7\0\0\0\10\0\0\0")
-    document = ScannedDocument("url", 0, "doc", "", b"", "{}", (ScannedChunk(key, packed, 2, 0, 2),))
+    document = ScannedDocument("url", 0, "doc", "", b"", 0, (ScannedChunk(key, packed, 2),))
     edition = ledger.open_edition("tea", SPACE, "source", "model", "cut")
     run = ledger.begin_run(edition)
     ledger.record(edition, run, "acme", [document])

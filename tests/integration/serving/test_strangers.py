@@ -16,7 +16,7 @@ from kintsugi.gateway.fronts import grpc_server
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.server_options import SERVER_OPTIONS
+from kintsugi.store.protocol.tls import SERVER_OPTIONS
 from tests.integration.serving.gateways import Setup, running, token_file
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"

@@ -26,7 +26,7 @@ from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
-from kintsugi.quality.contexts.probing import ContextProber
+from kintsugi.quality.contexts import ContextProber
 from kintsugi.quality.session import MeasuringEngineSpec, load_form_behind
 from tests.unit.core.test_report import BINDING
 from tests.unit.quality.fakes import FakeEngine, WordTokenizer

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.quality.shadow import ShadowCounts
+from kintsugi.quality.effect import ShadowCounts
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.shard.eviction.reuse import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
