@@ -76,14 +76,14 @@ class ServiceType(StrEnum):
 
 @dataclass(frozen=True)
 class ModelExpertSpec(ModelExpert, ManifestSettings):
-    """How prompts are written, and what chunks are prefilled behind."""
+    """Form of prompts, and the text that chunks are prefilled after."""
 
     NARROWED: ClassVar = {
         "context": {
             "maxLength": 1024,
-            "description": "Natural text that chunks are prefilled behind, after the system prompt: none, "
-            "bundled (the first two passages that ship with Kintsugi), or the path of a text file in the "
-            "image or the claim. It is the same for every tenant.",
+            "description": "Natural text between the system prompt and the chunks, which are prefilled after "
+            "it: none, bundled (the first two passages that ship with Kintsugi), or the path of a text file "
+            "in the image or the claim. It is the same for every tenant.",
         },
     }
 

@@ -1,4 +1,4 @@
-"""The options of the commands, those that several share, and parsers for text that is more than a word."""
+"""Options of the commands, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Model = Annotated[
 ]
 SystemPrompt = Annotated[
     Path | None,
-    typer.Option("--system", help="Text file of the system prompt that chunks are prefilled behind."),
+    typer.Option("--system", help="Text file of the system prompt that chunks are prefilled after."),
 ]
 Form = Annotated[
     FormName,
@@ -27,19 +27,19 @@ Form = Annotated[
 ]
 Context = Annotated[
     str,
-    typer.Option(help="Text that chunks are prefilled behind after the prefix: none, bundled, or a file."),
+    typer.Option(help="Text between the prefix and the chunks: none, bundled, or a file."),
 ]
 Contexts = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text that chunks are prefilled behind after the prefix: none (default), bundled, or a file. "
+        help="Text between the prefix and the chunks: none (default), bundled, or a file. "
         "Repeat to try several and calibrate with the best."
     ),
 ]
 PlainCopies = Annotated[
     bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
-Portable = Annotated[bool, typer.Option(help="Allow chunks to be used behind another prefix.")]
+Portable = Annotated[bool, typer.Option(help="Use chunks also after another prefix.")]
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
 ]
@@ -127,8 +127,8 @@ class CalibrateTask:
     minutes: Annotated[
         float,
         typer.Option(
-            help="End the search, with the choice of a context, after so many; what is undecided then does "
-            "not pass."
+            help="Longest time for the choice of a context and the search; configurations that are undecided "
+            "then do not pass."
         ),
     ] = 12.0
     form: Form = FormName.AUTO
@@ -196,7 +196,7 @@ class ServeTask:
 
 
 def parse_json_object(option: str, text: str, example: str) -> dict[str, Any]:
-    """Raises `InvalidField`, which shows the example."""
+    """Parse an option that holds a JSON object. Raises `InvalidField`, whose message shows the example."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -207,7 +207,7 @@ def parse_json_object(option: str, text: str, example: str) -> dict[str, Any]:
 
 
 def parse_engine_arguments(text: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` in `--engine`. Raises `InvalidField`."""
+    """Parse the arguments of `vllm.LLM` in `--engine`. Raises `InvalidField`."""
     return parse_json_object("engine", text, '{"max_model_len": 4096}')
 
 

@@ -54,8 +54,8 @@ REQUESTS_MAX = 512
 """Requests that run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
 DRAIN_S = 60.0
-"""How long requests may continue once an engine or a gateway has to stop, and how long a shard that has to
-stop may write back what only RAM holds."""
+"""Time in which running requests may end when an engine or a gateway stops, and in which a shard that stops
+writes back what only RAM holds."""
 RAMP_S = 60.0
 """Time over which an empty shard that joins is given its share of the chunks."""
 SHARD_CPUS = 0.5
@@ -63,23 +63,24 @@ SHARD_CPUS = 0.5
 GATEWAY_CPUS = 0.25
 """CPU cores that Ray counts for a gateway."""
 METRICS_PORTS = 16
-"""An engine or a shard takes the first free one of so many ports for its metrics."""
+"""Number of ports of which an engine or a shard uses the first free one for its metrics."""
 SHARD_PORT = 7400
-"""The first of as many ports for a shard that other hosts reach."""
+"""First of `METRICS_PORTS` ports for a shard that listens beyond loopback."""
 SHARD_METRICS_PORT = 7480
 ENGINE_METRICS_PORT = 7580
 
 
 @dataclass(frozen=True)
 class ModelExpert(Settings):
-    """How prompts are written, and what chunks are prefilled behind."""
+    """Form of prompts, and the text that chunks are prefilled after."""
 
     form: str = setting("auto", enum=["auto", "chat", "plain"])
     """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
-    Chunks are prefilled behind what the form writes before them."""
+    Chunks are prefilled after the text that the form writes before them."""
     context: str = setting("none", minLength=1)
-    """Natural text that chunks are prefilled behind, after the system prompt: `none`, `bundled` (the first
-    two passages that ship with Kintsugi) or the path of a text file. It is the same for every tenant."""
+    """Natural text between the system prompt and the chunks, which are prefilled after it: `none`, `bundled`
+    (the first two passages that ship with Kintsugi) or the path of a text file. It is the same for every
+    tenant."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ModelSpec(Settings):
     name: str = ""
     """What clients call it; empty: the last part of the path."""
     system_prompt: str | None = None
-    """The system prompt that chunks are prefilled behind, without the template's marks; unset: the
+    """The system prompt that chunks are prefilled after, without the template's marks; unset: the
     template's own, if it has one."""
     codec: str = "raw"
     """How chunk KV is encoded in the store: `raw` keeps every bit, the others take less room."""
@@ -109,15 +110,14 @@ class EngineExpert(Settings):
     check_layer: int | None = setting(None, minimum=1)
     """Layer whose KV deviation selects tokens where no calibration report decides it."""
     portable: bool = True
-    """Whether chunks that were prefilled behind one prefix may be used behind another."""
+    """Use chunks that were prefilled after one prefix also after another."""
     plain_copies: bool = True
     """Whether each chunk of a model with a context is also stored without it, for the first place of a
     prompt."""
     loading_controller: bool = True
     """Prefill a prompt in full where that is predicted to be faster; if false, blend whatever can be."""
     load_deadline_ms: int | None = setting(None, minimum=1)
-    """Time in milliseconds after which what the store has not answered is not waited for; unset: 500 for a
-    lookup, 2000 for a layer."""
+    """Longest wait for the store in milliseconds; unset: 500 for a lookup, 2000 for a layer."""
 
     @property
     def connector(self) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class EngineSpecExpert(EngineExpert):
     """Settings of engines on one machine that few need."""
 
     spares: int = setting(0, minimum=0)
-    """Engines beyond `engines.replicas` that have loaded the model and get requests only if none of those can
-    take them. Each takes the memory of an engine, and its GPUs. Needs a fixed number of engines."""
+    """Engines beyond `engines.replicas` that have loaded the model and get requests only while no other
+    engine can take them. Each uses the memory and the GPUs of an engine. Needs a fixed number of engines."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ class StoreSettings(Settings):
     ram_gib: float = setting(4.0, exclusiveMinimum=0)
     """Size of each shard's RAM tier in GiB."""
     bucket_url: str = setting("", pattern=BUCKET_URL, maxLength=512)
-    """S3-compatible bucket for what SSD tiers give up, such as s3://chunks/kintsugi; empty: none. Shards take
-    its endpoint, region and credentials from their environment (AWS_ENDPOINT_URL, AWS_REGION …)."""
+    """S3-compatible bucket for chunks that SSD tiers evict, such as s3://chunks/kintsugi; empty: none. Shards
+    read its endpoint, region and credentials from their environment (AWS_ENDPOINT_URL, AWS_REGION …)."""
     bucket_gib: float = setting(100.0, exclusiveMinimum=0)
-    """What each shard may keep in the bucket, in GiB."""
+    """Largest size of each shard's chunks in the bucket, in GiB."""
 
 
 @dataclass(frozen=True)
@@ -213,19 +213,19 @@ class StoreExpert(Settings):
     """Settings of a store that spans several hosts, encrypts, or is shared by clients of different rights."""
 
     shards_max: int | None = None
-    """Largest number of shards; more are started when what is evicted is soon wanted again. Unset: always
-    `shards`."""
+    """Largest number of shards; more are started when evicted chunks are soon requested again. Unset:
+    always `shards`."""
     host: str = "127.0.0.1"
     """The interface that shards and directory listen on. Beyond loopback they need TLS, or `insecure`."""
     directory_port: int = setting(7410, minimum=1, maximum=PORT_MAX)
-    """Port of the directory, which tells clients the shards, on the head node."""
+    """Port of the directory on the head node, which lists the shards to clients."""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     tls_name: str = ""
-    """The name that all shards' certificates are for; empty: the address that each is called by."""
+    """The name that all shards' certificates are for; empty: the address at which each is reached."""
     tokens_file: str = ""
     """JSON file of hashed bearer tokens and of client certificates, with what each may do on a shard. Empty:
-    whoever connects may do everything."""
+    every client may do everything."""
     token_file: str = ""
     """File with the token that engines and gateways show to shards."""
     keys_file: str = ""
@@ -243,8 +243,8 @@ class StoreSpec(StoreSettings):
     tiers: tuple[TierSpec, ...] = ()
     """SSD tiers below RAM, fastest first."""
     data_dir: str = ""
-    """Identity and reports; empty: nothing outlives the shard. Each shard of a host takes a folder in it, and
-    in each tier's."""
+    """Folder for shards' identities and reports; empty: nothing outlives a shard. Each shard of a host uses a
+    subfolder of it and of each tier's path."""
     tls_ca: str = ""
     """PEM file of the authority that signed the certificates of shards, engines and gateways."""
     tls_cert: str = ""

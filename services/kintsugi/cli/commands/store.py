@@ -82,7 +82,7 @@ class ShardLink:
 
 
 def parse_keys(keys: list[str]) -> list[ChunkKey]:
-    """Chunk keys from hexadecimal text. Raises `InvalidField`."""
+    """Parse chunk keys in hexadecimal. Raises `InvalidField`."""
     return [ChunkKey.from_hex(key) for key in keys]
 
 
@@ -103,8 +103,8 @@ def serve(
     peers: Annotated[
         str,
         typer.Option(
-            help="URL of the store (shards://, shardfile://): send its shards what they lack, apply their "
-            "erasures."
+            help="URL of the store (shards://, shardfile://): send its shards the chunks that they lack, "
+            "and apply their erasures."
         ),
     ] = "",
     metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
@@ -157,7 +157,7 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
         shard = open_shard(spec)
     try:
         with ExitStack() as stack:
-            if peers:  # what they erased is applied before anybody is served
+            if peers:  # applies their erasures before it serves a client
                 catching_up = CatchingUp(shard, *open_directory(peers))
                 stack.callback(catching_up.close)
                 catching_up.start()
