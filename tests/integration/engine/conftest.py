@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from blake3 import blake3
 
 from kintsugi.core.request import KintsugiParams, SelectorName
@@ -38,6 +39,23 @@ PATIENT = {"lookup_deadline_ms": 60_000, "layer_deadline_ms": 60_000}
 """A busy machine is no reason to decline: tests that mean a deadline set it."""
 
 
+def engine_dtype() -> str:
+    """Dtype of engines in tests that compare a blend with vLLM itself: bfloat16 where the CPU has AVX-512.
+
+    Without AVX-512, how torch rounds a bfloat16 product depends on its number of rows: two full prefills of
+    one prompt, split at different tokens, differ by up to 0.1 in a log probability. Only float32 shows there
+    whether a blend is exact.
+    """
+    import torch
+
+    return "float32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "bfloat16"
+
+
+needs_fp8_kv = pytest.mark.skipif(
+    engine_dtype() == "float32", reason="vLLM's fp8 KV cache on a CPU needs AVX-512 or AMX"
+)
+
+
 def folder_of(name: str) -> Path:
     """The checkpoint of a named shape, or of a family of `tests.model_configs`; made on first use."""
     if name not in FAMILIES | DECLINED:
@@ -61,7 +79,7 @@ class EngineSlot:
         if self.wanted != wanted:
             self.close()
             arguments = {
-                "dtype": "bfloat16",
+                "dtype": engine_dtype(),
                 "max_model_len": 4096,
                 "block_size": 32,
                 "kv_cache_memory_bytes": 128 << 20,

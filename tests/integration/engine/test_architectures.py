@@ -12,6 +12,7 @@ import random
 
 import pytest
 
+from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.fusor.gaps import KEPT_TOKENS
@@ -26,7 +27,9 @@ from tests.integration.engine.conftest import (
     ask,
     ask_cold,
     chunks_of,
+    engine_dtype,
     max_dlogprob,
+    needs_fp8_kv,
     rag,
     random_tokens,
 )
@@ -87,9 +90,9 @@ def saved(engine: LocalEngine, seed: int, sizes: tuple[int, ...] | None = None) 
 
 
 def stored_bytes(shape: str, num_tokens: int) -> int:
-    """What a blend of so many stored tokens loads: K and V of every layer, two bytes an element."""
+    """Bytes that a blend of this many stored tokens loads: K and V of every layer."""
     dims = TINY_SHAPES[shape]
-    return num_tokens * dims.layers * 2 * dims.kv_heads * dims.head_dim * 2
+    return num_tokens * dims.layers * 2 * dims.kv_heads * dims.head_dim * ELEMENT_BYTES[engine_dtype()]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -99,7 +102,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot, shape: str) -> LocalEngine:
-    """bfloat16, to compare with vLLM itself."""
+    """In the dtype of `engine_dtype`, to compare with vLLM itself."""
     return engine_slot.get(shape)
 
 
@@ -301,6 +304,7 @@ def test_lengths_from_1_to_1000(engine_slot: EngineSlot, figure: Figure) -> None
         figure("r1_max_abs_dlogprob", "tiny-qwen3", assert_exact(engine, alone, alone.params(0.0)))
 
 
+@needs_fp8_kv
 @pytest.mark.engine("{shape} fp8")
 @pytest.mark.parametrize("shape", mostly_full(*REPRESENTATIVE))
 def test_an_fp8_kv_cache(engine_slot: EngineSlot, shape: str, supports: Supports, figure: Figure) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker.attention import scattered
@@ -20,6 +21,7 @@ from tests.integration.engine.conftest import (
     ask,
     ask_cold,
     chunks_of,
+    engine_dtype,
     max_dlogprob,
     rag,
     random_tokens,
@@ -51,7 +53,7 @@ def test_full_ratio_is_full_prefill(engine: LocalEngine, chunks: list[list[int]]
     assert blended.accounting is not None
     assert blended.accounting["outcome"] == "blended"
     assert blended.accounting["chunks_hit"] == len(chunks)
-    assert blended.accounting["bytes_loaded"] == sum(SIZES) * 4 * 2 * 2 * 32 * 2  # layers, K and V, heads
+    assert blended.accounting["bytes_loaded"] == sum(SIZES) * 4 * 2 * 2 * 32 * ELEMENT_BYTES[engine_dtype()]
     assert blended.token_ids == full.token_ids
     assert max_dlogprob(full, blended) <= 0.01
 

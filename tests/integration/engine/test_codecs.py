@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kintsugi.core.layout import Codec
+from kintsugi.core.layout import ELEMENT_BYTES, Codec
 from kintsugi.core.request import SelectorName
 from kintsugi.engine.local import LocalEngine
 from tests.integration.engine.conftest import (
@@ -16,6 +16,7 @@ from tests.integration.engine.conftest import (
     EngineSlot,
     ask_cold,
     chunks_of,
+    engine_dtype,
     max_dlogprob,
     rag,
     ram_store,
@@ -27,8 +28,8 @@ SIZES = (1, 33, 100, 257, 64)
 LOSSY = [codec for codec in Codec if codec is not Codec.RAW]
 STORE = "tiny-llama-codecs"
 StoresAs = Callable[[Codec], None]
-RAW_BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 2
-"""tiny-llama: layers, K and V, heads, head_dim, bfloat16."""
+RAW_BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * ELEMENT_BYTES[engine_dtype()]
+"""tiny-llama: layers, K and V, heads, head_dim, element."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,8 @@ def test_every_codec_end_to_end(engine: LocalEngine, stores_as: StoresAs, codec:
     assert accounting is not None
     assert accounting["outcome"] == "blended"
     share = accounting["bytes_loaded"] / (sum(SIZES) * RAW_BYTES_PER_TOKEN)
-    assert share == 1 if codec is Codec.RAW else 0.5 < share < 0.56
+    smallest = 1 / ELEMENT_BYTES[engine_dtype()]
+    assert share == 1 if codec is Codec.RAW else smallest < share < smallest + 0.06
     alone = rag(chunks[3])
     plain = ask_cold(engine, alone.token_ids)
     reused = ask_cold(engine, alone.token_ids, alone.params(0.0))
@@ -115,4 +117,7 @@ def test_a_chunk_that_is_stored_keeps_its_codec(engine: LocalEngine, stores_as: 
     prompt = rag(*chunks)
     accounting = ask_cold(engine, prompt.token_ids, prompt.params(0.0)).accounting
     assert accounting is not None
-    assert accounting["bytes_loaded"] < 0.56 * sum(SIZES) * RAW_BYTES_PER_TOKEN
+    assert (
+        accounting["bytes_loaded"]
+        < (1 / ELEMENT_BYTES[engine_dtype()] + 0.06) * sum(SIZES) * RAW_BYTES_PER_TOKEN
+    )

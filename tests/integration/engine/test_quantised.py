@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.factory import make_checkpoint_once
 from tests.conftest import Figure, Supports
-from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot
+from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot, engine_dtype
 from tests.integration.engine.test_architectures import assert_exact, saved
 
 pytestmark = pytest.mark.engine
@@ -58,7 +58,7 @@ def engine(engine_slot: EngineSlot, tmp_path: Path) -> Iterator[LocalEngine]:
     with LocalEngine.start(
         folder,
         extra_config={"store": "ram://quantised", **UNCALIBRATED},
-        dtype="bfloat16",
+        dtype=engine_dtype(),
         max_model_len=2048,
         block_size=32,
         kv_cache_memory_bytes=64 << 20,

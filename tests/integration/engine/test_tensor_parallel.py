@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from kintsugi.core.accounting import ChunkAudit
+from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.audit import find_damage
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
-from tests.integration.engine.conftest import PREFIX, chunks_of, rag
+from tests.integration.engine.conftest import PREFIX, chunks_of, engine_dtype, rag
 from tests.integration.engine.tensor_parallel import ATTENDING, QUERY_LAYERS, SIZES
 from tests.oracle import Oracle
 
@@ -76,7 +77,7 @@ def test_what_is_exact_is_exact(
 def test_each_rank_loads_its_own_heads(seen: dict[str, Any], shape: str) -> None:
     """Together they load every byte once."""
     dims = TINY_SHAPES[shape]
-    row = dims.layers * 2 * dims.kv_heads * dims.head_dim * 2
+    row = dims.layers * 2 * dims.kv_heads * dims.head_dim * ELEMENT_BYTES[engine_dtype()]
     for check in ("full ratio", "ratio .15", "ratio 0"):
         assert seen[check]["accounting"]["bytes_loaded"] == sum(SIZES) * row
 
