@@ -179,8 +179,8 @@ def test_calibration_report() -> None:
         Search(9, 1, 2.5),
         [entry],
     )
-    assert report.digest == "3ed91540d7bbcf8ab0a444cde67cb5661f5895e79d456df974a1db9da7d74d7e"
-    assert digest(report.to_bytes()) == "4547fbe7d657c8ef14868c480d72b5b3"
+    assert report.digest == "2f4dd548c034c007f0a7cf499559fac0f205fef6a47768c9ee97b611999d5c44"
+    assert digest(report.to_bytes()) == "b97c454f081242f47073774b115ebcc4"
     assert BINDING.report_name == "calibration/raw/03f79bf01f1b022ca63c907c5e471678/76d4e78c7ec55c4f"
 
 
