@@ -277,7 +277,7 @@ def _prompts_of(body: Mapping[str, Any]) -> list[list[int]]:
 
 
 def _zeros(
-    space: ChunkSpace, token_ids: Sequence[int], asked_at_s: float
+    space: ChunkSpace, token_ids: Sequence[int], asked_at_s: float = 0.0
 ) -> tuple[ChunkManifest, list[bytes]]:
     frames: list[memoryview | bytes] = [bytes(_LAYOUT.frame_bytes(Codec.RAW, len(token_ids)))]
     manifest = ChunkManifest.of(

@@ -152,9 +152,11 @@ class _Parser:
     def _receive_exactly(self, size: int, until_s: float) -> bytes:
         assert self._process.stdout is not None
         pipe, data = self._process.stdout.fileno(), bytearray()
+        ready = select.poll()  # select.select refuses descriptors above 1023
+        ready.register(pipe, select.POLLIN)
         while len(data) < size:
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+            if left_s <= 0 or not ready.poll(left_s * 1000):
                 raise _ParserEnded(f"no document was read for {self.limits.wait_s_max:g} seconds")
             part = os.read(pipe, min(size - len(data), _PIECE_BYTES))
             if not part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -50,6 +51,17 @@ def test_it_reads_what_the_reader_reads(tmp_path: Path) -> None:
     (tmp_path / "c.md").write_text("# Title")
     for piece in list_source(str(tmp_path)).pieces:
         assert list(read_confined(piece, Columns())) == list(read(piece, Columns()))
+
+
+def test_a_parsers_pipe_may_have_any_descriptor(tmp_path: Path) -> None:
+    """`select.select` takes none above 1023."""
+    (tmp_path / "a.txt").write_text("plain")
+    with contextlib.ExitStack() as held:
+        while (descriptor := os.dup(0)) < 1100:
+            held.callback(os.close, descriptor)
+        held.callback(os.close, descriptor)
+        (document,) = read_file(tmp_path / "a.txt")
+    assert isinstance(document, Document)
 
 
 def test_a_parquet_bomb_costs_its_file_alone(tmp_path: Path) -> None:
