@@ -58,7 +58,7 @@ LIMITS = {
     "crd_leaves_outside_expert": Limit(80, 226),
     "import_cycles": Limit(0),
     "files_in_largest_folder": Limit(18),
-    "class_names_used_twice": Limit(2, 3),
+    "class_names_used_twice": Limit(2),
     "longest_function": Limit(80, 104),
     "longest_function_body": Limit(60),
     "longest_file": Limit(600, 603),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ def test_an_idle_namespace_forgets() -> None:
     assert some.count("a", "a", [digest(1)]) == [1]
 
 
+@pytest.mark.full
 def test_a_million_segments_are_remembered_within_the_bound() -> None:
     some = sightings()
     wrong = 0
