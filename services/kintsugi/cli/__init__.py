@@ -1,1 +1,1 @@
-"""The command `kintsugi`: what a person sees, and its JSON twin. It decides nothing about blending."""
+"""The command line `kintsugi`: its output for people, and the same as JSON. It makes no blending decision."""

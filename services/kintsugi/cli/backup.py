@@ -1,7 +1,7 @@
-"""Copies what cannot be computed again: a ledger, a gateway's known texts, shards' reports.
+"""Backs up and restores what cannot be computed again: a ledger, known texts of a gateway, shards' reports.
 
-Files are copied while their owners run: SQLite and LMDB hand out a consistent state. Chunk KV is not part of
-a backup. It is a cache, and a precompute job fills it again from the ledger's sources.
+Files are copied while their owners run: SQLite and LMDB provide consistent copies. Chunk KV is not part of a
+backup. It is a cache, and a precompute job fills it again from the ledger's sources.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class BackupPart:
     """One file of a backup."""
 
     name: str
-    """Below the backup's folder."""
+    """Path relative to the backup's folder."""
     path: Path
-    """Where it is in use."""
+    """Path of the file in use."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore did."""
+    """The result of a restore."""
 
     names: Sequence[str]
     erased: int
-    """Erasures since the backup that were made again in what was restored."""
+    """Number of erasures since the backup that were repeated in the restored files."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _Index:
 
 
 def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Path]) -> list[BackupPart]:
-    """Every file that may belong to these folders: a precompute state folder, a gateway's data folder, and
-    shards' data folders. Raises `InvalidField` where none is given."""
+    """Return every file that a backup may contain, from a precompute state folder, a gateway's data folder
+    and shards' data folders. Raises `InvalidField` if no folder is given."""
     parts = []
     if state is not None:
         parts.append(BackupPart(_LEDGER, state / Path(_LEDGER).name))
@@ -72,10 +72,10 @@ def parts_of(state: Path | None, gateway_data: Path | None, shards: Sequence[Pat
 
 
 def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
-    """Copy the parts that exist into the new folder `target`, which appears whole or not at all; their names.
+    """Copy the parts that exist into the new folder `target` atomically. Returns their names.
 
-    Raises `InvalidField` for a target that exists, `NotFound` where no part does, `Corrupted` for a part that
-    cannot be read, and `Unavailable` where the copy cannot be written.
+    Raises `InvalidField` if the target exists, `NotFound` if no part exists, `Corrupted` if a part cannot be
+    read, and `Unavailable` if the copy cannot be written.
     """
     if target.exists():
         raise InvalidField("target", f"{target} exists; name a new folder")
@@ -108,12 +108,13 @@ def back_up(parts: Sequence[BackupPart], target: Path) -> list[str]:
 def restore(
     parts: Sequence[BackupPart], source: Path, find_erasures: Callable[[float], Sequence[Erasure]]
 ) -> Restored:
-    """Put a backup's files in their places, all of which must be free, and erase from them what was erased
-    since the backup was made.
+    """Restore a backup's files to paths where no file exists, and repeat the erasures that were made since
+    the backup.
 
-    The backup is verified first. `find_erasures`: what was asked for since a time in Unix seconds. Raises
-    what that raises, `NotFound` for a folder without a backup, `VersionMismatch` and `Corrupted` for one that
-    cannot be used, `InvalidField` for a file that is in the way or has no place; then nothing was restored.
+    The backup is verified first. `find_erasures` returns the erasures requested since a time in Unix seconds.
+    Raises its errors, `NotFound` for a folder without a backup, `VersionMismatch` and `Corrupted` for an
+    unusable backup, and `InvalidField` if a file exists already or has no destination. After an error nothing
+    is restored.
     """
     index = _read_index(source)
     digests = index.digests
@@ -140,7 +141,7 @@ def restore(
 
 
 def _put_in_place(source: Path, path: Path) -> None:
-    """Copy a file whole or not at all, readable for its owner alone. Raises `OSError`."""
+    """Copy a file atomically, readable only by its owner. Raises `OSError`."""
     make_folder(path.parent)
     fresh = path.with_name(path.name + ".restored")
     shutil.copyfile(source, fresh)
@@ -167,7 +168,7 @@ def _read_index(source: Path) -> _Index:
 
 
 def _copy_database(source: Path, copy: Path) -> None:
-    """A consistent copy of a SQLite or LMDB file that may be in use."""
+    """Make a consistent copy of a SQLite or LMDB file that may be in use."""
     os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     if source.suffix == ".mdb":
         with (

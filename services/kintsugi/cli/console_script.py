@@ -1,4 +1,5 @@
-"""The console script `kintsugi`. It is installed with the SDK; the libraries it needs are the extra `cli`."""
+"""The console script `kintsugi`. The SDK installs it; the extra `cli` installs the libraries that it
+needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Exit codes, and the mapping of errors to them: one line that says what to do, never a traceback."""
+"""Exit codes, and the mapping of errors to them. An error prints one line that says what to do, no
+traceback."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def exit_code_of(error: KintsugiError) -> ExitCode:
 
 
 def error_document(error: KintsugiError) -> dict[str, Any]:
-    """JSON form of an error: type, message, exit code, and the field where there is one."""
+    """JSON form of an error: type, message, exit code, and the field if there is one."""
     document: dict[str, Any] = {
         "type": type(error).__name__,
         "message": " ".join(str(error).split()),

@@ -1,4 +1,4 @@
-"""The extras that commands need, and what a command says where pip has not installed them."""
+"""The extras that commands need, and the error of a command whose extras are not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import Unavailable
 
 SHOWN_MAX = 3
-"""Modules that an error names."""
+"""Maximum number of modules that an error names."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Extras:
     """Extras of the distribution that have to be installed together."""
 
     names: str
-    """As pip takes them in brackets."""
+    """The names as pip takes them in brackets."""
     modules: tuple[str, ...]
-    """Top-level modules that are imported without a fallback and that nothing else brings."""
+    """Top-level modules that are imported without a fallback and that only these extras install."""
 
     @property
     def missing(self) -> list[str]:
@@ -32,7 +32,8 @@ class Extras:
 
     @property
     def remedy(self) -> str:
-        """What to install. An engine on a CPU takes more than its extra: pip would choose CUDA builds."""
+        """What to install. An engine on a CPU needs more than its extra, because pip would choose CUDA
+        builds."""
         if "cpu" not in self.names.split(","):
             return f"pip install 'kintsugi-kv[{self.names}]'"
         on_gpu = self.names.replace("cpu", "gpu")
@@ -65,13 +66,13 @@ PRECOMPUTE = Extras(
 
 
 def add_missing_command(app: typer.Typer, name: str, extras: Extras) -> None:
-    """Add a command that takes any arguments and says what to install, in place of one that cannot be
+    """Add a command that takes any arguments and says what to install, in place of a command that cannot be
     imported."""
 
     @command(
         app,
         name,
-        help=f"Not installed: needs kintsugi-kv with {extras.names}.",  # brackets would be Rich's markup
+        help=f"Not installed: needs kintsugi-kv with {extras.names}.",  # Rich would read brackets as markup
         context_settings={"ignore_unknown_options": True},
     )
     def refuse(

@@ -1,4 +1,4 @@
-"""The command line: which commands there are. What a command does is in the module of its name."""
+"""The command line: the list of commands. Each command is implemented in the module of its name."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def serve(screen: Screen, task: ServeTask) -> ExitCode:
 command(app)(size)
 app.add_typer(keys_app, name="keys")
 
-# The options of these commands stand in their modules, which import what an extra brings.
+# The options of these commands are defined in their modules, which import libraries of an extra.
 if STORE.missing:
     for each in ("store", "backup", "restore"):
         add_missing_command(app, each, STORE)

@@ -1,4 +1,4 @@
-"""Runs the four ways to prefill a RAG prompt that the paper compares on one engine."""
+"""Runs the four methods of prefilling a RAG prompt that the paper compares, on one engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BlendChoice:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method on one prompt."""
+    """The result of one method on one prompt."""
 
     method: Method
     ttft_s: float
@@ -62,7 +62,7 @@ class Measurement:
     cost: float
     """Share of a full prefill's token-layers that was computed."""
     agreement: int
-    """Leading answer tokens that equal full prefill's."""
+    """Number of leading answer tokens that equal those of full prefill."""
     generation: Generation
     """The answer of the last repetition."""
 
@@ -79,7 +79,7 @@ class Measurement:
         return str(accounting.get("reason") or accounting.get("outcome"))
 
     def to_mapping(self, full_ttft_s: float) -> dict[str, Any]:
-        """JSON form."""
+        """JSON form; ``full_ttft_s`` is the TTFT of full prefill."""
         generation = self.generation
         return {
             "method": self.method.value,
@@ -101,7 +101,7 @@ def compare(
     repeat: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
-    """Run every method `repeat` times, interleaved. Calls `say` with what is running.
+    """Run every method `repeat` times, interleaved. Calls `say` with the name of each run.
 
     Each method first runs once untimed: the first use of a kernel or a cache block costs extra.
     """
@@ -118,7 +118,7 @@ def compare(
 
 
 def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
-    """Run the blend alone."""
+    """Run only the blend, once and without a warm-up."""
     generation = _run(engine, prompt, choice, Method.BLEND, max_tokens)
     return _summarize_method(Method.BLEND, [generation], prompt, generation.token_ids)
 
@@ -126,7 +126,7 @@ def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, max_t
 def _run(
     engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
 ) -> Generation:
-    """Answer once. The prefix cache holds only what the method itself put there."""
+    """Answer the prompt once, with a prefix cache that holds only what this method put there."""
     engine.reset_prefix_cache()
     if method is Method.PREFIX:
         engine.generate([Prompt(prompt.warm_up, max_tokens=1)])
@@ -161,6 +161,6 @@ def _cost(generation: Generation, prompt_tokens: int) -> float:
 
 
 def count_equal_prefix(mine: list[int], reference: list[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     pairs = zip(mine, reference, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Makes a named model ready before a command uses it."""
+"""Prepares a named model before a command uses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kintsugi.models.reference import REFERENCE, fetch_model, is_reference
 
 
 def check_model_name(model: str) -> None:
-    """Raise `NotFound` for a name that no folder has and the hub cannot have. The hub is not asked."""
+    """Raise `NotFound` for a name that is neither a folder nor a valid hub name. Sends no request to the
+    hub."""
     if is_reference(model) or is_hub_name(model) or Path(model).is_dir():
         return
     raise NotFound(
@@ -23,7 +24,8 @@ def check_model_name(model: str) -> None:
 def prepare_model(screen: Screen, model: str) -> None:
     """Fetch the reference model if `model` names it and it is not cached yet, and show the progress.
 
-    Raises what `fetch_model` and `check_model_name` raise: libraries would spend half a minute on a download.
+    Raises the errors of `fetch_model` and `check_model_name`. Without the check of the name, libraries would
+    spend half a minute on a download that fails.
     """
     check_model_name(model)
     if is_reference(model) and not REFERENCE.is_cached:

@@ -59,7 +59,7 @@ TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's priva
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTask:
-    """`kintsugi demo`. Without a model it uses the reference model, or else the bundled one."""
+    """Options of `kintsugi demo`. Without a model it uses the reference model, or else the bundled model."""
 
     files: Annotated[list[Path] | None, typer.Argument(help="Text files to use as chunks.")] = None
     model: Annotated[
@@ -82,7 +82,7 @@ class DemoTask:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateTask:
-    """`kintsugi generate`."""
+    """Options of `kintsugi generate`."""
 
     model: Model
     chunk: Annotated[list[Path], typer.Option(help="Text file with one chunk; repeat in prompt order.")]
@@ -105,7 +105,7 @@ class GenerateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateTask:
-    """`kintsugi calibrate`."""
+    """Options of `kintsugi calibrate`."""
 
     model: Model
     questions: Annotated[
@@ -140,7 +140,7 @@ class CalibrateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateTask:
-    """`kintsugi eval`."""
+    """Options of `kintsugi eval`."""
 
     model: Model
     questions: Annotated[
@@ -160,7 +160,7 @@ class EvaluateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeTask:
-    """`kintsugi serve`. The options override the configuration file, which has all other settings."""
+    """Options of `kintsugi serve`. They override the configuration file, which has all other settings."""
 
     model: Annotated[
         str | None,
@@ -212,7 +212,7 @@ def parse_engine_arguments(text: str) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Check that a file can be written, before minutes are spent on its content. Raises `InvalidField`."""
+    """Check that a file can be written, before its content is computed. Raises `InvalidField`."""
     if not path.parent.is_dir():
         raise InvalidField(option, f"{path.parent} is not a folder; create it first")
     if path.is_dir():

@@ -14,24 +14,24 @@ LINE_EVERY_S = 10.0
 
 @dataclass
 class Activity:
-    """What a command is doing. One may contain another."""
+    """What a command is doing. Activities can be nested."""
 
     text: str
     began_s: float
     part: str = ""
-    """What it is at now; empty: it has not said."""
+    """The current part of the activity; empty: unknown."""
 
     def name_part(self, part: str) -> None:
         self.part = part
 
     def describe(self, now_s: float) -> str:
-        """`Measuring 32 questions: hkvd, ratio 0.15 (70 s)`."""
+        """Format as `Measuring 32 questions: hkvd, ratio 0.15 (70 s)`."""
         part = f": {self.part}" if self.part else ""
         return f"{self.text}{part} ({now_s - self.began_s:.0f} s)"
 
 
 class ProgressLines:
-    """Prints the innermost activity every `LINE_EVERY_S`, on a thread that lives as long as the outermost."""
+    """Prints the innermost activity every `LINE_EVERY_S`, on a thread that runs as long as the outermost."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ProgressLines:
         clock_s: Callable[[], float] = time.monotonic,
         wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(LINE_EVERY_S),
     ) -> None:
-        """``wait`` returns after `LINE_EVERY_S`, or with true as soon as the event is set."""
+        """``wait`` returns false after `LINE_EVERY_S`, or true as soon as the event is set."""
         self._write = write
         self._clock_s = clock_s
         self._wait = wait

@@ -25,7 +25,7 @@ VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"
 
 
 def make_figures_table(headings: Sequence[str], **options: Any) -> Table:
-    """An empty table: the first column to the left, figures to the right."""
+    """Return an empty table with a left-aligned first column and right-aligned figures."""
     table = Table(header_style="bold", **options)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
@@ -33,7 +33,7 @@ def make_figures_table(headings: Sequence[str], **options: Any) -> Table:
 
 
 def make_plain_table(style: str = "") -> Table:
-    """An empty table without headings and lines."""
+    """Return an empty table without headings and lines."""
     return Table(show_header=False, box=None, padding=(0, 2, 0, 0), style=style)
 
 
@@ -44,10 +44,10 @@ def print_ways(
     shows_times: bool = True,
     shows_answers: bool = True,
 ) -> None:
-    """Print what each way does, how soon it answers, and its answer.
+    """Print what each method does, its time to first token, and its answer.
 
-    ``right`` tells for each answer whether it is right; None if unknown for all or for one. Times and answers
-    that mean nothing are left out.
+    ``right``: whether each answer is right; None where that is unknown. ``shows_times`` and ``shows_answers``
+    are false where times and answers are meaningless and so are left out.
     """
     headings = ("way", "what it does", *(("first word after", "sooner") if shows_times else ()), "computed")
     table, answers = make_figures_table(headings), make_plain_table()
@@ -69,7 +69,7 @@ def print_ways(
 
 
 def print_form(console: Console, form: FormName) -> None:
-    """Say in which form the prompt was written."""
+    """Print the name of the prompt form."""
     console.print(f"prompt form: {form.value}\n", style="dim", highlight=False)
 
 
@@ -81,7 +81,7 @@ def print_accounting(console: Console, accounting: dict[str, Any] | None) -> Non
 
 
 def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The accounting as (name, text) pairs."""
+    """Return the accounting as (name, text) pairs."""
     if accounting is None:
         return [("outcome", "no answer from the connector")]
     values: dict[str, Any] = {"cost": 1.0, **accounting}
@@ -112,7 +112,7 @@ def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def format_bytes(size: float) -> str:
-    """`512 B`, `1.5 GiB`: four significant digits."""
+    """Format as `512 B` or `1.5 GiB`, with four significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
@@ -121,17 +121,17 @@ def format_bytes(size: float) -> str:
 
 
 def format_milliseconds(seconds: float) -> str:
-    """`1,234 ms`; one decimal below ten."""
+    """Format as `1,234 ms`; with one decimal below ten."""
     value = seconds * 1e3
     return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
 
 
 def format_count(number: int, noun: str) -> str:
-    """`1 token`, `1,234 tokens`."""
+    """Format as `1 token` or `1,234 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and control characters, cut to `ANSWER_CHARS_MAX`."""
+    """Return `text` without line breaks and control characters, cut to `ANSWER_CHARS_MAX`."""
     flat = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return flat if len(flat) <= ANSWER_CHARS_MAX else flat[: ANSWER_CHARS_MAX - 1] + "…"

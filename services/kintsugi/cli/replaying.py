@@ -1,4 +1,4 @@
-"""What was erased after a backup was made, and erasing it from the files that a restore has put back."""
+"""Finds the erasures that were made after a backup, and repeats them in the restored files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kintsugi.store.shard.erasure.records import Erasures
 from kintsugi.store.shard.erasure.scope import scopes_of
 
 UNSURE_S = 600.0
-"""An erasure that was asked for this long before a backup may have reached its files only afterwards."""
+"""An erasure requested up to this long before a backup may have reached the files only after it."""
 
 
 def find_erasures(store_url: str | None, shard_folders: Sequence[Path], since_s: float) -> list[Erasure]:
-    """Erasures that shards have recorded, those that run and those whose data folders are given, and that
-    were asked for since about `since_s` (Unix seconds).
+    """Return the recorded erasures that were requested since `since_s` (Unix seconds), less `UNSURE_S`. Reads
+    the records of running shards and of the given data folders.
 
-    Raises `Unavailable` where a shard of the store does not answer, `InvalidField` for a URL of no shards.
+    Raises `Unavailable` if a shard of the store does not answer, `InvalidField` for a URL that names no
+    shards.
     """
     logs = [folder / "erasures" for folder in shard_folders]
     found = [one for log in logs if log.is_dir() for one in _read_log(log)]
@@ -33,11 +34,11 @@ def find_erasures(store_url: str | None, shard_folders: Sequence[Path], since_s:
 
 
 def replay(erasures: Sequence[Erasure], ledger_folder: Path | None, texts_folder: Path | None) -> None:
-    """Erase again from a ledger and from a gateway's known texts. Raises what these raise."""
+    """Repeat the erasures in a ledger and in a gateway's known texts. Raises the errors of both."""
     if not erasures:
         return
     if ledger_folder is not None:
-        # Only the extra `precompute` brings what its modules import.
+        # Only the extra `precompute` installs what this module imports.
         from kintsugi.precompute.ledger import Ledger
 
         with closing(Ledger(ledger_folder)) as ledger:

@@ -1,4 +1,4 @@
-"""Makes a command of a function: its options, its `--json` twin, and what an error ends it with."""
+"""Turns a function into a command: its options, its `--json` output, and its exit code on errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _AS_JSON = inspect.Parameter(
 def command(
     app: typer.Typer, name: str | None = None, *, serves: bool = False, **settings: Any
 ) -> Callable[[Function], Function]:
-    """Add a function to `app` and leave it as it is.
+    """Add a function to `app` as a command. Returns the function unchanged.
 
     Its first parameter is the `Screen`, which the option `--json` configures. Any other parameter is an
-    option or argument; one whose type is a dataclass stands for its fields. A code that the function returns
-    is the command's. A `KintsugiError` ends it with one line on stderr and the error's exit code, and with
-    `--json` also with ``{"error": {…}}`` on stdout. ``settings`` are Typer's own, of a command.
+    option or argument; a parameter whose type is a dataclass adds an option for each of its fields. The
+    command's exit code is the function's return value. A `KintsugiError` ends it with one line on stderr and
+    the error's exit code, and with `--json` also with ``{"error": {…}}`` on stdout. ``settings`` are Typer's
+    own settings of a command.
     """
 
     def add(function: Function) -> Function:
@@ -74,5 +75,5 @@ def command(
 
 
 def _fields(options: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass, as its constructor takes them."""
+    """Return the fields of a dataclass as parameters of its constructor."""
     return list(inspect.signature(options, eval_str=True).parameters.values())

@@ -19,7 +19,7 @@ from kintsugi.cli.progress import ProgressLines
 from kintsugi.core.errors import Unavailable
 
 COLUMNS_MAX = 10_000
-"""More than any table needs."""
+"""Wider than any table."""
 
 
 class Screen:
@@ -51,7 +51,7 @@ class Screen:
         """Show `text`, a spinner and the elapsed time while the body runs, and a tick afterwards.
 
         Yields a function with which the body can name its current part. Without a terminal, a line every ten
-        seconds names it, also while the body says nothing.
+        seconds shows the current part.
         """
         if not self._progress.is_terminal:
             started_s = time.monotonic()
@@ -65,7 +65,7 @@ class Screen:
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
         )
-        # Redirected, the engine's log handlers would keep writing to this display.
+        # With redirection, the engine's log handlers would keep writing to this display.
         with Progress(
             *columns, console=self._progress, redirect_stdout=False, redirect_stderr=False
         ) as progress:
@@ -74,14 +74,15 @@ class Screen:
             progress.update(task, description=text, completed=1)
 
     def show(self, document: Any, render: Callable[[Console], None]) -> None:
-        """Print the command's result: `document` as JSON, or with `render`."""
+        """Print the command's result: `document` as JSON with `--json`, else with `render`."""
         if self.as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
         else:
             render(_make_console())
 
     def show_event(self, event: str, text: str, **details: Any) -> None:
-        """Print one of several results at once: `text`, or its name and details as a line of JSON."""
+        """Print one of several results immediately: `text`, or with `--json` the event and details as one
+        line."""
         if self.as_json:
             print(json.dumps({"event": event, **details}, ensure_ascii=False))
         else:
@@ -96,9 +97,9 @@ class Screen:
     def engine_log(self) -> Iterator[None]:
         """Redirect everything written to stdout and stderr, also by C libraries, to a log file.
 
-        vLLM logs to stdout, which belongs to the result, and libraries draw progress bars of their own. This
-        screen's progress stays visible. The log is deleted unless the body fails; an `Unavailable` then names
-        it.
+        vLLM logs to stdout, which is reserved for the result, and libraries draw their own progress bars.
+        This screen's progress stays visible. The log is deleted unless the body fails; an `Unavailable` then
+        names it.
         """
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirect_output(log) as terminal:
@@ -118,8 +119,8 @@ class Screen:
 
 
 def _make_console() -> Console:
-    """The console of a result. Without a terminal nothing says how wide lines may be, unless `COLUMNS` does:
-    tables are then as wide as their cells, and text is not wrapped."""
+    """Return the console for results. Without a terminal and without `COLUMNS`, the width is not limited:
+    tables are as wide as their cells, and text is not wrapped."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = COLUMNS_MAX

@@ -23,7 +23,7 @@ DEMO_SHAPE = "llama-210m"
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 SHARD_RAM_BYTES = 4 << 30
-"""An upper bound: memory is taken as chunks come."""
+"""An upper bound: memory is allocated as chunks are stored."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Trust:
-    """Why this model may be blended: a calibration report, or the user's word."""
+    """What permits blending this model: a calibration report, or an option of the user."""
 
     report: Path | None = None
     regardless: bool = False
@@ -66,7 +66,8 @@ class Asked:
     question: str
     form: FormName = FormName.AUTO
     bare: bool = True
-    """Whether the form phrases the question; otherwise it is the whole text after the chunks."""
+    """Whether the form adds its wording to the question; if false, the question is all text after the
+    chunks."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Session:
 
 
 def resolve_model_argument(model: str) -> ModelSource:
-    """The user's model. Raises `NotFound`."""
+    """Return the model that the user named. Raises `NotFound`."""
     check_model_name(model)
     return ModelSource(model, display_name(model))
 
 
 def make_random_model(screen: Screen) -> ModelSource:
-    """A model of realistic proportions, made on first use: its times are real, its answers gibberish."""
+    """Make a model of realistic size with random weights once: its times are real, its answers gibberish."""
     with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
         from kintsugi.models.factory import make_checkpoint_once
 
@@ -95,7 +96,7 @@ def make_random_model(screen: Screen) -> ModelSource:
 
 
 def read_chunk(path: Path) -> tuple[str, str]:
-    """(title, text) of a file the user named. Raises `NotFound` or `InvalidField`."""
+    """Return (title, text) of a file that the user named. Raises `NotFound` or `InvalidField`."""
     if not path.is_file():
         raise NotFound(f"{path} is not a file; name a text file")
     if path.stat().st_size > CHUNK_BYTES_MAX:
@@ -110,8 +111,7 @@ def read_chunk(path: Path) -> tuple[str, str]:
 
 
 def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:
-    """The prompt. Chunks are tokenised one by one, as they were when they were stored. Raises
-    `InvalidField`."""
+    """Build the prompt. Each chunk is tokenised separately, as when it is stored. Raises `InvalidField`."""
     if not 0 < len(asked.texts) <= CHUNKS_MAX:
         raise InvalidField("chunk", f"{len(asked.texts)} chunks; give between 1 and {CHUNKS_MAX}")
     chunks = [PromptChunk(title, form.tokenize(text)) for title, text in asked.texts]
@@ -120,7 +120,8 @@ def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:
 
 @contextmanager
 def local_shard() -> Iterator[str]:
-    """The URL of a store shard on loopback, in this process. Its folder and chunks are deleted at the end."""
+    """Run a store shard in this process and yield its URL on loopback. Its folder and chunks are deleted
+    after."""
     # Only commands that run an engine need a server.
     from kintsugi.store.shard.opening import ShardSpec, open_shard
     from kintsugi.store.shard.server import ShardServer
@@ -168,7 +169,7 @@ def open_session(
                     "store": store,
                     "prefix_token_ids": list(prompt.prefix),
                     "context_token_ids": list(context_ids),
-                    "loading_controller": False,  # the one prompt is blended, whatever it takes
+                    "loading_controller": False,  # blend the prompt even where a full prefill is faster
                     **trust.extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),
@@ -181,7 +182,7 @@ def open_session(
 
 
 def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str | None:
-    """Store every chunk once. Returns why the first failed that could not be stored, or None."""
+    """Store every chunk once. Returns why the first chunk that failed could not be stored, or None."""
     distinct = list(dict.fromkeys(chunk.token_ids for chunk in prompt.chunks))
     for generation in engine.save(prompt.prefix, distinct, namespace):
         if not generation.is_saved:

@@ -16,7 +16,7 @@ from kintsugi.cli.screen import Screen
 
 @dataclass(frozen=True, kw_only=True)
 class BackedUpFolders:
-    """Where the files are in use."""
+    """The folders that are backed up or restored."""
 
     state: Annotated[Path | None, typer.Option(help="State folder of precompute, with its ledger.")] = None
     gateway_data: Annotated[Path | None, typer.Option(help="The gateway's data_dir: known texts.")] = None
@@ -25,7 +25,7 @@ class BackedUpFolders:
     ] = None
 
     def parts(self) -> list[BackupPart]:
-        """Raises `InvalidField` where no folder is given."""
+        """Return the files of these folders. Raises `InvalidField` if no folder is given."""
         return parts_of(self.state, self.gateway_data, self.shard_data or [])
 
 

@@ -44,7 +44,8 @@ from kintsugi.store.client.registry import is_process_local, open_store
 
 
 def run(screen: Screen, task: CalibrateTask) -> ExitCode:
-    """`NOT_BLENDABLE` if nothing passes; the report is written all the same and keeps the gate shut."""
+    """Calibrate and write the report. Returns `NOT_BLENDABLE` if no configuration passes; the report then
+    keeps the gate closed."""
     prepare_model(screen, task.model)
     arguments = parse_engine_arguments(task.engine)
     budget = Budget(minutes=task.minutes)
@@ -84,11 +85,11 @@ class _Measured:
     report: CalibrationReport
     warnings: list[str]
     context: ContextChoice | None
-    """None if there was one context, so nothing to choose."""
+    """None if there was only one context."""
 
     @property
     def document(self) -> dict[str, Any]:
-        """The report as JSON, and beside it what is not part of the report."""
+        """The report as JSON, with the warnings and the choice of the context added."""
         beside: dict[str, Any] = {"warnings": self.warnings}
         if self.context is not None:
             beside["context"] = asdict(self.context)
@@ -169,7 +170,7 @@ def _prepare(
 
 
 def _leave_minutes(budget: Budget, prober: ContextProber, choice: ContextChoice) -> Budget:
-    """What is left of the budget. Raises `InvalidField` if the minutes are used up."""
+    """Return the remaining budget. Raises `InvalidField` if the minutes are used up."""
     if budget.minutes is None:
         return budget
     left = budget.minutes - prober.minutes
@@ -183,7 +184,7 @@ def _leave_minutes(budget: Budget, prober: ContextProber, choice: ContextChoice)
 
 
 def _keep_report(screen: Screen, task: CalibrateTask, report: CalibrationReport) -> None:
-    """Write and publish the report where the options say."""
+    """Write the report to the file and publish it in the store that the options name."""
     if task.out is not None:
         reports.write(task.out, report)
         screen.note(f"wrote {task.out}")
@@ -194,9 +195,9 @@ def _keep_report(screen: Screen, task: CalibrateTask, report: CalibrationReport)
 
 
 def _check_destination(task: CalibrateTask) -> None:
-    """Check the destination before minutes are spent.
+    """Check the report's destination before the measurements start.
 
-    Raises `InvalidField`, and `Unavailable` for a store that does not answer.
+    Raises `InvalidField`, or `Unavailable` if the store does not answer.
     """
     if task.store is None and task.out is None:
         raise InvalidField(
@@ -214,7 +215,7 @@ def _check_destination(task: CalibrateTask) -> None:
 
 
 def render_contexts(console: Console, choice: ContextChoice) -> None:
-    """Print what the probes measured behind each context, and which one was chosen."""
+    """Print the measurements with each context, and which context was chosen."""
     table = make_figures_table(("", "context", "KL", "lower than none"), box=SIMPLE_HEAD)
     for one in choice.tried:
         chosen = one.context == choice.context
@@ -230,7 +231,7 @@ SHOWN = (Quantity.KL, Quantity.DISAGREEMENT, Quantity.EXACT_MATCH, Quantity.F1)
 
 
 def render(console: Console, report: CalibrationReport) -> None:
-    """Print what was confirmed, from the safest to the cheapest, and what follows from it."""
+    """Print the confirmed configurations, from the safest to the cheapest, and the choice."""
     console.print(Text(f"{report.binding.codec}, {report.questions}"), style="dim")
     confirmed = [entry for entry in report.entries if entry.place is not None]
     passed = {entry.selection for entry in passing(report.entries, report.noise, report.thresholds)}
@@ -288,7 +289,7 @@ def _cells(entry: ReportEntry, report: CalibrationReport, has_passed: bool) -> l
 
 
 def _describe_domain(report: CalibrationReport) -> str:
-    """The prompts that the report speaks about, in a line."""
+    """Describe the prompts that the report covers, in one line."""
     domain = report.domain
     beyond = f"{LENGTH_TOLERANCE - 1:.0%}"
     return (
@@ -316,7 +317,7 @@ def _undecided(
 
 
 def _print_worst(console: Console, report: CalibrationReport) -> None:
-    """Print what comes nearest to its threshold in a stratum of the default."""
+    """Print the stratum bound of the default configuration that is closest to its threshold."""
     (entry,) = (entry for entry in report.entries if entry.selection == report.choice.selection)
     highest = {
         bound: report.thresholds.highest(bound.quantity, bound.stratum, report.noise)

@@ -48,9 +48,9 @@ NAMESPACE = "demo"
 PASSAGES = 6
 MAX_TOKENS = 32
 CONSOLE_URL = f"http://{format_address(GatewaySpec().host, GatewaySpec().http_port)}{CONSOLE_PATH}"
-"""Where `--open` serves the console, unless the port is taken."""
+"""URL of the console with `--open`, unless the port is taken."""
 CONSOLE_PORTS = 16
-"""Ports that are tried for the console, from the gateway's own on."""
+"""Number of ports tried for the console, starting at the gateway's own."""
 FILES_QUESTION = "What are these texts about?"
 _ORDER_SEED = 3
 
@@ -60,8 +60,8 @@ BLEND = BlendChoice(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """How the demo blends, on every model."""
 
 REFERENCE_DTYPE = "float32"
-"""How the reference model computes here. In bfloat16 its answers differ from CPU to CPU: one that multiplies
-in bfloat16 rounds where another does not."""
+"""Data type of the reference model in the demo. In bfloat16 its answers depend on the CPU: CPUs that multiply
+in bfloat16 round where others do not."""
 
 RANDOM_WEIGHTS_NOTE = (
     "This model was made for the demo with random weights: its answers are gibberish and show nothing "
@@ -94,7 +94,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Show:
-    """What the demo shows."""
+    """The model, the prompt and the notes that the demo shows."""
 
     model: ModelSource
     asked: Asked
@@ -102,11 +102,11 @@ class Show:
     """Why a service would not blend this."""
     max_tokens: int = MAX_TOKENS
     answers: tuple[str, ...] = ()
-    """An answer that holds one of these is right. Empty: what is right is not known."""
+    """An answer that contains one of these is right. Empty: the right answer is unknown."""
     chosen: str | None = None
     """How the question was chosen; None if the user asked it."""
     tally: RightAnswers | None = None
-    """How often this model was right, if it answered the demo's questions before."""
+    """How often this model answered the demo's questions correctly; None if unknown."""
     fallback: Fallback | None = None
     random_weights: bool = False
     dtype: str = "auto"
@@ -114,17 +114,17 @@ class Show:
 
     @property
     def shows_times(self) -> bool:
-        """Whether the model is large enough that its times say something."""
+        """Whether the model is large enough for its times to be meaningful."""
         return self.model.name != BUNDLED_NAME
 
     @property
     def shows_answers(self) -> bool:
-        """Whether the model was trained, so that its answers say something."""
+        """Whether the model was trained, so that its answers are meaningful."""
         return not self.random_weights
 
 
 def run(screen: Screen, task: DemoTask) -> None:
-    """Raises `NotBlendable` if the blend fell back to full prefill: there is nothing to show then."""
+    """Run the demo. Raises `NotBlendable` if the blend fell back to full prefill."""
     show = _choose_show(screen, task)
     with open_session(
         screen, show.model, show.asked, NAMESPACE, show.max_tokens, REGARDLESS, dtype=show.dtype
@@ -141,14 +141,14 @@ def run(screen: Screen, task: DemoTask) -> None:
 
 
 def _serve_console(screen: Screen, model: ModelSource, dtype: str) -> None:
-    """Serves the model until interrupted, and opens the console."""
+    """Serve the model until interrupted, and open the console."""
     from kintsugi.cli.commands.serve import serve
 
     serve(screen, console_service_spec(model, dtype), open_in_browser)
 
 
 def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
-    """A service on this machine that blends as the demo does, whatever that costs."""
+    """Return a service on this machine that blends as the demo does, even where a full prefill is faster."""
     gateway = GatewaySpec(grpc_port=0)
     expert = EngineSpecExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
@@ -159,14 +159,15 @@ def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
 
 
 def open_in_browser(url: str) -> None:
-    """Opens a page where there is a desktop. Elsewhere Python might start a browser in the terminal."""
+    """Open a page if there is a desktop. Without one, Python might start a browser in the terminal."""
     if sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
         webbrowser.open(url)
 
 
 def _choose_show(screen: Screen, task: DemoTask) -> Show:
-    """Raises `InvalidField` for options that exclude each other, and as `prepare_model` does where the
-    bundled model cannot answer instead: it knows only the words of its own question."""
+    """Choose the model and the prompt. Raises `InvalidField` for options that exclude each other, and the
+    errors of `prepare_model` if the user chose the model, files or question: the bundled model knows only its
+    own words."""
     if task.random_weights:
         if task.model is not None:
             raise InvalidField("random-weights", "makes a model of its own; omit --model")
@@ -183,7 +184,7 @@ def _choose_show(screen: Screen, task: DemoTask) -> Show:
 
 
 def _passages_show(model: ModelSource, task: DemoTask) -> Show:
-    """The user's files and question, or the passages and the question that ship."""
+    """Show the user's files and question, or the bundled passages and their question."""
     texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
     if task.files or task.question is not None:
         return Show(model, Asked(texts, task.question or FILES_QUESTION))
@@ -213,7 +214,7 @@ def _bundled_show() -> Show:
     return Show(
         model=ModelSource(str(bundled_checkpoint()), BUNDLED_NAME),
         asked=Asked(texts, shown.question, bare=False),
-        note=OUTSIDE_NOTE,  # its report speaks about prompts a sixth as long
+        note=OUTSIDE_NOTE,  # its report covers prompts a sixth as long
         max_tokens=1,
         answers=(shown.answer,),
         chosen=SMALL_MODEL_NOTE,
@@ -221,7 +222,7 @@ def _bundled_show() -> Show:
 
 
 def demo_texts() -> list[tuple[str, str]]:
-    """(title, text) of the passages that the demo uses, in the order of the prompt."""
+    """Return (title, text) of the passages that the demo uses, in prompt order."""
     texts = [(passage.title, passage.text) for passage in read_bundled_passages()[:PASSAGES]]
     random.Random(_ORDER_SEED).shuffle(texts)
     return texts
@@ -260,7 +261,7 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
 
 
 def _judge(measurement: Measurement, show: Show) -> bool | None:
-    """Whether the answer is right; None if that is not known."""
+    """Whether the answer is right; None if unknown."""
     return is_right(measurement.generation.text, show.answers) if show.answers else None
 
 

@@ -38,16 +38,16 @@ class CheckResult(StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    """It works, or may work, but was not tested like this."""
+    """It works or may work, but this setup was not tested."""
     FAILED = "failed"
     """Blending is off, or nothing runs at all."""
     SKIPPED = "skipped"
-    """It did not run, and the detail says why."""
+    """The check did not run; the detail says why."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     verdict: CheckResult
@@ -55,7 +55,7 @@ class Check:
 
 
 def run(screen: Screen, model: str | None) -> ExitCode:
-    """`NOT_BLENDABLE` if any check failed."""
+    """Run the checks. Returns `NOT_BLENDABLE` if any failed."""
     with screen.engine_log(), screen.step("Checking this installation"):
         checks = installation_checks()
     missing = [check.name for check in checks if check.verdict is CheckResult.FAILED]
@@ -71,7 +71,7 @@ def run(screen: Screen, model: str | None) -> ExitCode:
 
 
 def installation_checks() -> list[Check]:
-    """All checks that need no model. Imports vLLM."""
+    """Run all checks that need no model. Imports vLLM."""
     return [
         _python_check(),
         _version_check("kintsugi-kv"),
@@ -110,7 +110,7 @@ def _vllm_check() -> Check:
 
 
 def find_installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -156,7 +156,7 @@ def _device_check() -> Check:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """The CPU's feature flags; empty elsewhere than on Linux."""
+    """Return the CPU's feature flags; empty on systems other than Linux."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset())
@@ -218,7 +218,7 @@ def _run_self_test(screen: Screen, model: str) -> Check:
 
 
 def doctor_document(checks: Sequence[Check]) -> dict[str, Any]:
-    """JSON form."""
+    """JSON form of the checks."""
     return {
         "ok": all(check.verdict is not CheckResult.FAILED for check in checks),
         "checks": [dataclasses.asdict(check) for check in checks],

@@ -1,4 +1,4 @@
-"""`kintsugi eval`: measures quality, cost and time over everything that can be varied."""
+"""`kintsugi eval`: measures quality, cost and time over a grid of configurations."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Evaluation:
     model: str
     questions: str
     form: str
-    """Name of the form that prompts were written in."""
+    """Name of the prompt form."""
     rows: list[EvaluationRow]
     rates: list[RateRow]
     warnings: list[str]
     error: dict[str, Any] | None
-    """The error that ended it early: type, message, exit code."""
+    """The error that ended the evaluation early: type, message, exit code. None if it completed."""
 
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
-    """Measure and print. An engine that fails costs its own results and those of later engines only."""
+    """Measure and print. If an engine fails, the results of earlier engines are kept."""
     prepare_model(screen, task.model)
     model = REFERENCE.title if is_reference(task.model) else task.model
     found = Evaluation(model, str(task.questions), task.form.value, [], [], [], None)
@@ -112,7 +112,7 @@ def _measure(screen: Screen, task: EvaluateTask, found: Evaluation) -> None:
 
 @dataclass(frozen=True)
 class EvaluationGrid:
-    """What `--grid` holds: everything that is compared with everything else."""
+    """The content of the `--grid` file: every combination of its values is measured."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -121,11 +121,11 @@ class EvaluationGrid:
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
     """Shares of the chunks' tokens to recompute."""
     check_layers: tuple[int, ...] = ()
-    """Layers whose KV deviation selects; empty: a few, by the model's depth."""
+    """Check layers, whose KV deviation selects tokens; empty: a few, chosen by the model's depth."""
     codecs: tuple[str, ...] = ("raw",)
     """Encodings of chunk KV."""
     chunk_tokens: tuple[int, ...] = ()
-    """Sizes to cut chunks to; empty: as they are."""
+    """Chunk sizes in tokens; empty: chunks stay as they are."""
     chunks: tuple[int, ...] = ()
     """Numbers of chunks to keep; empty: all."""
     batches: tuple[int, ...] = (32,)
@@ -138,7 +138,7 @@ class EvaluationGrid:
     limit: int | None = None
     """Number of leading questions to use; None: all."""
     max_tokens: int | None = None
-    """Maximum tokens in an answer; None: as many as the longest expected answer has."""
+    """Maximum tokens in an answer; None: the length of the longest expected answer."""
 
     def __post_init__(self) -> None:
         for name in self.selectors:
@@ -149,11 +149,11 @@ class EvaluationGrid:
 
     @staticmethod
     def read(path: Path | None) -> EvaluationGrid:
-        """The grid of a YAML file; without one the default. Raises `InvalidField` and `NotFound`."""
+        """Read the grid from a YAML file; None: the default grid. Raises `InvalidField` and `NotFound`."""
         return EvaluationGrid() if path is None else load(EvaluationGrid, read_yaml(path), "grid")
 
     def axes(self, num_layers: int) -> Axes:
-        """Raises `InvalidField`."""
+        """Return the axes for a model of this depth. Raises `InvalidField`."""
         axes: dict[str, Any] = {
             "codecs": list(self.codecs),
             "chunk_tokens": list(self.chunk_tokens),
@@ -162,7 +162,7 @@ class EvaluationGrid:
             "tier_bytes_per_s": list(self.tiers),
             "rates_per_s": list(self.rates),
         }
-        layers = list(self.check_layers) or None  # None: those that the grid proposes
+        layers = list(self.check_layers) or None  # None: the grid's own choice
         selections = grid.selections(list(self.selectors), list(self.ratios), num_layers, layers)
         return Axes(selections, **{name: values for name, values in axes.items() if values})
 

@@ -31,13 +31,13 @@ NAMESPACE = "cli"
 
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
-    """`NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
+    """Answer the question. Returns `NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
     selector = None if task.selector is None else parse_selector(task.selector)
     choice = BlendChoice(NAMESPACE, task.ratio, selector)
     KintsugiParams(namespace=NAMESPACE, ratio=task.ratio)  # refuses bad values before an engine starts
     trust = Trust(task.report, task.allow_uncalibrated)
     if task.report is not None:
-        reports.read(task.report)  # refuses a bad one before an engine starts
+        reports.read(task.report)  # refuses an invalid report before an engine starts
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
     model = resolve_model_argument(task.model)
     given = (asked, NAMESPACE, task.max_tokens, trust, task.context)

@@ -76,7 +76,7 @@ StateFolder = Annotated[Path | None, typer.Option("--state", help="Folder of the
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
-    """The documents, and the chunks that they become."""
+    """Options for the documents, and for how they are cut into chunks."""
 
     source: Annotated[
         str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
@@ -101,11 +101,12 @@ class CorpusOptions:
     plain_copies: PlainCopies = True
 
     def job_spec(self, **options: Any) -> JobSpec:
-        """The job over these documents, with further fields of `JobSpec`. Raises `InvalidField`."""
+        """Return the job for these documents; ``options`` are further fields of `JobSpec`. Raises
+        `InvalidField`."""
         engine = options.get("engine", {})
         prefix = None  # the head of the model's own form
         if self.system is not None or self.form is not FormName.AUTO:
-            from kintsugi.quality.session import load_form_behind  # what it imports is slow
+            from kintsugi.quality.session import load_form_behind  # its imports are slow
 
             prefix = list(load_form_behind(self.model, self.form, self.system, engine).head)
         context = tokenize_context(self.context, self.model, engine)
@@ -126,13 +127,13 @@ class CorpusOptions:
 
 
 def parse_columns(text: str) -> Columns:
-    """`text=body,id=key`; columns that are not named keep their names. Raises `InvalidField`."""
+    """Parse `text=body,id=key`; columns that are not named keep their names. Raises `InvalidField`."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     return load(Columns, {name.strip(): column.strip() for name, _, column in pairs}, "columns")
 
 
 def state_folder(given: Path | None) -> Path:
-    """The folder of the ledger: `--state`, or `kintsugi/precompute` in the user's XDG state folder."""
+    """Return the folder of the ledger: `--state`, or `kintsugi/precompute` in the user's XDG state folder."""
     base = os.environ.get("XDG_STATE_HOME")
     return given or (Path(base) if base else Path.home() / ".local/state") / "kintsugi/precompute"
 
@@ -228,7 +229,7 @@ def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _format_progress(progress: Progress) -> str:
-    """The share that is done, counts, and throughput with the time left."""
+    """Format the share that is done, the counts, the throughput and the remaining time."""
     done = progress.chunks_resident + progress.chunks_filled
     share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
     text = (
@@ -280,7 +281,7 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
 
 
 def _print_failures(console: Console, progress: Progress) -> None:
-    """Print the recorded failures, and the number of the others."""
+    """Print the recorded failures, and how many more there were."""
     for failure in progress.failures:
         line = f"{_locate(failure)}: {failure.reason}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -290,7 +291,8 @@ def _print_failures(console: Console, progress: Progress) -> None:
 
 
 def _locate(failure: Failure) -> str:
-    """Where a failure occurred: the file, the place in it, and the document's own name if it has one."""
+    """Describe where a failure occurred: the file, the place in it, and the document's own name if it has
+    one."""
     path = failure.url.removeprefix("file://")
     place = f"{path}@{failure.place}" if failure.place else path
     named = failure.document_id and not path.endswith(failure.document_id)

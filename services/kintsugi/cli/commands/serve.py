@@ -52,7 +52,7 @@ DIRECTORY_PORTS = 16
 
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:
-    """The service of a task. Raises `InvalidField`, `UnknownField` and `NotFound`."""
+    """Build the service that the options describe. Raises `InvalidField`, `UnknownField` and `NotFound`."""
     if task.config is not None:
         spec = spec_from_yaml_mapping(read_yaml(task.config))
         model = spec.model if task.model is None else dataclasses.replace(spec.model, path=task.model)
@@ -108,8 +108,8 @@ def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
 
 
 def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, NamespacePrivacy]:
-    """The rules, and for each namespace in which chunks are to be discovered the one that it has, with
-    `discover`: its own rule will be the only one that counts for it."""
+    """Add a rule with `discover` for each namespace in ``discovering``. It copies the rule that applies to
+    the namespace, because only the most specific rule applies."""
     rules = {
         check_namespace_pattern(name, "discover"): dataclasses.replace(
             spec.rules.privacy_of(name), discover=True
@@ -120,7 +120,7 @@ def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, Namespa
 
 
 def run(screen: Screen, task: ServeTask) -> ExitCode:
-    """Serve until SIGINT or SIGTERM; then running answers have `DRAIN_S` to end."""
+    """Serve until SIGINT or SIGTERM; running answers then have `DRAIN_S` to finish."""
     spec = build_service_spec(task)
     if task.print_config:
         import yaml
@@ -135,7 +135,7 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
 def serve(
     screen: Screen, spec: ServiceSpec, on_ready: Callable[[str], None] = lambda console_url: None
 ) -> ExitCode:
-    """Serves until SIGINT or SIGTERM. ``on_ready`` is called with the console's address."""
+    """Serve until SIGINT or SIGTERM. Calls ``on_ready`` with the console's URL."""
     _check_here(spec)
     prepare_model(screen, spec.model.path)
     spec = _with_free_ports(spec)
@@ -152,9 +152,9 @@ def serve(
 
 
 def _check_here(spec: ServiceSpec) -> None:
-    """Check what the gateway would refuse later, inside Serve. Raises `InvalidField`.
+    """Check here what the gateway would otherwise refuse later, inside Serve. Raises `InvalidField`.
 
-    A configuration that is only printed may be for other machines and files, and is not checked.
+    A configuration that is only printed is not checked: it may be for other machines and files.
     """
     gateway = spec.gateway
     if gateway.replicas > 1:
@@ -177,8 +177,8 @@ def _check_here(spec: ServiceSpec) -> None:
 
 @contextmanager
 def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
-    """Has shards ask for a token where the gateway asks for some: every user of this machine can connect to
-    their ports. Engines and the gateway show a token of this run, whose files only this user may read."""
+    """Make shards require a token if the gateway requires tokens: every user of this machine can connect to
+    their ports. Engines and the gateway use a token of this run, in files that only this user may read."""
     if not spec.gateway.tokens_file or spec.store.expert.tokens_file or spec.store.tls_ca:
         yield spec
         return
@@ -212,7 +212,7 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
 
 
 def _listen_for_signals(stop: threading.Event) -> None:
-    """Let signals set the event. To be called after Ray has installed its own handlers."""
+    """Set the event on SIGTERM and SIGINT. Call this after Ray has installed its own handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
@@ -232,7 +232,7 @@ def _run_service(screen: Screen, spec: ServiceSpec, stop: threading.Event) -> It
                 service.wait(START_TIMEOUT_S, lambda found: say(describe_progress(found)), stop.is_set)
         yield service
     except BaseException:
-        with suppress(KintsugiError):  # what ended the service is said, not that its end failed, too
+        with suppress(KintsugiError):  # report the original error, not a failure to stop
             _stop_service(screen, spec)
         raise
     _stop_service(screen, spec)
@@ -250,14 +250,14 @@ def _stop_service(screen: Screen, spec: ServiceSpec) -> None:
 
 
 def describe_progress(found: Sequence[DeploymentProgress]) -> str:
-    """`StoreShard 1 of 1, Engine 0 of 1`."""
+    """Format progress as `StoreShard 1 of 1, Engine 0 of 1`."""
     return (
         ", ".join(f"{one.deployment} {one.running} of {one.wanted}" for one in found) or "waiting for Serve"
     )
 
 
 def _report_ready(screen: Screen, service: Service) -> str:
-    """Prints the addresses of a service that is ready. Returns the console's."""
+    """Print the addresses of a service that is ready. Returns the console's URL."""
     addresses, info = service.addresses(), service.info()
     scheme = "https" if service.spec.gateway.tls_cert else "http"
     details = {
@@ -289,13 +289,13 @@ class ServiceMonitor:
         self._calibrator: Any = None
         self._running: Any = None
         self._lines = ExitStack()
-        """Open while a calibration runs: prints lines about it where there is no terminal."""
+        """Open while a calibration runs: prints lines about it if there is no terminal."""
         self._part = ""
         self._name_part: Callable[[str], None] = lambda part: None
         self._unhealthy: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Check the calibration, and every `INFO_PERIOD_S` the replicas and the engine."""
+        """Check the calibration and, every `INFO_PERIOD_S`, the replicas and the engine."""
         self._poll_calibration()
         if self._clock() - self._polled_s < INFO_PERIOD_S:
             return

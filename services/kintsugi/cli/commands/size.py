@@ -33,7 +33,7 @@ HOT_SHARE = 0.1
 COST = 0.2
 """Share of a full prefill that a blend computes."""
 UTILISATION = 0.6
-"""Share of a device's peak that prefill reaches, as large matrix products do on recent GPUs."""
+"""Share of a device's peak that prefill reaches, typical of large matrix products on recent GPUs."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMGB]?)")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -43,7 +43,7 @@ _NUMBER_MAX = 10**15
 
 
 def parse_count(name: str, text: str) -> int:
-    """`10M`, `1.5B`, `200000`. Raises `InvalidField`."""
+    """Parse a count such as `10M`, `1.5B` or `200000`. Raises `InvalidField`."""
     match = _COUNT.fullmatch(text.strip())
     count = 0 if match is None else round(float(match[1]) * _COUNTS[match[2]])
     if not 0 < count <= _NUMBER_MAX:
@@ -52,7 +52,7 @@ def parse_count(name: str, text: str) -> int:
 
 
 def parse_speed(text: str) -> float:
-    """`25Gbit/s` or `7GB/s` in bytes per second; a small b is a bit. Raises `InvalidField`."""
+    """Parse `25Gbit/s` or `7GB/s` into bytes per second; a small b is a bit. Raises `InvalidField`."""
     match = _SPEED.fullmatch(text.strip())
     speed = 0.0 if match is None else float(match[1]) * _SPEEDS[match[2]] / (1 if match[3] == "B" else 8)
     if not 0 < speed <= _NUMBER_MAX:
@@ -69,7 +69,8 @@ class Prefill:
 
 
 def prefill_of(model: ModelSize, work: SizingWorkload, tokens_per_s: float | None, tflops: float) -> Prefill:
-    """The time of a full prefill, from a measured rate or from the device's peak. Raises `InvalidField`."""
+    """Return the time of a full prefill, from a measured rate or from the device's peak. Raises
+    `InvalidField`."""
     if tokens_per_s is not None:
         if not tokens_per_s > 0:
             raise InvalidField("prefill_tokens_per_s", f"{tokens_per_s} is not positive")
@@ -101,7 +102,7 @@ class CodecRow:
 
 
 def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_s: float) -> list[CodecRow]:
-    """One row for each codec that the model's KV can be stored in, in the order of their ids."""
+    """Return one row for each codec that can store the model's KV, in the order of their ids."""
     rows = []
     for codec in filter(model.layout.holds, Codec):
         size = codec_size(model.layout, codec, work)

@@ -1,4 +1,4 @@
-"""`kintsugi status`: a running service, and what would help it."""
+"""`kintsugi status`: shows a running service, and what would improve it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kintsugi.cli.service.status import ServiceStatus, describe_status
 
 
 def run(screen: Screen, link: ServiceLink) -> ExitCode:
-    """`UNAVAILABLE` if no gateway answers or no engine behind it, `BAD_INPUT` if it does not accept us."""
+    """Show the status. Returns `UNAVAILABLE` if no gateway or no engine answers, `BAD_INPUT` if the gateway
+    rejects the caller's token."""
     facts = ask_service(link)
     status = describe_status(facts)
     screen.show(status_document(facts, status), lambda console: _render(console, status))
@@ -25,7 +26,7 @@ def run(screen: Screen, link: ServiceLink) -> ExitCode:
 
 
 def status_document(facts: ServiceFacts, status: ServiceStatus) -> dict[str, Any]:
-    """JSON form: the status, and under `facts` what it was decided from."""
+    """JSON form: the status, and under `facts` the facts that it was derived from."""
     return {**asdict(status), "runs": dict(status.runs), "facts": asdict(facts)}
 
 

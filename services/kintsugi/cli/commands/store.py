@@ -1,4 +1,4 @@
-"""`kintsugi store`: runs a shard and inspects one."""
+"""`kintsugi store`: runs and inspects shards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ShardLink:
 
     @contextmanager
     def connect(self) -> Iterator[GrpcStore]:
-        """Raises `InvalidField`."""
+        """Connect to the shard. Raises `InvalidField` if the URL does not name one shard."""
         with closing(open_store(self.store)) as store:
             if not isinstance(store, GrpcStore):
                 raise InvalidField("store", f"{self.store!r} is not one shard: name it as grpc://HOST:PORT")
@@ -157,7 +157,7 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
         shard = open_shard(spec)
     try:
         with ExitStack() as stack:
-            if peers:  # applies their erasures before it serves a client
+            if peers:  # apply the peers' erasures before serving clients
                 catching_up = CatchingUp(shard, *open_directory(peers))
                 stack.callback(catching_up.close)
                 catching_up.start()
@@ -196,7 +196,7 @@ def status(screen: Screen, shard: ShardLink) -> None:
 
 
 def _numbers(document: Any) -> Any:
-    """Unquote numbers: Protobuf's JSON form quotes those of 64 bits."""
+    """Unquote numbers: Protobuf's JSON form quotes 64-bit integers."""
     if isinstance(document, dict):
         return {key: _numbers(value) for key, value in document.items()}
     if isinstance(document, list):
@@ -281,7 +281,7 @@ def remove(
 
 
 def _erase(screen: Screen, store: GrpcStore, namespace: str, keys: list[ChunkKey] | None) -> None:
-    """Erase chunks, all of the namespace for None, and print the receipt."""
+    """Erase the chunks, or the whole namespace if ``keys`` is None, and print the receipt."""
     with screen.step("Erasing"):
         places = store.erase(namespace, keys, time.time())
 

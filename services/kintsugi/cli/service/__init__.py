@@ -1,1 +1,1 @@
-"""A running service as its operator sees it: facts that are asked for, and what is decided from them."""
+"""The state of a running service: facts requested from its gateway, and the status derived from them."""

@@ -1,4 +1,4 @@
-"""Asks a gateway what runs behind it. Decides nothing: `status` does, from `ServiceFacts`."""
+"""Requests facts about a service from its gateway. `status` draws conclusions from these `ServiceFacts`."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ ANSWER_BYTES_MAX = 1 << 20
 
 
 class Contact(StrEnum):
-    """How far the question came."""
+    """The outcome of the request to the gateway."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
-    """Nothing listens there."""
+    """Nothing listens at the address."""
     SILENT = "silent"
     """No answer within `TIMEOUT_S`."""
     UNKNOWN_HOST = "unknown_host"
     UNTRUSTED = "untrusted"
     """TLS failed."""
     NOT_HTTP = "not_http"
-    """Something listens and does not speak HTTP."""
+    """A server listens but does not speak HTTP."""
     FOREIGN = "foreign"
-    """An HTTP server that is not a gateway of Kintsugi."""
+    """An HTTP server that is not a Kintsugi gateway."""
     UNAUTHENTICATED = "unauthenticated"
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Any one engine: they are alike."""
+    """Facts about one of the engines, which are all alike."""
 
     error: str | None
-    """Why none answers; the rest is empty then."""
+    """Why no engine answers; all other fields are then empty."""
     model: str = ""
     max_model_len: int = 0
     form: str = ""
@@ -63,14 +63,14 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """All shards together."""
+    """Facts about all shards together."""
 
     error: str | None
-    """Why the store does not answer; the rest is empty then."""
+    """Why the store does not answer; all other fields are then empty."""
     shards: int = 0
-    """Those that answer."""
+    """Number of shards that answer."""
     shards_away: tuple[str, ...] = ()
-    """Addresses of those that should and do not."""
+    """Addresses of shards that should answer and do not."""
     chunks: int = 0
     bytes_used: int = 0
     bytes_capacity: int = 0
@@ -79,7 +79,7 @@ class StoreFacts:
 
 @dataclass(frozen=True)
 class AnswerCount:
-    """How many answers since the gateway started ended alike."""
+    """Number of answers with this outcome and reason since the gateway started."""
 
     outcome: str
     reason: str
@@ -88,7 +88,7 @@ class AnswerCount:
 
 @dataclass(frozen=True)
 class CallerFacts:
-    """Whom the gateway takes us for."""
+    """The caller's identity and permissions, as the gateway sees them."""
 
     name: str
     namespaces: tuple[str, ...]
@@ -102,7 +102,7 @@ class ServiceFacts:
     url: str
     contact: Contact
     detail: str = ""
-    """What went wrong, in the words of whoever noticed."""
+    """The error message."""
     version: str = ""
     round_trip_s: float = 0.0
     clock_ahead_s: float = 0.0
@@ -111,13 +111,13 @@ class ServiceFacts:
     caller: CallerFacts | None = None
     engines: EngineFacts | None = None
     store: StoreFacts | None = None
-    """None: the caller may not know."""
+    """None: the caller lacks the permission."""
     answers: tuple[AnswerCount, ...] | None = None
-    """None: the caller may not know."""
+    """None: the caller lacks the permission."""
     tokens_discovered: int | None = None
-    """Tokens hit that their requests did not declare. None: the caller may not know."""
+    """Tokens of hit chunks that requests did not declare. None: the caller lacks the permission."""
     discovering: tuple[str, ...] | None = None
-    """Patterns of namespaces in which chunks are discovered; None as above."""
+    """Patterns of namespaces in which chunks are discovered. None: the caller lacks the permission."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +134,13 @@ class ServiceLink:
 
 
 def parse_url(text: str) -> str:
-    """`127.0.0.1:8000`, `http://127.0.0.1:8000/v1/`: scheme, host and port. Raises `InvalidField`."""
+    """Return scheme, host and port of `127.0.0.1:8000` or `http://127.0.0.1:8000/v1/`. Raises
+    `InvalidField`."""
     text = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(text)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         is_address = False
     if not is_address:
         raise InvalidField("url", f"{text!r} must be the gateway's HTTP address, such as {DEFAULT_URL}")
@@ -147,14 +148,15 @@ def parse_url(text: str) -> str:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the token must not follow it to another host."""
+    """Treats a redirect as an error: the token must not be sent to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def ask_service(link: ServiceLink, clock_s: Callable[[], float] = time.time) -> ServiceFacts:
-    """What runs there. Raises `InvalidField` for invalid options; a service that fails is a fact."""
+    """Request the facts about a service. Raises `InvalidField` for invalid options; a failing service is a
+    fact."""
     url = parse_url(link.url)
     headers = {"authorization": f"Bearer {link.api_key}"} if link.api_key else {}
     began_s = clock_s()
@@ -175,7 +177,7 @@ def ask_service(link: ServiceLink, clock_s: Callable[[], float] = time.time) -> 
 
 
 def _trust(authority: Path | None) -> ssl.SSLContext | None:
-    """Raises `InvalidField`."""
+    """Return a TLS context that trusts this authority; None: the default. Raises `InvalidField`."""
     if authority is None:
         return None
     try:
@@ -208,7 +210,7 @@ def _classify(error: Exception) -> tuple[Contact, str]:
 
 
 def _message_of(body: bytes) -> str:
-    """The message of an error in OpenAI's form; empty for anything else."""
+    """Return the message of an error in OpenAI's format; empty for any other body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -216,7 +218,7 @@ def _message_of(body: bytes) -> str:
 
 
 def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float) -> ServiceFacts:
-    """Fields that a later gateway adds are ignored."""
+    """Parse the gateway's answer. Fields that a later gateway adds are ignored."""
     caller, engines, store = document["caller"], document["engines"], document["store"]
     answers, discovering = document["answers"], document["discovering"]
     return ServiceFacts(
@@ -236,7 +238,7 @@ def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float)
 
 
 def _pick(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass from those of the values that it has a field for."""
+    """Make a dataclass from the values that match its fields."""
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(
         **{

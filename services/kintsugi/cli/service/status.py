@@ -1,4 +1,4 @@
-"""What a person wants to know of a running service: what runs, what is blended, why not, what would help."""
+"""The status of a running service: what runs, what is blended, why not, and what would help."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.models.reference import REFERENCE
 
 DISCOVERING_SHOWN_MAX = 3
-"""Namespaces with discovery that are named."""
+"""Maximum number of namespaces with discovery that are named."""
 CLOCK_APART_MAX_S = 2.0
-"""Tokens and certificates expire by the clock, and erasures are ordered by it."""
+"""Clock difference from which on advice is given: expiry and the order of erasures depend on clocks."""
 MENTIONED_SHARE = 0.1
-"""A reason is worth advice from this share of the answers on."""
+"""Minimum share of the answers for a reason to be mentioned."""
 
 _NEXT = {
     Contact.REFUSED: (
@@ -76,14 +76,14 @@ _NOT_BLENDED = {
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """What `kintsugi status` says."""
+    """The output of `kintsugi status`."""
 
     running: bool
-    """Whether a gateway answered, and an engine behind it."""
+    """Whether a gateway and an engine answered."""
     url: str
     contact: Contact
     runs: list[tuple[str, str]] = field(default_factory=list)
-    """Parts and what is known of each."""
+    """(part, description) pairs."""
     blending: str = ""
     """`on`, or why not; empty: unknown."""
     why_not: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class ServiceStatus:
 
 
 def describe_status(facts: ServiceFacts) -> ServiceStatus:
-    """What runs, what is blended, why not, and what would help."""
+    """Describe what runs, what is blended, why not, and what would help."""
     if facts.contact is not Contact.ANSWERED:
         return ServiceStatus(
             False,
@@ -143,12 +143,12 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
 
 
 def advise_on_gate(blending: str) -> str:
-    """What would turn blending on, where ``blending`` says why it is off."""
+    """Return advice for turning blending on; ``blending`` says why it is off."""
     return _BLENDING_OFF.get(label_of_reason(blending), _BLENDING_OFF_ELSE)
 
 
 def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
-    """Why answers were not blended, where that happens often enough to matter; most frequent first."""
+    """Return the reasons, frequent enough to matter, why answers were not blended; most frequent first."""
     total = sum(one.count for one in answers)
     other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.SAVED, Outcome.AUDITED)
     found = [
@@ -160,7 +160,7 @@ def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
 
 
 def describe_answers(answers: Sequence[AnswerCount]) -> str:
-    """`14 since the gateway started: 9 blended, 5 declined`."""
+    """Format as `14 since the gateway started: 9 blended, 5 declined`."""
     totals: dict[str, int] = {}
     for one in answers:
         totals[one.outcome] = totals.get(one.outcome, 0) + one.count
@@ -171,7 +171,7 @@ def describe_answers(answers: Sequence[AnswerCount]) -> str:
 
 
 def describe_store(store: StoreFacts) -> str:
-    """`2 shards, 120 chunks, 1.2 GiB of 4 GiB`."""
+    """Format as `2 shards, 120 chunks, 1.2 GiB of 4 GiB`."""
     if store.error is not None:
         return store.error
     away = f" ({', '.join(store.shards_away)} did not answer)" if store.shards_away else ""
@@ -230,7 +230,7 @@ def _advise_on_discovery(facts: ServiceFacts) -> list[str]:
 
 
 def _describe_discovery(facts: ServiceFacts) -> list[tuple[str, str]]:
-    """`on in default; 1,234 tokens hit that their prompts did not declare`."""
+    """Format as `on in default; 1,234 tokens hit that their prompts did not declare`."""
     if facts.discovering is None:
         return []
     if not facts.discovering and not facts.tokens_discovered:
