@@ -3,8 +3,8 @@
     kintsugi serve --model FOLDER
     python examples/langchain_rag.py --model FOLDER --question "…" document.txt another.txt
 
-Two lines are Kintsugi's: documents are cut by `KintsugiTextSplitter`, and the pieces are put once. The chain
-pastes their texts into a message, and the gateway finds them there.
+Only two steps are specific to Kintsugi: `KintsugiTextSplitter` cuts the documents, and `put_chunks` stores
+the pieces. The chain pastes their texts into a message, and the gateway recognises them there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 
 class WordCounts(Embeddings):
-    """Stands for an embedding model, so that this runs without one."""
+    """Hashed word counts in place of an embedding model."""
 
     def embed_query(self, text: str) -> list[float]:
         counts = [0.0] * DIMENSIONS
@@ -50,7 +50,7 @@ class WordCounts(Embeddings):
 
 
 def served(url: str, namespace: str) -> tuple[str, ChunkSpace]:
-    """The model that is served, and the chunk space that it finds a namespace's chunks in."""
+    """Return the name of the served model, and the chunk space of a namespace."""
     (model,) = httpx.get(f"{url}/models").raise_for_status().json()["data"]
     ours = model["kintsugi"]
     fingerprint = ModelFingerprint(bytes.fromhex(ours["fingerprint"]))

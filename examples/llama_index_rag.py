@@ -3,8 +3,8 @@
     kintsugi serve --model FOLDER
     python examples/llama_index_rag.py --model FOLDER --question "…" document.txt another.txt
 
-Nodes are cut by `KintsugiNodeParser` and put once; the query engine pastes their texts into a message, and
-the gateway finds them there.
+`KintsugiNodeParser` cuts the nodes, and `put_chunks` stores their texts. The query engine pastes the texts
+into a message, and the gateway recognises them there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNKS = 6
 
 
 class WordCounts(BaseEmbedding):
-    """Stands for an embedding model, so that this runs without one."""
+    """Hashed word counts in place of an embedding model."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         counts = [0.0] * DIMENSIONS

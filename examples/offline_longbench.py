@@ -2,13 +2,12 @@
 
     python examples/offline_longbench.py --model FOLDER --data FOLDER_WITH_LONGBENCH_JSONL --out results
 
-Reads `DATASET.jsonl` of LongBench (THUDM/LongBench on GitHub) for each of `--datasets`, or any other
-form that `kintsugi eval` reads, downloads nothing, and writes `<dataset>.json` per dataset. The
-configurations are the paper's (HKVD at layer 1, r = 5 to 50 %) beside Kintsugi's other selectors; full
-prefill and full KV reuse stand in every table. Chunks have 512 tokens, six of them a prompt, as in the paper,
-unless told otherwise.
+Reads `DATASET.jsonl` for each of `--datasets`: files of LongBench (THUDM/LongBench on GitHub), or any other
+format that `kintsugi eval` reads. Downloads nothing, and writes `<dataset>.json` per dataset. Compares the
+paper's configurations (HKVD at layer 1, r = 5 to 50 %) with Kintsugi's other selectors, full prefill and full
+KV reuse. A prompt has six chunks of 512 tokens, as in the paper, unless `--grid` changes this.
 
-Chunk KV of a real model is large, and stays in this process's memory.
+The chunk KV of a real model is large, and stays in this process's memory.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import KintsugiError
 
 DATASETS = ("2wikimqa", "musique", "samsum", "multi_news")
-"""The paper's four, as LongBench names them."""
+"""The paper's four datasets, by their names in LongBench."""
 ANSWER_TOKENS = {"samsum": 128, "multi_news": 512}
-"""As LongBench itself allows; the others answer in 32."""
+"""Maximum answer length by dataset, as in LongBench; 32 for the others."""
 
 GRID = {
     "selectors": ["hkvd", "query", "hybrid"],
@@ -38,7 +37,7 @@ GRID = {
     "rates": [0.5, 1, 2],
     "limit": 200,
 }
-"""What is compared on every dataset, as `kintsugi eval --grid` takes it."""
+"""The configurations that are compared on every dataset, in the format of `kintsugi eval --grid`."""
 
 
 def main() -> int:
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def task_of(dataset: str, arguments: argparse.Namespace) -> EvaluateTask:
-    """What to measure on one dataset. Writes its grid beside the results."""
+    """Return the evaluation task of one dataset. Writes its grid beside the results."""
     given = {} if arguments.grid is None else json.loads(arguments.grid.read_text())
     grid = arguments.out / f"{dataset}.grid.json"
     grid.write_text(json.dumps({**GRID, "max_tokens": ANSWER_TOKENS.get(dataset, 32), **given}))

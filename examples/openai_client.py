@@ -3,8 +3,8 @@
     kintsugi serve --model FOLDER
     python examples/openai_client.py --question "…" passage.txt another.txt
 
-Nothing has to be stored before: a chunk that is missed twice is stored in the background, and from then on it
-is loaded instead of computed, wherever a message of the same namespace holds its text.
+No chunk has to be stored in advance: a chunk that is missed twice is stored in the background. From then on
+it is loaded instead of computed, in every message of the same namespace that contains its text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import openai
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """A streamed answer and its accounting."""
 
     text: str
     accounting: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Answer:
 
 
 def ask(url: str, namespace: str, chunks: Sequence[str], question: str, max_tokens: int = 64) -> Answer:
-    """Stream an answer to a question over chunks; the accounting is in the stream's last event."""
+    """Stream an answer to a question about chunks. The stream's last event has the accounting."""
     client = openai.OpenAI(base_url=url, api_key="none", default_headers={"X-Kintsugi-Namespace": namespace})
     model = client.models.list().data[0].id
     parts = [{"type": "text", "text": chunk, "kintsugi": {"chunk": True}} for chunk in chunks]

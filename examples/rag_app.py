@@ -3,9 +3,9 @@
     kintsugi serve --model FOLDER
     python examples/rag_app.py --model FOLDER --question "…" document.txt another.txt
 
-Documents are cut and put once. A question is embedded, the nearest chunks are looked up with sqlite-vec, and
-as soon as they are known `prefetch` tells the gateway: the store brings them into RAM while the application
-does whatever it does before it has its prompt.
+Documents are cut into chunks and stored once. For each question, sqlite-vec finds the nearest chunks, and
+`prefetch` names them to the gateway at once: the store loads them into RAM while the application prepares its
+prompt.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Passage:
 
 
 class RagApp:
-    """Use `with`, or `close` it."""
+    """A RAG application. Use it in a `with` statement, or call `close`."""
 
     def __init__(self, client: Client, chunker: Chunker, database: str | Path = ":memory:") -> None:
         self._client = client
         self._chunker = chunker
-        # Python's own sqlite3 is often built without extensions; apsw brings its SQLite along.
+        # Python's own sqlite3 is often built without support for extensions. apsw contains its own SQLite.
         self._database = apsw.Connection(str(database))
         self._database.enable_load_extension(True)
         self._database.load_extension(sqlite_vec.loadable_path())
@@ -59,7 +59,7 @@ class RagApp:
         self._database.execute(SCHEMA)
 
     def add(self, name: str, text: str) -> int:
-        """Index a document and have its chunks stored; how many there are."""
+        """Index a document and store its chunks. Returns the number of chunks."""
         pieces = [chunk.text for chunk in self._chunker.chunks(text)]
         with self._database:
             for piece in pieces:
@@ -70,7 +70,7 @@ class RagApp:
         return len(pieces)
 
     def retrieve(self, question: str, count: int) -> list[Passage]:
-        """The nearest chunks, which are prefetched."""
+        """Return the nearest chunks, and prefetch them."""
         rows = self._database.execute(NEAREST, (embedded(question), count))
         passages = [Passage(document, text) for document, text in rows]
         self._client.prefetch([passage.text for passage in passages])
@@ -79,7 +79,7 @@ class RagApp:
     def ask(
         self, question: str, instructions: str = "", chunks: int = 6, max_tokens: int = 64
     ) -> tuple[Answer, list[Passage]]:
-        """The answer and what it was drawn from."""
+        """Return the answer and the retrieved chunks."""
         passages = self.retrieve(question, chunks)
         before = [Plain(instructions)] if instructions else []
         segments = [*before, *(passage.text for passage in passages)]
@@ -96,7 +96,7 @@ class RagApp:
 
 
 def embedded(text: str) -> bytes:
-    """Hashed word counts: stand for an embedding model, so that this runs without one."""
+    """Return hashed word counts, in place of an embedding model's vector."""
     counts = array("f", [0.0] * DIMENSIONS)
     for word in text.lower().split():
         counts[zlib.crc32(word.strip(".,:?").encode()) % DIMENSIONS] += 1.0
@@ -106,7 +106,7 @@ def embedded(text: str) -> bytes:
 def answered(
     grpc: str, namespace: str, model_folder: str | Path, documents: Sequence[tuple[str, str]], question: str
 ) -> tuple[Answer, list[Passage]]:
-    """One question over documents, from an empty database."""
+    """Answer one question about documents, with a new database."""
     chunker = Chunker.of_model(model_folder, ChunkingConfig())
     with Client(grpc, namespace) as client, RagApp(client, chunker) as app:
         for name, text in documents:

@@ -2,7 +2,7 @@
 
     python examples/raw_grpc.py [--address HOST:PORT] [--namespace NAME] [--token TOKEN]
 
-The same from a shell, because the gateway has reflection:
+The gateway supports server reflection, so grpcurl can call it, too:
 
     grpcurl -plaintext -d '{"namespace": "notes", "texts": ["a b"]}' \\
         HOST:PORT kintsugi.rpc.v1.Kintsugi/Tokenize
@@ -33,7 +33,7 @@ def main() -> None:
         try:
             ask(KintsugiStub(channel), arguments.namespace, metadata)
         except grpc.RpcError as error:
-            # The message says what to change; the code is gRPC's own.
+            # The details say what to change. The code is a gRPC status code.
             raise SystemExit(f"{error.code().name}: {error.details()}") from None
 
 
@@ -54,7 +54,7 @@ def ask(kintsugi: KintsugiStub, namespace: str, metadata: list[tuple[str, str]])
 
 
 def show(message: pb.GenerateResponse) -> None:
-    """One event of an answer: what the prompt is made of, a piece of text, or what it cost."""
+    """Print one event of an answer: the prompt's chunks, a piece of text, or the final accounting."""
     kind = message.WhichOneof("event")
     if kind == "resolved":
         for segment in message.resolved.segments:

@@ -2,7 +2,8 @@
 
     python examples/sdk_async.py [--address HOST:PORT] [--namespace NAME] [--token TOKEN] [--tls-ca FILE]
 
-Needs a gateway, such as `kintsugi serve --model FOLDER` starts. What would be retrieved is written here.
+Needs a gateway, for example the one that `kintsugi serve --model FOLDER` starts. Fixed passages take the
+place of retrieval.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ async def main() -> None:
     arguments = parser.parse_args()
     options = ClientOptions(token=arguments.token, tls_ca=arguments.tls_ca)
     async with AsyncClient(arguments.address, arguments.namespace, options=options) as client:
-        # Once per document, when it is indexed: its KV is computed and stored. Doing it again costs a lookup.
+        # Once per document, when it is indexed: compute and store its KV. Repeating the call costs a lookup.
         chunks = await client.put_chunks(PASSAGES)
         print("stored:", ", ".join(f"{chunk.key[:8]} ({chunk.num_tokens} tokens)" for chunk in chunks))
 
-        # Per question, as soon as retrieval has said which chunks it will be.
+        # Per question, as soon as retrieval has chosen the chunks.
         await client.prefetch(chunks)
 
-        # Chunks by key, in any order; text that is no chunk between them.
+        # Chunks by key, in any order, with plain text before, between or after them.
         prompt = [Plain("Answer from these notes.\n"), *reversed(chunks)]
         async for event in client.stream(prompt, QUESTION, max_tokens=24):
             if isinstance(event, Answer):

@@ -57,7 +57,7 @@ class OperatorOptions:
 
     @property
     def operator(self) -> OperatorStatus:
-        """The operator as the status of its services names it."""
+        """This operator, as recorded in the status of its services."""
         scope = NAMESPACE if self.namespaces else CLUSTER
         return OperatorStatus(f"{self.lease_namespace}/{self.lease_name}", scope)
 
@@ -95,7 +95,7 @@ class OperatorOptions:
 async def operate(
     client: ApiClient, settings: OperatorOptions, session: aiohttp.ClientSession, metrics: OperatorMetrics
 ) -> None:
-    """Watch and reconcile until cancelled. Raises whatever ends a watch or a worker."""
+    """Watch and reconcile until cancelled. Raises the error that ends a watch or a worker."""
     index = Index(settings.namespaces)
     cluster = ApiServer(client, metrics.count_request, index.absorb)
     home, me = settings.lease_namespace, settings.operator

@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 WATCH_S = 600
 """How long the API server keeps a watch open."""
 SILENCE_S_MAX = 180.0
-"""A watch that is silent for longer is opened again: a bookmark comes about every minute."""
+"""Maximum silence of a watch before it is reopened. The API server sends a bookmark about every minute."""
 EVENT_BYTES_MAX = 16 << 20
 """Maximum size of an object in an answer. etcd stores no larger objects."""
 NOT_FOUND, CONFLICT, GONE, TOO_MANY = 404, 409, 410, 429
@@ -44,8 +44,8 @@ class Resource:
     api_version: str = "v1"
 
     def path(self, namespace: str, name: str = "", sub: str = "") -> str:
-        """URL path of a collection, an object or its subresource; without a namespace, of the collection in
-        all namespaces."""
+        """Return the URL path of a collection, an object or its subresource. Without a namespace, the
+        collection covers all namespaces."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
         parts = [root, "namespaces" if namespace else "", namespace, self.plural, name, sub]
         return "/".join(part for part in parts if part)
@@ -65,7 +65,7 @@ RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
 EVENT = Resource("Event", "events")
 RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
-"""Only looked for: a cluster that serves it has KubeRay 1.6 or newer."""
+"""Used only to detect KubeRay 1.6 or newer, which serves this kind."""
 
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 DEPLOYMENT = Resource("Deployment", "deployments", "apps/v1")
@@ -77,7 +77,7 @@ BY_KIND = {one.kind: one for one in (*OWNED, BLEND_SERVICE, CORPUS_PRECOMPUTE, E
 
 
 class Refused(KintsugiError):
-    """The API server refused a request; the message is its own."""
+    """The API server refused a request. The message is the API server's."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         super().__init__(f"{what}: {message} ({status})")
@@ -85,7 +85,7 @@ class Refused(KintsugiError):
 
 
 class ApiServer:
-    """A client of Kubernetes' API server. Raises `Refused`, and `Unavailable` without an answer."""
+    """A client of Kubernetes' API server. Raises `Refused`, and `Unavailable` if there is no answer."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class ApiServer:
         """Hand each object of a collection to `take`. Returns the list's `resourceVersion`.
 
         `version` is the oldest acceptable `resourceVersion`: "0" allows any state of the API server's cache,
-        and "" makes it read the database. Raises `Refused` also for 404. The answer is parsed as a stream:
-        all templates at once would be the operator's largest allocation.
+        and "" makes it read the database. Raises `Refused`, also for a 404. The answer is parsed as a stream,
+        because all pod templates at once would be the operator's largest allocation.
         """
         query = {"labelSelector": selector, "resourceVersion": version}
         timeout = ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
@@ -147,7 +147,7 @@ class ApiServer:
         """Yield the events of a collection after `version`, until the API server ends the watch.
 
         Each event has a `type` (`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`) and an `object`. Raises
-        `Refused` also for an error event.
+        `Refused`, also for an error event.
         """
         path = resource.path(namespace)
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
@@ -215,7 +215,7 @@ class ApiServer:
         return True
 
     async def is_terminating(self, namespace: str) -> bool:
-        """Whether a namespace is deleted or being deleted; False without the right to read it."""
+        """Whether a namespace is deleted or being deleted; False if the operator may not read it."""
         try:
             found = await self.get(NAMESPACE, "", namespace)
         except Refused:
@@ -223,7 +223,7 @@ class ApiServer:
         return found is None or "deletionTimestamp" in found["metadata"]
 
     async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        """Plural names of the kinds that the API server serves in a group's version."""
+        """Return the plural names of the kinds that the API server serves in an API version."""
         found = await self._or_none("GET", f"/apis/{api_version}") or {}
         return frozenset(one["name"] for one in found.get("resources") or [])
 
@@ -296,7 +296,7 @@ class ApiServer:
 
 
 async def parse_list(pieces: AsyncIterable[bytes]) -> AsyncGenerator[tuple[Manifest, bool], None]:
-    """Parse a list as a stream: yields each item with True, then the rest of the list with False.
+    """Parse a list as a stream: yield each item with True, then the rest of the list with False.
 
     Raises `Unavailable` for a list that is cut off.
     """
@@ -344,7 +344,7 @@ def _parse_event(path: str, line: bytes) -> Manifest:
 
 
 def _read_error_message(text: bytes, reason: str) -> str:
-    """The API server's message, or `reason` where a proxy answered without one."""
+    """Return the API server's message, or `reason` if a proxy answered without a message."""
     try:
         return str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):

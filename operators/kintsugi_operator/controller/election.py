@@ -1,9 +1,9 @@
 """Leader election: a Lease names the operator that leads. An operator that loses the Lease exits.
 
-The library has an election, but in version 37.0.2 its `LeaseLock` cannot create a Lease (it passes a bool
-where its own generated client expects text), does not catch connection errors and waits five minutes for an
-answer. The rules are few and pure: `decide_move` does what client-go does, and compares only times of this
-machine's clock.
+The Kubernetes client library has an election, but in version 37.0.2 its `LeaseLock` cannot create a Lease (it
+passes a bool where its own generated client expects text), does not catch connection errors and waits five
+minutes for an answer. The rules here are few and pure: `decide_move` decides as client-go does, and compares
+only times of this machine's clock.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True)
 class Sight:
-    """The holder and renewal time of a Lease, and since when a candidate has seen them unchanged."""
+    """The holder and renewal time of a Lease, and when a candidate first saw both."""
 
     holder: str = ""
     renewed: str = ""
@@ -72,7 +72,8 @@ class Sight:
 
 
 def decide_move(exists: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
-    """Decide what to do about a Lease that exists or not. The holder's clock is never compared with ours."""
+    """Decide what to do about a Lease, which may not exist. The holder's clock is never compared with
+    ours."""
     if not exists:
         return Move.CREATE
     if sight.holder == identity:
@@ -104,7 +105,7 @@ class Candidate:
         self._sight = Sight()
 
     async def attempt(self, now_s: float) -> bool:
-        """Try to take or renew the Lease. Returns whether it is held now; False without an answer."""
+        """Try to take or renew the Lease. Returns whether it is held now; False if there is no answer."""
         try:
             async with asyncio.timeout(self.terms.try_s):
                 return await self._attempt(now_s)
@@ -113,7 +114,7 @@ class Candidate:
             return False
 
     async def release(self) -> None:
-        """Give the Lease up, so that the next candidate need not wait."""
+        """Give up the Lease, so that the next candidate need not wait."""
         with suppress(KintsugiError, TimeoutError):
             async with asyncio.timeout(self.terms.try_s):
                 live = await self._cluster.get(LEASE, self._namespace, self._name)
@@ -130,7 +131,7 @@ class Candidate:
         if live is None:
             await self._cluster.create(self._manifest({"metadata": await self._metadata()}, move))
         else:
-            # With the `resourceVersion` that was read: of two candidates that write, one is refused.
+            # The write names the `resourceVersion` that was read, so one of two concurrent writes is refused.
             await self._cluster.replace({**live, **self._manifest(live, move)})
         return True
 
@@ -170,7 +171,7 @@ class Candidate:
 async def lead(candidate: Candidate, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the Lease, then work for as long as it can be renewed.
 
-    Raises `LeaseLost` when it cannot, and whatever the work raises.
+    Raises `LeaseLost` when the Lease cannot be renewed, and what the work raises.
     """
     clock, terms = asyncio.get_running_loop().time, candidate.terms
     while not await candidate.attempt(clock()):

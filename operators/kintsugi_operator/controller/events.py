@@ -1,6 +1,6 @@
 """Writes Events.
 
-Changes with the same reason and message are one Event with a count. An object may cause `BURST` Events at
+Changes with the same reason and message become one Event with a count. An object may cause `BURST` Events at
 once and one more every `REFILL_S` seconds; further changes are only logged.
 """
 
@@ -108,7 +108,8 @@ class EventRecorder:
 
 
 def _remember(memory: OrderedDict[str, T], key: str, new: T) -> T:
-    """The value of a key, or else `new`. Forgets the least recently used key beyond `REMEMBERED_MAX`."""
+    """Return the value of a key, or store `new`. Forgets the least recently used key beyond
+    `REMEMBERED_MAX`."""
     value = memory.setdefault(key, new)
     memory.move_to_end(key)
     if len(memory) > REMEMBERED_MAX:

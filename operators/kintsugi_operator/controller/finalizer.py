@@ -1,7 +1,7 @@
-"""Our finalizer, which holds a deleted BlendService until it has drained.
+"""The finalizer that keeps a deleted BlendService until it has drained.
 
-No operator is left to drain services once this one is removed for good. It then removes its finalizer from
-them and gives up their ownership, so that another operator takes over at once.
+An operator that is removed for good can no longer drain services. Before it ends, it removes its finalizer
+from them and gives up their ownership, so that another operator can take over at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kintsugi_operator.observed.views import is_leaving
 logger = logging.getLogger(__name__)
 
 RELEASE_S_MAX = 15.0
-"""Less than the 30 s that a pod has to end."""
+"""Time limit of a release: less than a pod's termination grace period of 30 s."""
 
 
 def is_held(live: Manifest) -> bool:
@@ -47,7 +47,7 @@ async def release_services(
 ) -> None:
     """Release all services if this operator is being removed. Errors of the API server are logged.
 
-    `home`: the operator's namespace. `deployment`: the one that runs it; empty: unknown.
+    `home`: the operator's namespace. `deployment`: the Deployment that runs the operator; empty: unknown.
     """
     try:
         async with asyncio.timeout(RELEASE_S_MAX):
@@ -91,7 +91,7 @@ async def _try_release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -
 
 async def _release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
     status = status_of(BlendServiceStatus, live)
-    # Before the ownership, by which a second attempt recognises the service as this operator's.
+    # First the finalizer: a second attempt recognises this operator's service by its ownership.
     if status.operator.lease == me.lease:
         live = await set_finalizer(cluster, live, False)
         logger.info("released %s/%s", live["metadata"]["namespace"], live["metadata"]["name"])

@@ -1,9 +1,9 @@
 """A cache of the objects that the operator reads: a shelf per kind and watched namespace.
 
-`controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so tests call the rules as
-functions of lists, events and writes:
+`controller.watch` fills the shelves; readers get copies. Nothing here does I/O, so tests can call the rules
+as functions of lists, events and writes:
 
-- Objects are compressed JSON, without fields that nobody reads (`managedFields`, the specs of pods). This
+- Objects are compressed JSON, without fields that are never read (`managedFields`, the specs of pods). This
   bounds memory, and no reader can change another reader's copy.
 - The `resourceVersion`s of one kind are ordered. A shelf has the version that its watch has reached, and the
   version of each object.
@@ -45,13 +45,13 @@ COMPRESSION = 1
 
 @dataclass(frozen=True)
 class Watched:
-    """A kind that is read, and which part of it."""
+    """A kind of object to read, and which part of it."""
 
     resource: Resource
     label: str = LABEL_SERVICE
     """Read only objects with this label; empty: all."""
     ignored: tuple[str, ...] = ()
-    """Top-level fields that nobody reads."""
+    """Top-level fields that are dropped, because they are never read."""
 
 
 KINDS = (
@@ -59,7 +59,7 @@ KINDS = (
     Watched(CORPUS_PRECOMPUTE, label=""),
     *(Watched(one) for one in OWNED),
     Watched(POD, ignored=("spec",)),
-    # Only its digest is read, an annotation that KubeRay copies from the RayService.
+    # Only the digest is read: an annotation that KubeRay copies from the RayService.
     Watched(RAY_CLUSTER, ignored=("spec", "status")),
 )
 
@@ -81,11 +81,11 @@ class Entry:
     """Namespace and name."""
     version: int
     content: bytes
-    """The fields that are read, without the version: an object that did not change has the same bytes."""
+    """Compressed fields that are read, without the version: an unchanged object has the same bytes."""
     labels: tuple[str, ...]
     """Values of the `INDEXED` labels."""
     keys: frozenset[ObjectKey]
-    """Our objects whose reconciliation depends on it."""
+    """Keys of our objects whose reconciliation depends on this object."""
 
     def manifest(self) -> Manifest:
         """A copy of the object."""
@@ -100,7 +100,7 @@ def version_of(manifest: Manifest) -> int:
 
 
 def keys_of(manifest: Manifest) -> frozenset[ObjectKey]:
-    """Our objects that need a look when this object changes."""
+    """Return the keys of our objects that need a look when this object changes."""
     metadata = manifest["metadata"]
     namespace, kind = metadata["namespace"], manifest["kind"]
     if kind == BLEND_SERVICE.kind:
@@ -149,8 +149,8 @@ class Shelf:
         )
 
     def replace(self, entries: Iterable[Entry], version: int) -> frozenset[ObjectKey]:
-        """Take over a list. Objects that were written after it stay: the watch that begins at its version
-        reports them."""
+        """Replace the objects by those of a list. Objects that were written after the list stay: the watch
+        that begins at the list's version reports them."""
         changed: set[ObjectKey] = set()
         listed = {one.name: one for one in entries}
         for name, one in list(self._entries.items()):
@@ -162,7 +162,7 @@ class Shelf:
         return frozenset(changed)
 
     def apply(self, event: Manifest) -> frozenset[ObjectKey]:
-        """Take over an event of the watch."""
+        """Apply an event of the watch."""
         changed, version = event["object"], version_of(event["object"])
         self.version = max(self.version, version)
         if event["type"] in ("ADDED", "MODIFIED"):
@@ -174,7 +174,7 @@ class Shelf:
         return frozenset()
 
     def absorb(self, stored: Manifest) -> None:
-        """Take over the result of a write, unless the watch has reached its version."""
+        """Store the result of a write, unless the watch has reached its version."""
         if self.knowledge is Knowledge.LISTED and version_of(stored) > self.version:
             self._put(self.pack(stored))
 
@@ -187,13 +187,13 @@ class Shelf:
         return changed
 
     def get(self, namespace: str, name: str) -> Manifest | None:
-        """An object; None if it does not exist. Raises `Unavailable`."""
+        """Return an object; None if it does not exist. Raises `Unavailable` while the kind is unknown."""
         self._check_known()
         found = self._entries.get((namespace, name))
         return found.manifest() if found is not None else None
 
     def select(self, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
-        """A namespace's objects with all the labels, by name. Raises `Unavailable`."""
+        """Return a namespace's objects with all the labels, by name. Raises as `get` does."""
         self._check_known()
         groups = [self._groups.get((namespace, INDEXED.index(k), v), set()) for k, v in labels.items()]
         everything = {name for name in self._entries if name[0] == namespace} if not groups else groups[0]
@@ -263,7 +263,7 @@ class Index:
         return frozenset(served)
 
     def absorb(self, stored: Manifest) -> None:
-        """Take over the result of a write."""
+        """Store the result of a write."""
         for (resource, where), shelf in self.shelves.items():
             is_watched = where in ("", stored["metadata"].get("namespace"))
             has_label = not shelf.kind.label or label_of(stored, shelf.kind.label)

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 READS = ("get", "list", "watch")
 WRITES = ("delete", "patch", "post", "put")
 OBJECTS_MAX = 1000
-"""Objects with metrics of their own. Each has about 25 series; further objects have none."""
+"""Maximum number of objects with their own metrics. Each has about 25 series; further objects have none."""
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 LABELS = ("kind", "namespace", "name")
 
 
 @dataclass
 class _Seen:
-    """What the metrics of one object were last computed from."""
+    """The state of one object from which its metrics were last computed."""
 
     generation: int = 0
     generation_since_s: float = 0.0
@@ -112,14 +112,14 @@ class OperatorMetrics:
                 self._set_error(key, seen, type(error).__name__)
             raise
         finally:
-            # Not for an object that was forgotten during the look.
+            # An object that was forgotten during the look has no metrics any more.
             if seen is not None and self._seen.get(key) is seen:
                 self._durations.labels(*key).observe(time.perf_counter() - begun_s)
 
     def see(
         self, live: Manifest, observed_generation: int, conditions: Sequence[Condition], now: datetime
     ) -> None:
-        """Take over what an object's status says. The time to ready begins when the object is created, or
+        """Update the metrics from an object's status. The time to ready begins when the object is created, or
         when a later generation of it is first seen."""
         metadata = live["metadata"]
         key = ObjectKey(live["kind"], metadata["namespace"], metadata["name"])
@@ -176,8 +176,9 @@ class OperatorMetrics:
         seen.conditions = types
 
     async def serve(self, port: int) -> web.AppRunner:
-        """Serve `/healthz`, which answers while the event loop runs, on a standby too; `/leader`, which
-        answers 200 on the leader alone; and `/metrics`. The kubelet and Prometheus call the pod's address."""
+        """Serve `/healthz`, `/leader` and `/metrics` at the pod's address, which the kubelet and Prometheus
+        call. `/healthz` answers while the event loop runs, also on a standby. `/leader` answers 200 only on
+        the leader."""
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/leader", self._leader)

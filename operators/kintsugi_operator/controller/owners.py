@@ -10,13 +10,13 @@ from kintsugi_operator.controller.election import Sight
 from kintsugi_operator.desired.ownership import Claim, decide_claim
 
 GONE_S = 30.0
-"""An operator whose Lease was not renewed for this long is gone. Another replica of it would have taken the
-Lease after half of this time."""
+"""An operator counts as gone if its Lease was not renewed for this long. Another of its replicas would have
+taken the Lease after half of this time."""
 OWNERS_MAX = 100
 
 
 class Owners:
-    """Decides about ownership. Remembers what it saw of other operators' Leases."""
+    """Decides whether this operator owns a service. Remembers the Leases of other operators as last seen."""
 
     def __init__(self, cluster: ApiServer, me: OperatorStatus, clock: Callable[[], float]) -> None:
         """`clock`: seconds. It is never compared with other machines' clocks."""
@@ -31,7 +31,7 @@ class Owners:
         return Claim.TAKE if claim is Claim.LEAVE and await self._is_gone(owner.lease) else claim
 
     async def _is_gone(self, lease: str) -> bool:
-        """Whether a Lease was not renewed for `GONE_S`; False without the right to read it."""
+        """Whether a Lease was not renewed for `GONE_S`; False if this operator may not read it."""
         namespace, _, name = lease.partition("/")
         try:
             live = await self._cluster.get(LEASE, namespace, name)

@@ -27,8 +27,8 @@ class ObjectKey(NamedTuple):
 
 
 class WorkQueue:
-    """Gives each key to one worker at a time: again after the delay that `look` returns, and with growing
-    delays while `look` fails."""
+    """Passes each key to one worker at a time. A key is due again after the delay that `look` returns, and
+    after growing delays while `look` fails."""
 
     def __init__(
         self, look: Callable[[ObjectKey], Awaitable[float | None]], clock: Callable[[], float]

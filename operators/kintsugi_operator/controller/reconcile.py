@@ -92,7 +92,7 @@ UNENFORCEABLE_MAX = 10_000
 
 
 class Reads(Protocol):
-    """Reads as `ApiServer` does, maybe from a cache."""
+    """The reading methods of `ApiServer`, which may answer from a cache."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None: ...
 
@@ -132,13 +132,14 @@ class Reconciler:
         help."""
 
     async def service(self, namespace: str, name: str) -> float | None:
-        """Reconcile a BlendService. Returns the seconds until the next look; None once the object is gone."""
+        """Reconcile a BlendService. Returns the seconds until the next look; None if the object is gone."""
         live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
         claimed = await self._claim(live, status_of(BlendServiceStatus, live))
         if claimed is None:
-            # Its owner exports its metrics: this operator's last state must not raise an alert.
+            # The owner exports the service's metrics: the last state that this operator saw must not raise
+            # alerts.
             self._metrics.forget(ObjectKey(BLEND_SERVICE.kind, namespace, name))
             return CONTESTED_S
         (live, before), owner = claimed, _owner(live)
@@ -154,7 +155,7 @@ class Reconciler:
         observed = await self._observe(owner, owned, pods)
         result = plan_service(spec, owner, before, observed, self._clock())
         if not observed.is_kuberay_installed:
-            # The state to continue from once KubeRay is back.
+            # Keep the state from which to continue when KubeRay is back.
             kept = {name: getattr(before, name) for name in ("rollout", "shard_groups", "store_image")}
             await self._write_status(live, before, replace(result.status, **kept))
             return SOON_S
@@ -170,7 +171,8 @@ class Reconciler:
         return LATER_S if is_done and not is_in_progress else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
-        """Reconcile a CorpusPrecompute likewise. It needs no finalizer: nothing has to drain."""
+        """Reconcile a CorpusPrecompute and return as `service` does. Nothing has to drain, so it needs no
+        finalizer."""
         live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
@@ -225,7 +227,8 @@ class Reconciler:
     async def _claim(
         self, live: Manifest, before: BlendServiceStatus
     ) -> tuple[Manifest, BlendServiceStatus] | None:
-        """The service and its status once this operator owns it; None if another operator does."""
+        """Claim a service. Returns it and its status if this operator owns it now; None if another operator
+        does."""
         me, claim = self._owners.me, await self._owners.decide(before.operator)
         if claim is Claim.KEEP:
             return live, before
@@ -278,7 +281,8 @@ class Reconciler:
     async def _hold(
         self, live: Manifest, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]
     ) -> Manifest:
-        """Set our finalizer if there is something to drain, or remove it. Returns the object as it is now."""
+        """Set our finalizer if there is something to drain, else remove it. Returns the object as it is
+        now."""
         ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
         is_wanted = must_drain(is_held(live), ray, pods)
         if is_held(live) and not is_wanted:
@@ -345,7 +349,7 @@ class Reconciler:
         return figures(*await asyncio.gather(shards, engines))
 
     async def _target(self, namespace: str, service: str) -> Target | None:
-        """The service of a corpus, with the revision that its spec asks for; None without a valid service."""
+        """The service of a corpus, with the revision that its spec requests; None without a valid service."""
         live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None or is_leaving(live):
             return None
@@ -387,7 +391,7 @@ class Reconciler:
                 logger.warning("%s %s/%s: something else keeps changing %s, so it stays as it is", *key, path)
 
     async def _check_unowned(self, wanted: Manifest) -> None:
-        """Raise `InvalidField` if an object of the name exists that is not this service's."""
+        """Raise `InvalidField` if an object of this name exists and does not belong to this service."""
         metadata = wanted["metadata"]
         there = await self._cluster.get(BY_KIND[wanted["kind"]], metadata["namespace"], metadata["name"])
         if there is not None and label_of(there, LABEL_SERVICE) != metadata["labels"][LABEL_SERVICE]:
@@ -410,7 +414,7 @@ class Reconciler:
             logger.info("deleted %s %s/%s", one["kind"], owner.namespace, one["metadata"]["name"])
 
     async def _upgrade(self, namespace: str, result: Desired) -> None:
-        """Update the RayCluster, or else restart a shard: pods must restart from the new template."""
+        """Update the RayCluster, or else evict a shard's pod, which then restarts from the new template."""
         if result.cluster_patch is not None:
             patch = result.cluster_patch
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}

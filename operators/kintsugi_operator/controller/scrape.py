@@ -33,7 +33,7 @@ class Web:
         self._places = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def fetch(self, url: str) -> str:
-        """The page; empty without an answer in time, and for a page larger than `BYTES_MAX`."""
+        """Return the page; empty after an error or a timeout, and for a page larger than `BYTES_MAX`."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._places, self._session.get(url, timeout=timeout) as answer:

@@ -2,8 +2,8 @@
 ever.
 
 kopf is not used. It lists without `resourceVersion`, which the API server answers from its database. It
-discovers kinds only once, or else watches CRDs, which an operator of one namespace has no right to. A 404, or
-any error event but 410, ends its watcher and with it the process. A watch here recovers:
+discovers kinds only once, or else watches CRDs, which an operator of one namespace may not do. A 404, or any
+error event except 410, ends its watcher and with it the process. A watch of this module recovers:
 
 | the API server | the watch |
 |---|---|
@@ -60,7 +60,7 @@ class Watch:
         self._list_from = "0"
         self._failures = 0
         self.has_answer = asyncio.Event()
-        """Set after the first attempt, also after a failure."""
+        """Set after the first attempt, even if it failed."""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -162,7 +162,7 @@ class Watches:
             await has_answer.wait()
 
     def _take_served(self) -> None:
-        """Look at all objects, because any of them may depend on the kind."""
+        """Schedule a look at all objects, because any of them may depend on the kind."""
         self._ray_changed.set()
         self._on_change(self._index.keys())
 

@@ -23,7 +23,7 @@ def needs_write(wanted: Manifest, live: Manifest | None) -> bool:
 
 
 def drift(wanted: Any, live: Any, path: str = "") -> str | None:
-    """Path of the first wanted value that the live object lacks; None if it has all."""
+    """Return the path of the first wanted value that the live object lacks; None if it has all."""
     if isinstance(wanted, Mapping):
         if not isinstance(live, Mapping):
             return None if not wanted and live is None else path
@@ -41,8 +41,8 @@ def drift(wanted: Any, live: Any, path: str = "") -> str | None:
 
 
 def not_shrunk(wanted: Manifest, live: Manifest | None) -> Manifest:
-    """The wanted object; a claim at least as large as the live one, which somebody may have enlarged by hand,
-    because Kubernetes cannot shrink claims."""
+    """Return the wanted object. A claim keeps the size of the live claim if that is larger: a user may have
+    enlarged it, and Kubernetes cannot shrink claims."""
     if live is None or wanted["kind"] != CLAIM:
         return wanted
     ours = wanted["spec"]["resources"]["requests"]["storage"]

@@ -1,4 +1,4 @@
-"""Decides when a corpus is filled: once per change and model, and at each time of its schedule."""
+"""Decides when a corpus is filled: after each change of its spec or the model, and as scheduled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kintsugi_operator.observed.views import JobState, JobView
 WITHOUT_RERUN = ("suspend", "schedule")
 """Fields of a spec that may change without the corpus being filled again."""
 WITHOUT_RERUN_EXPERT = ("ttlS", "ledgerGib")
-"""The same of `expert`."""
+"""Fields of `expert` that may change likewise."""
 TICK = "%Y%m%d%H%M"
 COUNTS = ("documents", "documents_failed", "chunks", "chunks_failed")
 
@@ -36,7 +36,7 @@ class Target:
 
     spec: BlendServiceSpec
     revision: EngineRevision
-    """The revision to fill the corpus for: a pending revision serves once its corpora are filled."""
+    """The revision to fill the corpus for: a pending revision serves only after its corpora are filled."""
     is_store_ready: bool
 
 
@@ -183,7 +183,7 @@ def _complete(phase: str, job: JobView, pod_failure: str) -> Condition:
 
 
 def figures_in(log: str) -> Mapping[str, Any]:
-    """The last report in a job's log, which also has lines of Ray; empty without one."""
+    """The last report in a job's log, which also has lines of Ray; empty if there is none."""
     decoder = json.JSONDecoder()
     start = log.rfind("\n{")
     while start >= 0 or log.startswith("{"):

@@ -1,5 +1,5 @@
-"""Decides which of several operators owns a service. Operators that do not own it write only what this file
-decides.
+"""Decides which of several operators owns a service. An operator that does not own a service writes to it
+only what this module decides.
 
 The service's status names its owner by the Lease that the owner's leader holds. An operator of single
 namespaces takes precedence over one of the whole cluster. Otherwise the first owner stays until its Lease
@@ -27,7 +27,7 @@ class Claim(StrEnum):
 
 
 def decide_claim(me: OperatorStatus, owner: OperatorStatus) -> Claim:
-    """Decide, for an owner that still runs."""
+    """Decide about a service whose owner still runs."""
     if owner == me:
         return Claim.KEEP
     if owner.lease in ("", me.lease):
@@ -51,7 +51,7 @@ def leave_to_owner(
         f"operator {owner.lease} (scope {owner.scope}) owns this service, and {me.lease} (scope {me.scope}) "
         "ignores it: remove one of them",
     )
-    # Any operator's message will do: several of them would overwrite each other's for ever.
+    # Keep the message of any operator: otherwise several operators would overwrite it in turn for ever.
     whose = f"operator {owner.lease} (scope {owner.scope}) owns"
     if any(one.type == said.type and one.message.startswith(whose) for one in status.conditions):
         return status
@@ -59,7 +59,7 @@ def leave_to_owner(
 
 
 def forget_operator(status: BlendServiceStatus, me: OperatorStatus) -> BlendServiceStatus:
-    """The status once this operator is removed, so that another may own the service."""
+    """Return the status after this operator's removal, so that another may own the service."""
     if status.operator.lease == me.lease:
         return replace(status, operator=OperatorStatus())
     if any(one.type == c.SOLE and f" {me.lease} (scope" in one.message for one in status.conditions):

@@ -139,7 +139,7 @@ def _drop_unknown(
 def _all_calibrations(
     records: Sequence[CalibrationStatus], live: Mapping[str, JobView]
 ) -> Mapping[str, JobView]:
-    """The calibrations by revision: those with a RayJob, and those that have ended and whose RayJob is
+    """Return the calibrations by revision: those with a RayJob, and those that ended and whose RayJob was
     deleted.
 
     The latter have no name. Failed ones that may run again are left out.
@@ -176,7 +176,7 @@ def _calibration_jobs(
     observed: Observed,
     live_jobs: Mapping[str, JobView],
 ) -> list[Manifest]:
-    """The calibration job of the pending revision, or else of the active one. It starts once the store is
+    """The calibration job of the pending revision, or else of the active one. It starts when the store is
     ready, because it writes its report there. A job that has ended is not created again after its
     deletion."""
     if not spec.engines.calibrate:
@@ -200,7 +200,7 @@ def _cluster_patch(store: Manifest, observed: Observed) -> ClusterPatch | None:
         return None
     cluster = store["spec"]["rayClusterConfig"]
     specs = {key: cluster[key] for key in ("headGroupSpec", "workerGroupSpecs")}
-    # Null removes it. The head reads it at its next restart.
+    # Null removes these options. The head reads them at its next restart.
     specs["gcsFaultToleranceOptions"] = cluster.get("gcsFaultToleranceOptions")
     patch = {"metadata": {"annotations": {ANNOTATION_CLUSTER: wanted}}, "spec": specs}
     return ClusterPatch(observed.store.cluster, patch)

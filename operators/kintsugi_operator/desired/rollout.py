@@ -52,8 +52,8 @@ def calibrated_revision(rollout: RolloutStatus) -> str:
 def step(
     rollout: RolloutStatus, requested: str, calibrate: bool, observed: Observed, now: datetime
 ) -> RolloutStatus:
-    """The next state, at most one phase further. Repeated with the same input, it comes to rest. Leaves
-    `since` to the caller."""
+    """Return the next state, at most one phase further. Repeated calls with the same input reach a state that
+    no longer changes. The caller sets `since`."""
     rollout = _retire_due(_recover_active(rollout, observed), now)
     if not rollout.active:
         return replace(rollout, active=requested, pending="", phase=Phase.IDLE)
@@ -73,7 +73,7 @@ def _recover_active(rollout: RolloutStatus, observed: Observed) -> RolloutStatus
 def _advance_pending(
     rollout: RolloutStatus, calibrate: bool, observed: Observed, now: datetime
 ) -> RolloutStatus:
-    """One step of the pending revision towards serving."""
+    """Advance the pending revision by at most one phase."""
     service = observed.services.get(rollout.pending)
     is_ready = service is not None and service.is_ready
     job = observed.calibrations.get(rollout.pending)
@@ -109,7 +109,7 @@ def _replace_pending(rollout: RolloutStatus, pending: str, phase: Phase) -> Roll
 
 
 def _retire_due(rollout: RolloutStatus, now: datetime) -> RolloutStatus:
-    """Remove the retiring revisions once their time is over."""
+    """Remove the retiring revisions when their time is over."""
     if not rollout.retiring or not rollout.retiring_since:
         return replace(rollout, retiring=(), retiring_since="")
     age_s = (now - datetime.fromisoformat(rollout.retiring_since)).total_seconds()

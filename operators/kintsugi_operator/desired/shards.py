@@ -1,4 +1,4 @@
-"""Decides which shard restarts next, so that the operator never takes down more than one."""
+"""Decides which shard restarts next, so that the operator never takes down more than one at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
         return ShardStep(Action.NONE)
     ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
     missing = set(range(len(templates))) - ready
-    # An outdated pod that is not ready is replaced first: nothing is lost.
+    # An outdated pod that is not ready is replaced first, because nothing is lost.
     down = (pod for pod in outdated if not pod.is_ready and not pod.is_leaving and missing <= {pod.shard})
     chosen = next(down, None if missing else outdated[0])
     if chosen is None:

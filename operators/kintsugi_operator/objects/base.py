@@ -21,7 +21,7 @@ GROUP_PODS_MAX = 1024
 
 @dataclass(frozen=True)
 class Owner:
-    """The object of ours that others belong to."""
+    """A BlendService or CorpusPrecompute that owns other objects."""
 
     kind: str
     name: str
@@ -88,7 +88,8 @@ def worker_group(
 
 
 def fault_tolerance(redis: Redis) -> Manifest:
-    """The part of a Ray cluster's spec with which it survives the loss of its head; empty without a Redis."""
+    """Return the fields of a Ray cluster's spec that let it survive the loss of its head; none without a
+    Redis."""
     if not redis.address:
         return {}
     options: Manifest = {"redisAddress": redis.address}

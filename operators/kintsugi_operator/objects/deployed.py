@@ -58,8 +58,8 @@ CORPUS_KEY = "corpus-token"
 
 @dataclass(frozen=True)
 class EngineRevision(ManifestSettings):
-    """Everything that changes the answers of engines. A new revision is calibrated and warmed beside the old
-    one."""
+    """The settings that change the answers of engines. A new revision is calibrated and warmed while the old
+    one serves."""
 
     model: Model
     image: str
@@ -69,7 +69,7 @@ class EngineRevision(ManifestSettings):
 
     @staticmethod
     def of(spec: BlendServiceSpec) -> EngineRevision:
-        """The revision that a spec asks for."""
+        """Return the revision that a spec requests."""
         expert = _with_pods_of(spec.engines.expert, EnginesExpert())
         return EngineRevision(spec.model, spec.image, spec.expert.ray_version, spec.engines.vllm, expert)
 
@@ -79,7 +79,7 @@ class EngineRevision(ManifestSettings):
         return digest(non_default_manifest(self))
 
     def within(self, spec: BlendServiceSpec) -> BlendServiceSpec:
-        """The spec as it would be if it had asked for this revision; everything else stays as it is."""
+        """Return the spec with the settings of this revision; everything else is unchanged."""
         engines = replace(
             spec.engines, vllm=self.vllm, expert=_with_pods_of(self.expert, spec.engines.expert)
         )
@@ -88,7 +88,7 @@ class EngineRevision(ManifestSettings):
 
 
 def _with_pods_of(expert: EnginesExpert, other: EnginesExpert) -> EnginesExpert:
-    """These settings, but those of pods, which change no answers, as ``other`` has them."""
+    """Return `expert` with the pod settings of `other`. Pod settings change no answers."""
     of_pods = ("gpu_resource", "shared_memory", "scratch")
     return replace(expert, **{name: getattr(other, name) for name in of_pods})
 
@@ -110,7 +110,7 @@ def service_spec(spec: BlendServiceSpec) -> ServiceSpec:
             tokens_file=f"{TOKENS}/tokens.yaml" if gateway.tokens_secret else "",
             tls_cert=f"{TLS}/tls.crt" if gateway.tls_secret else "",
             tls_key=f"{TLS}/tls.key" if gateway.tls_secret else "",
-            # The API asks for tokens or `gateway.insecure`, and says that TLS is the user's to add.
+            # The API requires tokens or `gateway.insecure`, and says that adding TLS is up to the user.
             insecure=not gateway.tls_secret or gateway.insecure,
             expert=convert_settings(
                 GatewaySpecExpert,
@@ -142,7 +142,8 @@ def store_spec(spec: BlendServiceSpec) -> StoreSpec:
         expert=StoreExpert(
             host=ANY_HOST,
             directory_port=DIRECTORY_PORT,
-            # Without TLS, network policies keep others away; where there are none, the spec has to say so.
+            # Without TLS, network policies protect the store; without these, the spec must set
+            # `store.insecure`.
             insecure=not store.tls_secret,
             tls_name=store.expert.tls_name if store.tls_secret else "",
             keys_file=f"{STORE_KEYS}/keys.json" if store.keys_secret else "",
@@ -166,8 +167,8 @@ def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
 
 
 def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume]:
-    """Secrets of a client of the store: certificates, its own token, which is ``key`` of the Secret with
-    tokens, and the keys of encrypted namespaces."""
+    """Secrets of a client of the store: certificates, the keys of encrypted namespaces, and its own token,
+    which is under ``key`` in the Secret with tokens."""
     keys = spec.store.keys_secret
     mounted = [secret("store-keys", STORE_KEYS, keys)] if keys else []
     return [*store_tls_volumes(spec), *_own_token(spec, key), *mounted]
@@ -179,8 +180,8 @@ def _own_token(spec: BlendServiceSpec, key: str) -> list[Volume]:
 
 
 def spread_heads(service: str) -> Manifest:
-    """Affinity that prefers different nodes for a service's heads: a lost node then stops one Ray cluster
-    only."""
+    """Affinity that prefers different nodes for a service's heads: a lost node then stops only one Ray
+    cluster."""
     return affinity(away=avoid(selector(service, role="head")))
 
 

@@ -40,7 +40,7 @@ BOUND = ("dtype", "hf_overrides", "kv_cache_dtype", "quantization", "revision")
 LOADING = ("load_format", "max_model_len", "trust_remote_code")
 """Arguments without which some models cannot be loaded."""
 OPENAI_OPTIONS = ("chat_template", "reasoning_parser", "tool_call_parser")
-"""Arguments of `vllm serve` that are none of `vllm.LLM`'s."""
+"""Arguments of `vllm serve` that `vllm.LLM` does not accept."""
 RETRIES = 2
 """Retries of a corpus's job. Each continues where the last attempt stopped."""
 
@@ -82,7 +82,7 @@ def engine_arguments(gpus: int, vllm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_options(revision: EngineRevision) -> list[str]:
-    """Options for the text that the revision's chunks are prefilled behind."""
+    """Return the options for the text that precedes the revision's chunks when they are prefilled."""
     model = revision.model
     expert = model.expert
     options = [] if expert.form == ModelExpert.form else ["--form", expert.form]
@@ -92,7 +92,7 @@ def _prompt_options(revision: EngineRevision) -> list[str]:
 
 
 def _system_prompt(service: str, revision: EngineRevision) -> list[Volume]:
-    """A volume with the system prompt that the revision's chunks are prefilled behind."""
+    """Return a volume with the system prompt that precedes the revision's chunks; none without one."""
     if revision.model.system_prompt is None:
         return []
     source = {"configMap": {"name": revision_map_name(service, revision.name), "defaultMode": 0o444}}
@@ -105,7 +105,7 @@ def corpus_labels(service: str, corpus: str) -> dict[str, str]:
 
 
 def ledger_claim(corpus: CorpusPrecomputeSpec, owner: Owner) -> Manifest:
-    """The claim of the ledger, which knows the chunks of every document and outlives jobs."""
+    """Return the claim of the ledger, which records the chunks of every document and outlives jobs."""
     body = {"spec": {**claim_spec(corpus.expert.ledger_gib, ""), "volumeMode": "Filesystem"}}
     tags = corpus_labels(corpus.service, owner.name)
     return make_object(owner, "PersistentVolumeClaim", join_name(owner.name, "ledger"), tags, body)
@@ -156,11 +156,11 @@ def corpus_job(
         )
     )
     group = worker_group("worker", pod, workers.replicas, {}, workers.cpus, workers.gpus, fixed=True)
-    # The head has no room for an engine.
+    # Without `head_cpus`, no engine runs on the head.
     cluster = ray_cluster(head, [group], service.expert.ray_version)
     body = _job(corpus_command(corpus, owner, service, revision), cluster, corpus.expert.ttl_s, RETRIES)
     if corpus.suspend:
-        # Never false: KubeRay drops that value, and a job queue may set the field.
+        # Set it only to true: KubeRay drops false, and a job queue may set the field.
         body["spec"]["suspend"] = True
     return make_object(owner, "RayJob", ray_named(owner.name, run), tags, body, RAY_API_VERSION)
 
@@ -205,7 +205,7 @@ def _job(command: Sequence[str], cluster: Manifest, ttl_s: int, retries: int) ->
     return {
         "spec": {
             "entrypoint": shlex.join(command),
-            # KubeRay submits the job over HTTP, without a pod for it.
+            # KubeRay submits the job over HTTP, without a submitter pod.
             "submissionMode": "HTTPMode",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": ttl_s,

@@ -15,8 +15,8 @@ RAY_NAME_LENGTH_MAX = 47
 DIGEST_LENGTH = 10
 
 LABEL_NAME = "app.kubernetes.io/name"
-"""On Ray's pods this label belongs to KubeRay, whose Services select by it, so these pods do not have
-ours."""
+"""KubeRay sets this label on Ray's pods, and its Services select pods by it, so the operator does not set it
+there."""
 LABEL_SERVICE = f"{GROUP}/service"
 LABEL_CORPUS = f"{GROUP}/corpus"
 LABEL_PART = f"{GROUP}/part"
@@ -32,7 +32,7 @@ ANNOTATION_DIGEST = f"{GROUP}/desired"
 ANNOTATION_CLUSTER = f"{GROUP}/cluster"
 """Digest of a Ray cluster's spec. KubeRay copies it from the RayService to the RayCluster."""
 FINALIZER = f"{GROUP}/finalizer"
-"""Holds a BlendService until it has drained. The reconciler alone sets and removes it."""
+"""Keeps a deleted BlendService until it has drained (`controller.finalizer`)."""
 FIELD_MANAGER = "kintsugi-operator"
 
 
@@ -43,7 +43,7 @@ def digest(value: Any) -> str:
 
 
 def fit_name(name: str, length_max: int = NAME_LENGTH_MAX) -> str:
-    """The name, or its beginning and a digest of the whole name."""
+    """Return the name; if it is too long, its beginning and a digest of the whole name."""
     if len(name) <= length_max:
         return name
     return f"{name[: length_max - DIGEST_LENGTH - 1].rstrip('-.')}-{digest(name)}"

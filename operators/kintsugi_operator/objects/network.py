@@ -1,4 +1,5 @@
-"""Disruption budgets and network policies. The policies deny everything that they do not allow here."""
+"""Disruption budgets and network policies. The policies deny all traffic that they do not explicitly
+allow."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def budgets(spec: BlendServiceSpec, owner: Owner, active: str, engines: int) -> 
     """Budgets that let a node's maintenance evict one shard, engine or gateway at a time. `engines`: the
     present number of engine pods.
 
-    They set `minAvailable`: `maxUnavailable` needs the scale of the pods' controller, which RayClusters lack,
-    and would forbid every eviction. A pod that is not ready may always be evicted, since it could otherwise
-    never be replaced.
+    They set `minAvailable`: `maxUnavailable` would forbid every eviction, because it needs the scale
+    subresource of the pods' controller, which RayClusters lack. A pod that is not ready may always be
+    evicted, since it could otherwise never be replaced.
     """
     engine_pods = max(spec.engines.replicas, engines)
     store, service = {"part": "store"}, {"part": "service", "revision": active}
@@ -88,7 +89,7 @@ def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
     expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
     users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
     ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
-    # Policies know no names, so it may be anywhere.
+    # A policy cannot name a host, so all destinations are allowed.
     egress = [{"ports": _ports(spec.store.expert.bucket_port)}] if spec.store.bucket_url else None
     return _policy(owner, "store", {"part": "store"}, ingress=ingress, egress=egress)
 
@@ -120,8 +121,8 @@ def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
 
 
 def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
-    """Let only KubeRay, which deploys through the dashboards, and the operator, which reads job logs there,
-    call heads: the dashboard runs any code that it is sent."""
+    """Let only KubeRay and the operator call heads, because the dashboard runs any code that it receives.
+    KubeRay deploys through the dashboard, and the operator reads job logs from it."""
     kuberay = {
         "namespaceSelector": _namespace(spec.expert.kuberay_namespace or owner.namespace),
         "podSelector": {"matchLabels": KUBERAY},
@@ -130,7 +131,7 @@ def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     # Ray's autoscaler runs beside the head and calls the API server.
     egress = [{"ports": _ports(443, 6443)}]
     if spec.expert.redis.address:
-        # Policies know no names, so it may be anywhere.
+        # A policy cannot name a host, so all destinations are allowed.
         egress.append({"ports": _ports(int(spec.expert.redis.address.rpartition(":")[2]))})
     return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
 
@@ -145,7 +146,7 @@ def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest
 
 
 def _operator(home: str) -> Manifest:
-    """The operator's pods, in its namespace alone: others may create pods with the same label."""
+    """Select the operator's pods in its own namespace only: pods elsewhere may have the same label."""
     return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
 
 

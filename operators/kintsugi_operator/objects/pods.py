@@ -112,7 +112,7 @@ def affinity_term(weight: int, labels: Mapping[str, str], topology: str = HOSTNA
 def avoid(labels: Mapping[str, str]) -> list[Manifest]:
     """Terms of an anti-affinity to the nodes and zones of pods with these labels.
 
-    Not topology spread constraints: those for zones have no effect on nodes without a zone.
+    Topology spread constraints are not used: for zones, they have no effect on nodes without a zone.
     """
     return [affinity_term(100, labels), affinity_term(50, labels, ZONE)]
 
@@ -144,10 +144,10 @@ class Pod:
     env_secret: str = ""
     volumes: Sequence[Volume] = ()
     readiness: Mapping[str, Any] = field(default_factory=dict)
-    """Readiness probe; empty: the probe of Ray's health."""
+    """Readiness probe; empty: a probe of Ray's health endpoint."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
     more: PodTemplate = field(default_factory=PodTemplate)
-    """Additions of the spec."""
+    """Additions from the BlendService's spec."""
     grace_s: int = 90
     """Time for shards to write back, and for engines and gateways to finish requests."""
     is_head: bool = False

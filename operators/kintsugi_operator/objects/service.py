@@ -95,7 +95,8 @@ def revision_map_name(name: str, revision: str) -> str:
 
 
 def account_objects(owner: Owner) -> list[Manifest]:
-    """ServiceAccounts: for heads, whose pods mount a token, and for all other pods, without one."""
+    """ServiceAccounts: one for heads, whose pods mount a token, and two without a token for all other
+    pods."""
     tokenless = {"automountServiceAccountToken": False}
     bodies: dict[str, Manifest] = {"head": {}, "store": tokenless, PART: tokenless}
     return [
@@ -201,8 +202,8 @@ def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) ->
 
 
 def _readiness(spec: BlendServiceSpec) -> Manifest:
-    """A probe that asks whether the gateway has engines. It cannot show a client certificate: where one is
-    mandatory, it checks for an open port."""
+    """A probe that checks whether the gateway has engines. It cannot present a client certificate: if one is
+    required, it only checks that the port is open."""
     if spec.gateway.expert.require_client_certificate:
         return {"tcpSocket": {"port": "http"}}
     scheme = "HTTPS" if spec.gateway.tls_secret else "HTTP"
@@ -252,8 +253,8 @@ def _kv_cache_gib(vllm: Mapping[str, Any]) -> int:
 
 
 def model_volumes(spec: BlendServiceSpec, size: str = "") -> list[Volume]:
-    """Scratch space for downloads and caches, of the engines' size unless ``size`` is given, and the claim
-    with checkpoints where there is one."""
+    """Return the model's volumes: scratch space for downloads and caches, and the claim with checkpoints if
+    the spec names one. ``size``: of the scratch space; empty: as engines have it."""
     volumes = [scratch("scratch", SCRATCH, size or spec.engines.expert.scratch)]
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))

@@ -1,8 +1,8 @@
 """Objects of the store: one RayService with a worker group per shard, and the shards' volumes.
 
-Nothing here depends on the model, the engines or their image, so that a change of those restarts no shard.
-KubeRay does not upgrade the store (`upgradeStrategy: None`), because a second cluster would need the same
-volumes. The operator upgrades it, one pod at a time (`desired.shards`).
+Nothing here depends on the model, the engines or their image, so a change of these restarts no shard. KubeRay
+does not upgrade the store (`upgradeStrategy: None`), because a second cluster would need the same volumes.
+The operator upgrades it, one pod at a time (`desired.shards`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> St
 
 
 def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
-    """Whether `store.expert.rayVersion` asks for a version of Ray that the running shards do not have."""
+    """Whether `store.expert.rayVersion` requests a version of Ray that the running shards do not have."""
     wanted = spec.store.expert.ray_version
     return running is not None and bool(wanted) and wanted != running.ray_version
 

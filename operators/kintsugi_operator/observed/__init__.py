@@ -1,1 +1,1 @@
-"""What the operator has seen of a service: views of Kubernetes' objects, troubles, conditions. Pure."""
+"""What the operator observed of a service: views of Kubernetes' objects, pod failures, conditions. Pure."""

@@ -75,7 +75,7 @@ def merge_conditions(
 
 
 def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Condition]:
-    """`Reconciling` and `Stalled`, from which kstatus, and with it helm 4 and Flux, reads an object's
+    """Derive `Reconciling` and `Stalled`, from which kstatus (used by helm 4 and Flux) reads an object's
     progress.
 
     At most one of them is true, because kstatus reads the first that it finds.
@@ -91,7 +91,7 @@ def summarise_progress(conditions: Sequence[Condition]) -> tuple[Condition, Cond
 
 
 def is_false(condition: Condition) -> bool:
-    """Whether a condition is false, not unknown."""
+    """Whether a condition is false. An unknown condition is not false."""
     return condition.status is ConditionStatus.FALSE
 
 

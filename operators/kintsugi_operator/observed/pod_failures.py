@@ -1,4 +1,4 @@
-"""Why pods do not start, so that a user need not look it up pod by pod."""
+"""Finds out why pods do not start, so that users need not inspect each pod."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CREATING = ("ContainerCreating", "PodInitializing")
 
 
 def list_pod_failures(pods: Sequence[Manifest], now: datetime) -> dict[str, str]:
-    """The first pod of each part of a service that does not start, and why."""
+    """Return, for each part of a service, the first pod that does not start, and why."""
     found: dict[str, str] = {}
     for pod in sorted(pods, key=lambda one: str(one["metadata"]["name"])):
         part = label_of(pod, LABEL_PART)
@@ -27,8 +27,8 @@ def list_pod_failures(pods: Sequence[Manifest], now: datetime) -> dict[str, str]
 
 
 def describe_failure(pod: Manifest, now: datetime) -> str:
-    """Why a pod does not start; empty for one that runs, terminates or may still start by itself. The same
-    failure always has the same text, because each change of it is a write."""
+    """Return why a pod does not start; empty for a pod that runs, terminates or may still start. The same
+    failure always has the same text, because each change of the text causes a write."""
     if is_leaving(pod):
         return ""
     status = pod.get("status") or {}

@@ -40,10 +40,10 @@ class JobView:
     message: str = ""
     name: str = ""
     dashboard: str = ""
-    """`host:port` of its Ray cluster's dashboard, empty before there is one."""
+    """`host:port` of its Ray cluster's dashboard; empty until it has one."""
     job_id: str = ""
     uid: str = ""
-    """UID of the RayJob: a new one of the same name has another."""
+    """UID of the RayJob. A new RayJob of the same name has another UID."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Observed:
 
     is_kuberay_installed: bool = True
     is_kuberay_recent: bool = True
-    """Whether KubeRay is 1.6 or newer: it serves RayCronJobs."""
+    """Whether KubeRay is 1.6 or newer, and so serves RayCronJobs."""
     store: RayServiceView | None = None
     cluster_digest: str = ""
     """Digest of the configuration that was last applied to the store's RayCluster."""

@@ -1,8 +1,8 @@
 """The segments that wait to be saved, and the token budget for saving them.
 
-Saving earns tokens: a share of the tokens of every prompt seen, at most `EARNED_MAX` ahead. So what
-discovery computes is bounded by the traffic, whatever the traffic is. First come, first served, and no
-namespace takes all the room.
+Each prompt adds a share of its tokens to the budget, up to `EARNED_MAX`. So the tokens that discovery
+computes are bounded by the tokens of the traffic. Segments are saved in order of arrival, and no namespace
+can fill the backlog alone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.core.tokens import TokenIds
 
 TOKENS_MAX = 1 << 20
-"""4 MiB of token ids."""
+"""Maximum number of tokens that wait: 4 MiB of token ids."""
 SEGMENT_TOKENS_MIN = 256
 """Minimum charge of a segment, so that at most 4,096 wait."""
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
-"""Share of the room for one namespace, including its parts, however many there are."""
+"""Maximum for one namespace, including all its parts."""
 EARNED_MAX = 1 << 16
-"""Maximum unspent budget in tokens, so that saving does not catch up on an idle hour at once."""
+"""Maximum unspent budget in tokens. It bounds the burst of saves after an hour without saves."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Recurring:
     shared: str
     """Further namespace whose chunks the request could use; empty: none."""
     salt: str
-    """Salt of the request's namespace when the segment was seen. A different salt now means that something
-    was erased since."""
+    """Salt of the request's namespace when the segment was seen. If the present salt differs, chunks have
+    been erased since then."""
     ttl_s: float
     """Lifetime of the saved chunk."""
     asked_at_s: float
@@ -46,7 +46,7 @@ class Recurring:
         return ChunkKey.of(self.space, self.token_ids)
 
     def is_alike(self, other: Recurring) -> bool:
-        """Whether both are saved behind the same text and come from requests with the same rights."""
+        """Whether both are saved after the same text and come from requests with the same rights."""
         return (self.space, self.shared, self.salt) == (other.space, other.shared, other.salt)
 
 

@@ -1,19 +1,19 @@
 """Cuts token ids into segments at content-defined boundaries.
 
-Whether a position is a boundary depends on the tokens within `REACH_TOKENS` of it and on nothing before them:
-the same passage is cut alike wherever it stands, and an insertion moves no other boundary. Only text without
-a boundary for `TOKENS_MAX` tokens is cut at fixed distances. The rules:
+Whether a position is a boundary depends only on the tokens within `REACH_TOKENS` of it. So a passage is cut
+in the same way in every prompt, and an insertion moves no distant boundary. Only text without a boundary for
+`TOKENS_MAX` tokens is cut at fixed distances. The rules:
 
-1. Between two *separators* (`token_classes`) that stand `BLOCK_TOKENS_MIN` apart lies a block; both its ends
-   are boundaries.
-2. Candidates are the positions inside blocks of more than `WHOLE_TOKENS_MAX`, and the separators that stand
-   closer together. None is nearer than `TOKENS_MIN` to a boundary of the first rule.
+1. Two neighbouring *separators* (`token_classes`) that are at least `BLOCK_TOKENS_MIN` apart enclose a block.
+   Both ends of a block are boundaries.
+2. Candidates are the positions inside blocks of more than `WHOLE_TOKENS_MAX` tokens, and the separators that
+   enclose no block. No candidate is nearer than `TOKENS_MIN` to a boundary of the first rule.
 3. A candidate is a boundary if its gear hash (FastCDC's, over the `HASH_TOKENS` tokens before it) exceeds
-   that of every other candidate within `RADIUS_TOKENS`. With 127, cuts inside a block are 257 tokens apart
-   on average, and never less than 128.
+   that of every other candidate within `RADIUS_TOKENS`. With a radius of 127, cuts inside a block are 257
+   tokens apart on average, and never less than 128.
 
-Cost: some sixty numpy operations over the ids: 100 µs whatever their number, and 20 µs per 1,000 tokens (one
-x86 core, 100 to 32,000 ids).
+Cost: about sixty numpy operations over the ids, which take 100 µs plus 20 µs per 1,000 tokens (one x86 core,
+100 to 32,000 ids).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BLOCK_TOKENS_MIN = 128
 WHOLE_TOKENS_MAX = 384
 """A block of up to this many tokens is one segment, so that passages of usual size stay whole."""
 RADIUS_TOKENS = 127
-"""Below `2 * TOKENS_MIN`: so candidates of two blocks, each `TOKENS_MIN` away from what parts them, never
-compete, and a block's cuts depend on the block alone."""
+"""Less than `2 * TOKENS_MIN`. Candidates of two blocks are each at least `TOKENS_MIN` from the boundary
+between them, so they never compete, and a block's cuts depend on the block alone."""
 HASH_TOKENS = 16
 REACH_TOKENS = 560
-"""Farthest token that a boundary depends on: a rival within the radius, the separators around it that make it
-one, and the tokens that these are hashed from and classified by."""
+"""Maximum distance of the tokens that a boundary depends on. They include the other candidates within the
+radius, the separators around these, and the tokens that determine their hashes and classes."""
 
 _Positions = npt.NDArray[np.intp]
 _Hashes = npt.NDArray[np.uint64]
@@ -48,9 +48,9 @@ _Hashes = npt.NDArray[np.uint64]
 def find_segments(
     token_ids: TokenIds, classes: TokenClasses, offset: int = 0, end: int | None = None
 ) -> list[Span]:
-    """The segments of a prompt from `offset` on, in order, and up to `end` as if it ended there: those of
-    `TOKENS_MIN` to `TOKENS_MAX` tokens. What is shorter stands at an end, or between blocks, and belongs to
-    none."""
+    """Return the segments of a prompt from `offset` on, in order, as if the prompt ended at `end`. Each has
+    `TOKENS_MIN` to `TOKENS_MAX` tokens. Shorter pieces, at the ends or between blocks, belong to no
+    segment."""
     ids = token_ids.to_array()[offset:end]
     if len(ids) < TOKENS_MIN:
         return []
@@ -61,9 +61,9 @@ def find_segments(
 
 
 def cut_chunks(prompt: RagPrompt, classes: TokenClasses) -> RagPrompt:
-    """The same token ids, with the segments of each chunk as chunks. Each chunk is cut on its own, as if
-    blank lines stood around it. What belongs to no segment is computed: before the next one, or with the
-    question."""
+    """Return a prompt with the same token ids whose chunks are the segments of each chunk. Each chunk is cut
+    alone, as if blank lines surrounded it. Tokens of no segment are computed: before the next segment, or
+    with the question."""
     chunks: list[PromptChunk] = []
     computed: tuple[int, ...] = ()
     for chunk in prompt.chunks:
@@ -107,7 +107,7 @@ def _hashes(ids: npt.NDArray[np.uint32]) -> _Hashes:
     gear = np.concatenate((np.zeros(HASH_TOKENS, np.uint64), _mix(ids)))
     width = 1
     while width < HASH_TOKENS:
-        # Windows of `width` tokens, joined with those before them.
+        # Join each window of `width` tokens with the window before it.
         gear[width:] += gear[:-width] << np.uint64(width)
         width *= 2
     return gear[HASH_TOKENS - 1 : -1] | np.uint64(1)

@@ -1,16 +1,15 @@
 """Counts how often segments were seen, per namespace and in bounded memory.
 
-Each namespace has a count-min sketch of its own, so no count depends on another namespace's prompts. Where
-memory is short, the owner whose sketches take most gives up the one that was idle longest, so that nobody can
-make others be forgotten by many namespaces of its own. A sketch has two generations. Sightings count in the
-newer one, and the estimate is the sum over both. When the newer one is full or old, it becomes the older one
-and the older one is forgotten: a sighting is remembered for at least a whole generation. A full generation is
-followed by a larger one, up to `WIDTH_MAX`.
+Each namespace has its own count-min sketch, so no count depends on another namespace's prompts. When memory
+is short, the owner with the most bytes loses its longest idle sketch: so an owner with many namespaces cannot
+displace the sketches of others. A sketch has two generations. Sightings are counted in the newer one, and the
+estimate is the sum over both. When the newer one is full or old, it replaces the older one: so a sighting is
+remembered for at least a whole generation. A full generation is followed by a larger one, up to `WIDTH_MAX`.
 
-An estimate is never too low while a sighting is remembered. It is too high for one segment in 5,000 where a
-generation is full: all four of its cells are then used by others. That segment is saved one sight too soon.
+The estimate of remembered sightings is never too low. In a full generation it is too high for one segment in
+5,000, whose four cells are all used by other segments. Such a segment is saved one sighting too soon.
 
-Cost of counting a prompt's segments: 20 µs, and 0.4 µs more for each (one x86 core).
+Cost of counting a prompt's segments: 20 µs, plus 0.4 µs per segment (one x86 core).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Generation:
         """Count each segment once. Returns the former counts."""
         counts = self.estimate(words)
         where = np.arange(ROWS), words & np.uint32(self.width - 1)
-        # Conservative update: only cells that would fall behind are raised.
+        # Conservative update: only cells below the new count are raised.
         raised = np.minimum(counts, COUNT_MAX - 1)[:, None] + np.uint8(1)
         self._cells[where] = np.maximum(self._cells[where], raised)
         self.distinct += int(np.count_nonzero(counts == 0))
@@ -93,10 +92,10 @@ class _Sketch:
 
 
 class Sightings:
-    """Not thread-safe."""
+    """Counts of sightings per namespace. Not thread-safe."""
 
     def __init__(self, period_s: float, clock: Callable[[], float], bytes_max: int = BYTES_MAX) -> None:
-        """A sighting is forgotten after one to two times ``period_s``. ``clock`` gives seconds."""
+        """A sighting is forgotten after one to two times ``period_s``. ``clock`` returns seconds."""
         self._period_s = period_s
         self._clock = clock
         self._bytes_max = bytes_max
@@ -112,8 +111,8 @@ class Sightings:
     def count(self, owner: str, namespace: str, digests: Sequence[bytes]) -> list[int]:
         """Count one sighting of each segment. Returns the new counts.
 
-        ``owner``: who answers for the namespace's memory. ``digests``: distinct digests of at least 16 bytes,
-        such as those of chunk keys.
+        ``owner``: the owner that the namespace's memory is charged to. ``digests``: distinct digests of at
+        least 16 bytes, such as those of chunk keys.
         """
         if not digests:
             return []
@@ -128,10 +127,10 @@ class Sightings:
         return sketch.add(words.reshape(-1, ROWS))
 
     def _give_up_one(self, besides: _Sketch) -> None:
-        """Takes time linear in the number of owners: 0.3 ms for the maximum."""
+        """Drop a sketch. Takes time linear in the number of owners: at most 0.3 ms."""
         owners = (o for o, held in self._sketches.items() if len(held) > 1 or besides not in held.values())
         owner = max(owners, key=lambda one: self._bytes[one])
-        # The one that is being counted was idle shortest.
+        # The first sketch was idle longest; `besides` is the last one.
         self._take(owner, next(iter(self._sketches[owner])))
         self.num_given_up += 1
 

@@ -23,11 +23,12 @@ ENDS_PARAGRAPH = 4
 BEGINS_BLOCK = 8
 """At the beginning of a line, the token begins a heading, a fence or a rule."""
 IS_SPECIAL = 16
-"""The token stands between messages or at the ends of a prompt: a special one, or markup such as
+"""The token occurs between messages or at the ends of a prompt: a special token, or markup such as
 `<tool_response>` that was added to the vocabulary."""
 
 HEADER_TOKENS_MAX = 4
-"""Tokens between a special one and the line break that ends a message's header: `user` and a line break."""
+"""Maximum length of a message's header after its special token, with the line break that ends it: `user` and
+a line break."""
 
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*\Z")
 _MARKUP = re.compile(r"<\S.*>")
@@ -58,7 +59,7 @@ class TokenClasses:
 
     @staticmethod
     def none() -> TokenClasses:
-        """No separators, for models without a tokenizer."""
+        """Return classes without separators, for models without a tokenizer."""
         return TokenClasses(np.zeros(0, np.uint8))
 
     def find_separators(self, token_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
@@ -80,7 +81,7 @@ class TokenClasses:
         return np.unique(np.concatenate((simple, contents)))
 
     def count_text(self, token_ids: npt.NDArray[np.uint32]) -> int:
-        """Number of tokens before the first one between messages; all tokens if there is none."""
+        """Return the number of tokens before the first `IS_SPECIAL` token; all tokens if there is none."""
         is_special = (self._classes_of(token_ids) & IS_SPECIAL) != 0
         return int(is_special.argmax()) if is_special.any() else len(token_ids)
 
@@ -93,9 +94,9 @@ class TokenClasses:
 
 
 def _contents(classes: npt.NDArray[np.uint8], behind: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """The position of a message's content: after the line break that ends its header, or at once.
+    """Return the start of each message's content: after the line break that ends its header, if it has one.
 
-    ``behind``: the positions directly behind special tokens.
+    ``behind``: the positions directly after special tokens.
     """
     padded = np.concatenate((classes, np.zeros(HEADER_TOKENS_MAX, np.uint8)))
     headers = padded[behind[:, None] + np.arange(HEADER_TOKENS_MAX)] & ENDS_LINE != 0
