@@ -4,7 +4,7 @@
     python examples/rag_app.py --model FOLDER --question "…" document.txt another.txt
 
 Documents are cut into chunks and stored once. For each question, sqlite-vec finds the nearest chunks, and
-`prefetch` names them to the gateway at once: the store loads them into RAM while the application prepares its
+`prefetch` reports them to the gateway at once: the store loads them into RAM while the application writes its
 prompt.
 """
 

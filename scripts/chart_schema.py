@@ -49,7 +49,7 @@ HINT = (
 )
 REPOSITORY = rf"^(?:{HINT}){{0}}{HOST_AND_PATH}/?$"
 """Helm's error message quotes the pattern that did not match, and nothing else of the schema. So the pattern
-contains a hint how to get images, repeated zero times so that it matches nothing."""
+contains a hint on how to get images, with zero repetitions, so that it matches nothing."""
 CORPUS_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 DIGEST = r"^(sha256:[0-9a-f]{64})?$"
 HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"

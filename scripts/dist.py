@@ -2,10 +2,10 @@
 
 Usage: python scripts/dist.py [--build-only]
 
-A wheel is built from a copy of its sources, because setuptools writes beside them, and without dates: the
-same sources give the same wheel. It must hold every file of its packages. The wheel of kintsugi-kv must be
-small; alone it must bring the SDK, which puts a chunk into a server of canned messages and gets an answer,
-and nothing heavy. Then each extra and the operator are installed, and a command that needs them runs.
+Each wheel is built from a copy of its sources, because setuptools writes beside them. Wheels have no dates,
+so the same sources produce the same wheel. A wheel must contain every file of its packages. The wheel of
+kintsugi-kv must be small. Installed alone, it must provide the SDK without heavy dependencies: the SDK calls
+a server with canned answers. Then each extra and the operator are installed and a command of theirs is run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 DIST = REPOSITORY / "dist"
 EPOCH_S = 1_767_225_600
-"""2026-01-01, for every file in a wheel."""
+"""2026-01-01, the date of every file in a wheel."""
 SDK_BYTES_MAX = 1_500_000
 """Size limit of the wheel of kintsugi-kv."""
 UNAVAILABLE = 4
 """The exit code of a command that lacks a service or an extra."""
 EXTRAS = (("cli", "size --help"), ("store", "store --help"), ("serving", "serve --print-config"))
-"""Each with a command that needs it, and no engine."""
+"""Extras, each with a command that needs the extra but no engine."""
 SMOKE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +78,7 @@ class Project:
 
     @property
     def sources(self) -> list[Path]:
-        """Files that the wheel should hold."""
+        """Files that the wheel must contain."""
         files = (self.folder / self.package).rglob("*")
         return sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
 
@@ -113,7 +113,7 @@ PROJECTS = (SDK, CHECKPOINTS, OPERATOR)
 
 
 def smoke(wheels: Path) -> str:
-    """Install wheels into an empty environment and use them. Returns the SDK's version and place. Raises
+    """Install wheels into an empty environment and use them. Returns the SDK's version and path. Raises
     `DistError`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -134,14 +134,14 @@ def smoke(wheels: Path) -> str:
 
 
 def expect(text: str, command: Sequence[str], cwd: Path) -> None:
-    """Run a command that cannot do what is asked and says so with `text`. Raises `DistError`."""
+    """Run a command that must exit with `UNAVAILABLE` and print `text`. Raises `DistError` if it does not."""
     said = run(command, cwd, UNAVAILABLE)
     if text not in said:
         raise DistError(f"{' '.join(command)} does not say {text!r}:\n{said}")
 
 
 def run(command: Sequence[str], cwd: Path | None = None, code: int = 0, **more: str) -> str:
-    """The output of a command that ends with this code, and sees none of this tree. Raises `DistError`."""
+    """Run a command apart from this tree. Returns its output. Raises `DistError` for another exit code."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | more
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != code:

@@ -29,9 +29,9 @@ class Outcome:
 
     runs: int
     coverage: int
-    """Edges that some input reached."""
+    """Number of edges that the inputs reached."""
     finding: str = ""
-    """The end of libFuzzer's output; empty: none."""
+    """The end of libFuzzer's output; empty: no finding."""
 
 
 def run_decoder(name: str, corpus: Path, limit: list[str]) -> Outcome:
@@ -51,7 +51,7 @@ def fuzz(name: str, corpus: Path, limit: list[str]) -> None:
     """Fuzz one decoder in this process, which libFuzzer ends."""
     import atheris
 
-    logging.disable()  # what a decoder logs of every input would fill the memory of whoever reads it
+    logging.disable()  # log lines for every input would fill the memory of the process that reads them
     sys.path[:0] = [str(ROOT), str(ROOT / "services")]
     ours = ["kintsugi", "tests.decoders", "tests.file_decoders", "tests.front_decoders"]
     with atheris.instrument_imports(include=ours):

@@ -1,9 +1,9 @@
 """Measure the size and structure of the code: `python scripts/house.py [--json | --list FIGURE]`.
 
-Each figure has a bar, which is the goal, and where the goal is not reached yet a ratchet: the highest value
-allowed until then. The check fails if a figure exceeds its ratchet, or its bar where it has none. Both only
-go down. `--list` prints the largest places behind a figure. Generated code is not counted. What ruff and
-import-linter check (complexity, layers) is configured in pyproject.toml.
+Each figure has a bar, which is the goal. A figure that has not reached its bar also has a ratchet: the
+highest value allowed until then. The check fails if a figure exceeds its ratchet, or its bar if it has no
+ratchet. Both may only decrease. `--list` prints what contributes most to a figure. Generated code is not
+counted. What ruff and import-linter check (complexity, layers) is configured in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ GENERATED = Path("services/kintsugi/rpc")
 SURFACE = Path("tests/unit/surface/snapshots")
 CRDS = Path("charts/kintsugi/crds")
 EXPERT = "expert"
-"""The key under which settings stand that few people need."""
+"""The key of the settings that few users need."""
 LISTED_MAX = 40
 
 Place = tuple[int, str]
-"""A count, and where it is."""
+"""A count, and the path or name that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Module:
 
 
 def list_files(*folders: str) -> list[Path]:
-    """The files of folders that git knows, generated code apart."""
+    """Return the files in folders that git tracks, without generated code."""
     listed = subprocess.run(["git", "ls-files", *folders], capture_output=True, text=True, check=True)
     paths = map(Path, listed.stdout.splitlines())
     return [path for path in paths if path.is_file() and not path.is_relative_to(GENERATED)]
@@ -156,13 +156,13 @@ def measure() -> list[Figure]:
 
 
 def cli_options() -> Iterator[Place]:
-    """Options of each command, `--help` apart, as the recorded surface has them."""
+    """Yield the number of options of each command, without `--help`, from the recorded surface."""
     for command, parameters in read_surface("command_line")["kintsugi"].items():
         yield sum(name.startswith("-") and name != "--help" for name in parameters), command
 
 
 def serve_settings() -> Iterator[str]:
-    """Keys of the file of `kintsugi serve --config`, as the recorded surface has them."""
+    """Yield the keys of the file of `kintsugi serve --config`, from the recorded surface."""
     yield from read_surface("configuration")["kintsugi serve --config"]
 
 
@@ -193,7 +193,7 @@ def outside_expert(names: Iterable[str]) -> list[str]:
 
 
 def import_cycles(*packages: str) -> Iterator[Place]:
-    """A cycle of modules that import each other, wherever the imports stand; no more than the first."""
+    """Yield the first cycle of modules that import each other. Imports inside functions count, too."""
     graph = grimp.build_graph(*packages, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     try:
@@ -221,7 +221,7 @@ def shared_class_names(modules: Iterable[Module]) -> Iterator[Place]:
 
 
 def function_lengths(modules: Iterable[Module], whole: bool) -> Iterator[Place]:
-    """Lines of functions: as a whole, or their statements without the docstring."""
+    """Yield the number of lines of each function: all if `whole`, else its body without the docstring."""
     for module in modules:
         for function in module.functions():
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body

@@ -35,7 +35,7 @@ BASE = (
     "docker.io/library/python:3.11-slim-bookworm"
     "@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b"
 )
-"""As docker-library/repo-info recorded it for Python 3.11.16. The Dockerfiles name the same."""
+"""Python 3.11.16, as docker-library/repo-info recorded it. The Dockerfiles name the same image."""
 SUITE = "bookworm"
 """The Debian release whose Python is 3.11, which the wheels are built for."""
 SUITE_PACKAGES = "python3,python3-venv,ca-certificates,libnuma1"
@@ -64,10 +64,10 @@ LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 
 
 BUILD_TYPE = "https://kintsugi.dev/build/images/v1"
-"""Names what the parameters of a provenance mean: the options of this script."""
+"""Type of the build. It says that the parameters in a provenance are options of this script."""
 BUILDER_ID = "https://kintsugi.dev/build/local"
 ATTACHED = {"cyclonedx": "sbom.cdx.json", "slsaprovenance1": "provenance.json"}
-"""Files of a context that are attached to an image, by the type that cosign knows."""
+"""Files of a context that are attached to an image, by cosign's predicate type."""
 
 
 class ImagesError(Exception):
@@ -81,7 +81,7 @@ class Image:
     name: str
     lock: Path
     projects: tuple[Project, ...]
-    """Distributions of this repository that it holds."""
+    """Distributions of this repository that the image contains."""
     network: str = "none"
     """The build's network: `none`, or `host` to install Debian packages that a base lacks."""
 
@@ -178,8 +178,8 @@ def target_options() -> list[str]:
 
 
 def download(lock: Path, wheels: Path) -> None:
-    """Download the wheels of a lock that are not there. Where pip's sources lack one, PyTorch's own index is
-    asked, too: it has the builds of torch for CPUs. Raises `ImagesError`, also for a wrong digest."""
+    """Download the missing wheels of a lock. If pip's sources lack a wheel, PyTorch's own index is searched,
+    too: it has torch's builds for CPUs. Raises `ImagesError`, also for a wrong digest."""
     options = [*target_options(), "--require-hashes", "--requirement", str(lock), "--dest", str(wheels)]
     try:
         run_pip("download", *options)
@@ -274,7 +274,7 @@ def version() -> str:
 
 
 def make_provenance(image: Image, base: str, commit: str, began: datetime, ended: datetime) -> dict[str, Any]:
-    """Make the predicate of an image's provenance, SLSA 1.0: from what and how it was built.
+    """Make the predicate of an image's provenance, SLSA 1.0: its sources, and how it was built.
 
     `base`: reference of the base image. `commit`: of this repository; empty: not known.
     """
@@ -299,7 +299,7 @@ def make_provenance(image: Image, base: str, commit: str, began: datetime, ended
 
 
 def commit_of(repository: Path) -> str:
-    """The commit that is checked out; empty without git, or where files differ from it."""
+    """Return the commit that is checked out; empty without git, or if files differ from the commit."""
     git = ["git", "-C", str(repository)]
     try:
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)

@@ -1,7 +1,7 @@
-"""What the documentation site adds to `docs/` (mkdocs loads this file): generated pages, the repository's own
-pages, files that pages link to, and drawings as part of the page.
+"""Hooks of mkdocs. They add to the site what is not in `docs/`: generated pages, Markdown files of the
+repository's root, files that pages link to. They also embed drawings in pages.
 
-A page can be read in the repository, too: its links are relative to its file and may lead out of `docs/`. On
+Pages can also be read in the repository, so their links are relative to their file and may leave `docs/`. On
 the site a Markdown file of the repository's root is the page `project/NAME`, and any other file is published
 below `files/`.
 """
@@ -40,7 +40,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside `docs/`."""
+    """Add the pages and files outside `docs/`."""
     if not GENERATED.is_dir():
         raise PluginError("the generated pages are missing: run `make docs`, or python -m scripts.reference")
     for path in sorted(GENERATED.rglob("*.md")):
@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the repository's links into the site's, and images of drawings into drawings."""
+    """Rewrite the repository's links for the site, and embed drawings instead of linking to them."""
     here = page.file.src_uri
 
     def rewrite(link: re.Match[str]) -> str:
@@ -100,20 +100,20 @@ def _target(here: str, link: str | None) -> str | None:
 
 
 def _origin(here: str) -> str:
-    """Where a page's text lies in the repository, or would if it were not generated."""
+    """Return the path of a page in the repository. A generated page counts as if it were in `docs/`."""
     top, _, rest = here.partition("/")
     return rest if top in ("project", "files") else f"docs/{here}"
 
 
 def _place(target: str) -> str:
-    """Where a file of the repository is on the site."""
+    """Return the path on the site of a file of the repository."""
     if target in PROJECT:
         return f"project/{target}"
     return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}"
 
 
 def _drawing(path: Path, text: str) -> str:
-    """The drawing itself, so that it takes the colours of the page."""
+    """Return the SVG of a drawing for embedding, so that it uses the colours of the page."""
     if not path.is_file():
         raise PluginError(f"there is no drawing {path.relative_to(REPOSITORY)}")
     return (

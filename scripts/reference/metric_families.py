@@ -1,4 +1,4 @@
-"""The metrics' page, from the objects that declare them."""
+"""The page of metrics, generated from the objects that declare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page of the reference is made of: sections of entries, each with a sentence, and their Markdown."""
+"""A page of the reference: sections of entries, each with a sentence, and their form in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Entry:
 
     name: str
     sentence: str
-    """What it means. Empty: the code does not say."""
+    """The meaning; empty: the code does not state it."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Further columns, as Markdown, by their titles."""
 
@@ -39,7 +39,7 @@ class Page:
     sections: Sequence[Section]
 
     def undocumented(self) -> Iterator[str]:
-        """Yield what lacks a sentence."""
+        """Yield the titles of sections and entries that lack a sentence."""
         for section in self.sections:
             if not section.sentence:
                 yield f"{self.title}: {section.title}"
@@ -88,12 +88,12 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def _escape_pipes(cell: str) -> str:
-    """Outside inline code, where the site's Markdown would show the mark that escapes."""
+    """Escape pipes, except in inline code, where the site's Markdown would show the backslash."""
     parts = cell.split("`")
     return "`".join(part if index % 2 else part.replace("|", "\\|") for index, part in enumerate(parts))
 
 
 def _escape(text: str) -> str:
-    """A sentence in a table's cell: one line, and nothing that Markdown takes for HTML."""
+    """Return a sentence for a table's cell, on one line. Escapes `<` except in inline code."""
     parts = " ".join(text.split()).split("`")
     return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""The configuration's page, from the settings classes and the docstrings of their fields."""
+"""The page of settings, generated from the settings classes and the docstrings of their fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES = {
     "KINTSUGI_LOG_LEVEL": "Lowest level that gateways, engines and shards log. Default: `INFO`, which "
     "includes one line for each request.",
 }
-"""No settings class holds these."""
+"""Meanings of the environment variables, which belong to no settings class."""
 
 
 def page() -> Page:
@@ -74,7 +74,7 @@ def _section(title: str, sentence: str, cls: type[Any]) -> Section:
 
 
 def _entries(cls: type[Any], path: str) -> Iterator[Entry]:
-    """The fields of a dataclass, each that holds a dataclass followed by its fields."""
+    """Yield the fields of a dataclass. The fields of an inner dataclass follow the field that holds it."""
     docs, hints = descriptions(cls), get_type_hints(cls)
     for one in dataclasses.fields(cls):
         inner = _dataclass_in(hints[one.name])
@@ -86,7 +86,7 @@ def _entries(cls: type[Any], path: str) -> Iterator[Entry]:
 
 
 def _type_of(hint: Any) -> str:
-    """A type as the writer of a file needs it: `mapping`, the values of an enumeration, no class's name."""
+    """Return a type as authors of files need it: `mapping` or an enumeration's values, not a class name."""
     inner = get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " | ".join(str(one.value) for one in hint)
@@ -100,7 +100,7 @@ def _type_of(hint: Any) -> str:
 
 
 def _below(hint: Any, inner: type[Any]) -> str:
-    """`[]` behind a list, `.PATTERN` behind a mapping."""
+    """Return the suffix of a path: `[]` for a list, `.*` for a mapping."""
     if hint is inner:
         return ""
     text = str(hint)

@@ -72,8 +72,7 @@ class Sight:
 
 
 def decide_move(exists: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
-    """Decide what to do about a Lease, which may not exist. The holder's clock is never compared with
-    ours."""
+    """Decide what to do about a Lease, which may not exist. Never compares the holder's clock with ours."""
     if not exists:
         return Move.CREATE
     if sight.holder == identity:

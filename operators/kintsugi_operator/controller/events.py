@@ -108,8 +108,7 @@ class EventRecorder:
 
 
 def _remember(memory: OrderedDict[str, T], key: str, new: T) -> T:
-    """Return the value of a key, or store `new`. Forgets the least recently used key beyond
-    `REMEMBERED_MAX`."""
+    """Return the value of a key, or store `new`. Drops the least recently used of too many keys."""
     value = memory.setdefault(key, new)
     memory.move_to_end(key)
     if len(memory) > REMEMBERED_MAX:

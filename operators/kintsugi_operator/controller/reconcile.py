@@ -171,8 +171,7 @@ class Reconciler:
         return LATER_S if is_done and not is_in_progress else SOON_S
 
     async def corpus(self, namespace: str, name: str) -> float | None:
-        """Reconcile a CorpusPrecompute and return as `service` does. Nothing has to drain, so it needs no
-        finalizer."""
+        """Reconcile a CorpusPrecompute. Returns as `service` does. Without a drain, it needs no finalizer."""
         live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
@@ -227,8 +226,7 @@ class Reconciler:
     async def _claim(
         self, live: Manifest, before: BlendServiceStatus
     ) -> tuple[Manifest, BlendServiceStatus] | None:
-        """Claim a service. Returns it and its status if this operator owns it now; None if another operator
-        does."""
+        """Claim a service. Returns it and its status if this operator owns it now, and None otherwise."""
         me, claim = self._owners.me, await self._owners.decide(before.operator)
         if claim is Claim.KEEP:
             return live, before
@@ -281,8 +279,7 @@ class Reconciler:
     async def _hold(
         self, live: Manifest, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]
     ) -> Manifest:
-        """Set our finalizer if there is something to drain, else remove it. Returns the object as it is
-        now."""
+        """Set our finalizer if there is something to drain, else remove it. Returns the updated object."""
         ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
         is_wanted = must_drain(is_held(live), ray, pods)
         if is_held(live) and not is_wanted:

@@ -88,8 +88,7 @@ def worker_group(
 
 
 def fault_tolerance(redis: Redis) -> Manifest:
-    """Return the fields of a Ray cluster's spec that let it survive the loss of its head; none without a
-    Redis."""
+    """Return the fields with which a Ray cluster survives the loss of its head; none without a Redis."""
     if not redis.address:
         return {}
     options: Manifest = {"redisAddress": redis.address}

@@ -1,5 +1,4 @@
-"""Disruption budgets and network policies. The policies deny all traffic that they do not explicitly
-allow."""
+"""Disruption budgets and network policies. The policies deny all traffic that they do not allow."""
 
 from __future__ import annotations
 

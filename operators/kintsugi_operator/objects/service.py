@@ -95,8 +95,7 @@ def revision_map_name(name: str, revision: str) -> str:
 
 
 def account_objects(owner: Owner) -> list[Manifest]:
-    """ServiceAccounts: one for heads, whose pods mount a token, and two without a token for all other
-    pods."""
+    """ServiceAccounts: one whose token heads mount, and two without a token for all other pods."""
     tokenless = {"automountServiceAccountToken": False}
     bodies: dict[str, Manifest] = {"head": {}, "store": tokenless, PART: tokenless}
     return [
@@ -254,7 +253,7 @@ def _kv_cache_gib(vllm: Mapping[str, Any]) -> int:
 
 def model_volumes(spec: BlendServiceSpec, size: str = "") -> list[Volume]:
     """Return the model's volumes: scratch space for downloads and caches, and the claim with checkpoints if
-    the spec names one. ``size``: of the scratch space; empty: as engines have it."""
+    the spec names one. ``size``: of the scratch space; empty: the size of engines' scratch space."""
     volumes = [scratch("scratch", SCRATCH, size or spec.engines.expert.scratch)]
     if spec.model.volume_claim:
         volumes.append(claim_volume("models", MODELS, spec.model.volume_claim, read_only=True))

@@ -27,8 +27,7 @@ IS_SPECIAL = 16
 `<tool_response>` that was added to the vocabulary."""
 
 HEADER_TOKENS_MAX = 4
-"""Maximum length of a message's header after its special token, with the line break that ends it: `user` and
-a line break."""
+"""Maximum tokens of a message's header after its special token, such as `user` and a line break."""
 
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*\Z")
 _MARKUP = re.compile(r"<\S.*>")

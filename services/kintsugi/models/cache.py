@@ -28,7 +28,7 @@ def make_folder_once(final: Path, make: Callable[[Path], object]) -> Path:
     """Return the folder `final`. If it does not exist, let `make` fill a draft, and rename the draft.
 
     One process makes the folder while others wait for it. It appears whole or not at all. The next process
-    removes the draft of a killed one. Raises `InvalidField` if the cache cannot be written,
+    removes the draft of a process that was killed. Raises `InvalidField` if the cache cannot be written,
     `ResourceExhausted` if the disk is full, and what `make` raises.
     """
     if final.is_dir():

@@ -81,11 +81,11 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class RightAnswers:
-    """Numbers of right answers of the reference model."""
+    """Counts of the reference model's right answers."""
 
     asked: int
     full_right: int
-    """Questions that full prefill answered right. The next two fields count some of these."""
+    """Questions that full prefill answered right. The next two fields count only such questions."""
     reuse_right: int
     blend_right: int
     reuse_wrong: int

@@ -38,7 +38,7 @@ _CONTROL = 3
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file whose tensors are mapped, not read."""
+    """A GGUF file. Its tensors are mapped into memory and not read in advance."""
 
     metadata: dict[str, Any]
     tensors: dict[str, ReaderTensor]

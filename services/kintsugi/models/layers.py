@@ -98,7 +98,7 @@ class Decline:
         return f"{self.reason}: {self.detail}"
 
     def error(self) -> NotBlendable:
-        """The error to raise; its text is `str` of this."""
+        """Return the error to raise. Its text is `str` of this object."""
         return NotBlendable(self.reason.value, self.detail)
 
 
@@ -128,9 +128,9 @@ class LayerSpec:
     kv_heads: int = 0
     """1 for a latent, 0 where nothing is stored per token."""
     key_width: int = 0
-    """Elements of one head's K; of the rotary key for a latent."""
+    """Number of elements of one head's K; for a latent, of the rotary key."""
     value_width: int = 0
-    """Elements of one head's V; of the latent for a latent."""
+    """Number of elements of one head's V; for a latent, of the latent itself."""
     rotation: RotarySpec | None = None
     """None: keys do not depend on their position (NoPE)."""
     window: int | None = None
@@ -144,7 +144,7 @@ class LayerSpec:
     shares_kv_with: int | None = None
     """The earlier layer whose KV this one reads; it stores none."""
     value_is_key: bool = False
-    """Whether V follows from the same tensor as K before RoPE, which is stored once."""
+    """Whether V is computed from the same tensor as K before RoPE. That tensor is stored once."""
     label: str = ""
     """The layer's name in the config."""
 

@@ -22,7 +22,7 @@ BUNDLED_QUESTIONS = (
     "Which inventions in the passages depended on water, wind or the motion of the sea?",
     "Who in the passages lost a life's work or a fortune, and what became of the work afterwards?",
 )
-"""Each needs more than one passage."""
+"""Questions that each need more than one passage."""
 
 
 @lru_cache(maxsize=1)

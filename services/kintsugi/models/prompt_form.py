@@ -22,8 +22,8 @@ from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
 from kintsugi.models.reference import resolve_model
 
 CLOCK = datetime(2024, 7, 26)
-"""The current time for templates. A head with the real date would turn every stored chunk into a miss at
-midnight. This is the default date of Llama 3's template."""
+"""The time that templates get as the current time. With the real date in the head, every stored chunk would
+become a miss at midnight. This is the default date of Llama 3's template."""
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 REASON_CHARS_MAX = 200
 """Maximum length of a template's error in our message."""
@@ -47,7 +47,7 @@ class PromptForm:
     """Text after the question: end of the user's turn and start of the assistant's. It is tokenised together
     with the question."""
     tokenizer: Any = field(repr=False, compare=False)
-    """One of transformers."""
+    """A tokenizer of transformers."""
     system: str | None = None
     """The system prompt; None: the template's own, if it has one."""
 

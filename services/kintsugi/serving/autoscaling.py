@@ -1,8 +1,7 @@
 """Decides how many engines and shards are wanted. Pure: Serve calls the two policies and applies the
 configured delays and bounds to their results.
 
-Serve sends this module to its controller by value, so it imports nothing from
-kintsugi.
+Serve sends this module to its controller by value, so it imports nothing from kintsugi.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 QUEUEING_MS_MAX = 500.0
-"""More engines where requests are predicted to wait longer."""
+"""Maximum predicted queueing time of a request. Above it, engines are added."""
 BUSY_SHARE_MAX = 0.7
 """Maximum share of its time that an engine may spend on prefills. Above this share, every burst causes
 queues."""

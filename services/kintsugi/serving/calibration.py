@@ -55,7 +55,7 @@ class Calibrator:
         self._says = "starting vLLM"
 
     def progress(self) -> str:
-        """The step that is running."""
+        """Return the step that is running."""
         return self._says
 
     def _say(self, part: str) -> None:
@@ -148,7 +148,7 @@ def questions_file(model: ModelSpec) -> Path | None:
 
 
 def start_calibrator(model: ModelSpec, engines: EngineSpec, store_url: str, segments: bool) -> Any:
-    """Start a `Calibrator`. Ray starts it once the cluster has room for one more engine."""
+    """Create a `Calibrator`. Ray starts it when the cluster has room for one more engine."""
     import ray
 
     from kintsugi.core.settings import non_default_fields

@@ -1,7 +1,7 @@
-"""A shard learns from the others what was erased while it was away, before clients read from it.
+"""Applies the erasures that a shard missed, as the other shards recorded them, before clients read from it.
 
-It asks every shard of the map: when it starts, when it returns to the map, and every `PERIOD_S`, because a
-shard may be in the map and still have missed an erasure.
+The shard asks every other shard in the map when it starts, when it returns to the map, and every `PERIOD_S`,
+because a shard may be in the map and still have missed an erasure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PERIOD_S = 10.0
 
 
 class CatchingUp(Turns):
-    """Keeps one shard up to date until `close`."""
+    """Keeps the erasures of one shard up to date until `close`."""
 
     def __init__(self, shard: Shard, directory: ShardDirectory, options: GrpcOptions | None = None) -> None:
         """Owns the directory. `options`: how to reach the other shards."""
@@ -42,7 +42,7 @@ class CatchingUp(Turns):
         self.ask_all()
 
     def ask_all(self) -> None:
-        """Apply what the other shards have recorded. One that does not answer is asked again later."""
+        """Apply the erasures that other shards recorded. Shards that do not answer are asked again later."""
         with self._asking:
             try:
                 shards = self._directory.current().shards
@@ -68,6 +68,6 @@ class CatchingUp(Turns):
             log.warning("shard %s does not say what was erased: %s", peer, error)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop, and close the directory. Idempotent."""
         self.stop()
         self._directory.close()

@@ -70,7 +70,7 @@ class DeploymentProgress:
 def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     """Start Ray on this machine, on loopback alone, with room for every replica that `spec` may want.
 
-    CPUs are Ray's bookkeeping: on a machine with fewer cores, replicas share them. Raises `Unavailable`.
+    Ray's CPUs are logical: on a machine with fewer cores, replicas share the cores. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
     cpus = (engines.most + engines.expert.spares + calibrators) * engines.cpus
@@ -96,7 +96,7 @@ def _ray_errors() -> tuple[type[Exception], ...]:
 @contextmanager
 def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
     """Raise `Unavailable` when Ray or Serve fails in the body, or takes too long. ``more``: further error
-    types of theirs."""
+    types to translate."""
     try:
         yield
     except KintsugiError:
@@ -110,7 +110,7 @@ def _expect_ray(task: str, *more: type[Exception]) -> Iterator[None]:
 
 
 def cause_in(message: str) -> str:
-    """Our own error in Serve's message about a failed replica, which usually is a traceback."""
+    """Return Kintsugi's error in Serve's message about a failed replica, which usually is a traceback."""
     ours = re.findall(r"^kintsugi\.core\.errors\.(\w+: .+)$", message, re.MULTILINE)
     return str(ours[-1]) if ours else message[-MESSAGE_CHARS_MAX:]
 
@@ -225,7 +225,7 @@ class Service:
             remove_directory()
 
     def _end(self, application: str) -> None:
-        """Delete an application and wait: Serve itself waits 60 s."""
+        """Delete an application and wait until it has ended. Serve's own function would wait only 60 s."""
         from ray import serve
 
         timeout_s = DRAIN_S + END_MARGIN_S + STOP_SLACK_S

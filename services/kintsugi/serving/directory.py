@@ -69,7 +69,8 @@ class _Left:
 
 
 def share_at(age_s: float, ramp_s: float) -> float:
-    """The share of its chunks, in (0, 1], that a shard owns ``age_s`` after it joined a running store empty.
+    """Return the share of its chunks, in (0, 1], that a shard owns ``age_s`` after it joined a running store
+    without chunks of its own.
 
     It grows by one step every ``ramp_s / RAMP_STEPS``, and is 1 from ``ramp_s`` on.
     """
@@ -80,7 +81,7 @@ def share_at(age_s: float, ramp_s: float) -> float:
 
 
 class Membership(ShardDirectory):
-    """The shards that reported recently. For one thread."""
+    """The shards that reported recently. Not thread-safe."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Membership(ShardDirectory):
         self._members[shard_id] = replace(known, address=address, instance=instance, heard_s=now_s)
 
     def _restore_member(self, shard_id: str, instance: str) -> _Member | None:
-        """The former member if it only did not report for a while and still has its chunks; None if it
+        """Return the former member if the same process reports again, which still has its chunks; None if it
         restarted."""
         left = self._left.get(shard_id)
         if left is None or left.member.instance != instance:
@@ -213,7 +214,7 @@ class DirectoryService:
 
 
 class DirectoryActor:
-    """The Ray actor. Shards call it through Ray, clients over gRPC at `address`."""
+    """The directory as a Ray actor. Shards call it through Ray, clients over gRPC at `address`."""
 
     def __init__(self, store: dict[str, Any], name: str = "") -> None:
         """``name``: the directory's name, the same after every restart of the actor."""
@@ -230,7 +231,7 @@ class DirectoryActor:
         """Shards, engines and gateways of a new cluster call `start` at the same time."""
 
     async def start(self) -> str:
-        """Listen, unless it does. Returns the address for other hosts. Raises `Unavailable`,
+        """Listen, if it does not yet. Returns the address for other hosts. Raises `Unavailable`,
         `InvalidField`."""
         async with self._starting:
             await self._start()
@@ -263,7 +264,8 @@ class DirectoryActor:
     async def heartbeat(
         self, shard_id: str, address: str, instance: str, is_empty: bool, replicas: int | None
     ) -> None:
-        """A shard is alive. ``replicas``: how many shards are to hold each chunk, if it has been told."""
+        """Record that a shard is alive. ``replicas``: how many shards are to hold each chunk; None:
+        unknown."""
         await self.start()
         if replicas is not None:
             self._membership.replicas = replicas
@@ -274,7 +276,7 @@ class DirectoryActor:
 
 
 def ensure_directory(store: dict[str, Any]) -> Any:
-    """The listening actor, created by the first caller. Raises `Unavailable` if it does not start."""
+    """Return the listening actor. The first caller creates it. Raises `Unavailable` if it does not start."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -285,7 +287,7 @@ def ensure_directory(store: dict[str, Any]) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
-        # Clients of other clusters know the head node's address.
+        # On the head node, because clients of other clusters know its address.
         resources={"node:__internal_head__": 0.001},
     )
     # The cluster's name: a new directory of this cluster succeeds the former one.
@@ -302,7 +304,7 @@ def ensure_directory(store: dict[str, Any]) -> Any:
 
 
 def remove_directory() -> None:
-    """End the actor for good, when no shard is left. Does nothing without an actor."""
+    """End the actor for good. Call it when no shard is left. Does nothing without an actor."""
     import ray
 
     with suppress(ValueError):

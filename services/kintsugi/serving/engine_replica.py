@@ -38,9 +38,9 @@ STORE_PATIENCE_S = 30.0
 
 
 def end_with_core() -> None:
-    """End this replica at once after its vLLM core was killed. An idle replica would be every router's first
-    choice until three of Serve's health checks have failed. Serve replaces a dead process at once, and
-    routers drop it at the first failed request."""
+    """End this replica at once after its vLLM core was killed. Without its core the replica seems idle, and
+    every router would prefer it until three of Serve's health checks have failed. Serve replaces a dead
+    process at once, and routers drop it at the first failed request."""
     log.error("vLLM's core ended, so this replica ends; Serve starts another")
     os._exit(1)
 
@@ -101,7 +101,7 @@ class EngineReplica(AsyncEngine):
         self._num_serving = config["num_serving"]
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The report that `serving.engine_router` reads."""
+        """Return the report that `serving.engine_router` reads."""
         if self.client is None:
             return {}
         return {
@@ -131,5 +131,5 @@ class EngineReplica(AsyncEngine):
         await super().close()
 
     async def __del__(self) -> None:
-        """Serve awaits this once no request is left."""
+        """Close the engine. Serve awaits this when no request is left."""
         await self.close()

@@ -97,7 +97,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
         # Reports differ while the number of engines changes. A report without a number comes from an engine
-        # that was started after spares were turned off, of which older engines may not be told.
+        # that started after spares were turned off. Older engines may not know this yet.
         stats = [replica.routing_stats for replica in candidate_replicas if replica.routing_stats]
         reported = [report.get("num_serving") for report in stats]
         num_serving = None if None in reported else max(reported, default=None)
@@ -106,7 +106,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
-        """The replica as its report and the tokens sent since describe it."""
+        """Return the replica's state, from its report and the tokens sent to it since."""
         report = replica.routing_stats
         sent = self._sent.setdefault(name, Sent())
         sent.take_report(report)
@@ -119,7 +119,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         )
 
     def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """The needs of a call, derived once per call."""
+        """Return the needs of a call, derived only once."""
         kept = vars(pending_request)
         if "kintsugi_wanted" not in kept:
             kept["kintsugi_wanted"] = self._derive_wanted(pending_request)

@@ -58,7 +58,8 @@ class OpenGateway:
         model: str,
         rules: NamespaceRules | None = None,
     ) -> OpenGateway:
-        """Raises `Unavailable` if a port cannot be bound, and `InvalidField` for an invalid configuration."""
+        """Open both ports. Raises `Unavailable` if one cannot be bound, `InvalidField` for an invalid
+        `spec`."""
         front = await Front.open(spec, backend, store_url, model, rules)
         grpc = GatewayServer(front, spec)
         http = HttpServer(HttpFront(front).app, spec.host, spec.http_port, load_gateway_tls(spec))
@@ -78,7 +79,7 @@ class OpenGateway:
 
 
 class GatewayReplica:
-    """A replica."""
+    """A replica of the gateway."""
 
     def __init__(self, engines: Any, model: Mapping[str, Any], store_url: str) -> None:
         write_json_lines()

@@ -88,7 +88,7 @@ class RayBackend(EngineBackend):
 
 
 def _translate_ray_error(failure: Exception) -> Exception:
-    """The engine's own error, or ours for an error of Ray."""
+    """Return the engine's own error, or one of ours in place of an error of Ray."""
     from ray.exceptions import RayActorError, RayTaskError
     from ray.serve.exceptions import BackPressureError, RayServeException
 

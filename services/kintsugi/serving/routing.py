@@ -27,7 +27,7 @@ PROMPT_FIELDS = ("messages", "prompt", "instructions", "input")
 """Fields of OpenAI bodies with the prompt, in the prompt's order. No endpoint has another endpoint's
 fields."""
 TEXT_FIELDS = ("content", "text", "output")
-"""Fields of messages, their parts and tool results with texts."""
+"""Fields with texts in messages, their parts and tool results."""
 DEPTH_MAX = 5
 """Nesting of a part's text: fields, messages, message, parts, part."""
 BLOCKS_MAX = 64
@@ -36,7 +36,7 @@ BLOCKS_MAX = 64
 
 @dataclass(frozen=True)
 class RouteCosts:
-    """Costs, in milliseconds."""
+    """Parameters of the predicted cost."""
 
     prefill_ms_per_token: float = 0.1
     """Used until an engine reports its measured rate."""
@@ -51,7 +51,7 @@ class EngineView:
     """One engine, as a router sees it."""
 
     waiting_tokens: int = 0
-    """Prompt tokens in its report, and those sent to it since."""
+    """Prompt tokens that wait: those in its report, and those sent to it since."""
     tokens_per_s: float = 0.0
     """Prefill rate; 0: not measured yet."""
     host: str = ""
@@ -93,7 +93,7 @@ def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
 
 
 def text_digests(namespace: str, text: str) -> tuple[int, ...]:
-    """Like `prefix_digests`, for a text that is not tokenised: blocks have about as many tokens."""
+    """Like `prefix_digests`, for a text that is not tokenised. Blocks have about `BLOCK_TOKENS` tokens."""
     size = BLOCK_TOKENS * CHARS_PER_TOKEN
     starts = range(0, min(len(text), BLOCKS_MAX * size) - size + 1, size)
     blocks = (text[start : start + size].encode(errors="replace") for start in starts)

@@ -31,15 +31,15 @@ from kintsugi.quality.shadow import Shadow, ShadowConfig
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Interval of the checks whether a request waits."""
+"""Interval between checks for waiting requests."""
 SHADOW_PRIORITY = FILL_PRIORITY + 1
 ANSWER_TIMEOUT_S = 300.0
 SHADOW_SHARE = 0.005
 """Share of blended requests that an engine computes again in full."""
 SHADOW_PER_MINUTE = 1.0
-"""Blends per minute that an engine computes again, where the share gives fewer."""
+"""Blends per minute that an engine computes again if the share yields fewer."""
 SHADOW_TIME_SHARE = 0.05
-"""Largest share of an engine's time that full prefills may take."""
+"""Maximum share of an engine's time that full prefills may take."""
 _CLOSING = "the engine is about to stop"
 
 
@@ -147,10 +147,9 @@ class _InFull:
 def make_shadowing(
     spec: EngineSpec, engine: AsyncEngine, registry: CollectorRegistry | None = None
 ) -> Shadowing | None:
-    """The shadowing that a configuration asks for; None without any.
+    """Return the shadowing of an engine; None for an engine whose report is not in the store.
 
-    None for engines without a report in the store: those that blend
-    regardless, or by a report file, which nobody can revise for all of them.
+    Such an engine blends without calibration, or by a report file, which cannot be revised for all engines.
     """
     if spec.allow_uncalibrated or not engine.is_held_to_the_store:
         return None

@@ -79,7 +79,7 @@ def _bucket(spec: StoreSpec) -> BucketSpec | None:
 
 
 def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lambda: "") -> ShardServer:
-    """Start a shard's server, which is ready once `not_yet` says so. Raises `Unavailable`, `InvalidField`."""
+    """Start a shard's server. It is ready when `not_yet` returns "". Raises `Unavailable`, `InvalidField`."""
     expert = spec.expert
     metrics_port = free_port(expert.host, SHARD_METRICS_PORT, METRICS_PORTS)
     options = ServerOptions(
@@ -96,7 +96,8 @@ def serve_shard(spec: StoreSpec, shard: Shard, not_yet: Callable[[], str] = lamb
 
 
 def _shard_address(host: str) -> str:
-    """Where a shard listens: on any free port of loopback, elsewhere on one that firewalls can name."""
+    """Return the address to listen on: any free port of loopback, or one of a known range on other
+    interfaces."""
     port = 0 if is_loopback(f"{host}:0") else free_port(host, SHARD_PORT, METRICS_PORTS)
     return format_address(host, port)
 
@@ -111,7 +112,7 @@ class ShardRules:
         self._access = Access()
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Take over a deployment's `user_config`. Without the tokens file on this host, its rules are left
+        """Apply a deployment's `user_config`. Without the tokens file on this host, its rules are left
         out."""
         self._service = load(NamespaceRules, {"limits": config.get("limits", {})}, "store")
         try:
@@ -127,7 +128,7 @@ class ShardRules:
 
 
 class StoreShard:
-    """A replica."""
+    """A replica: one shard of the store."""
 
     def __init__(self, store: Mapping[str, Any]) -> None:
         import ray
@@ -164,7 +165,8 @@ class StoreShard:
         self._shard.set_ratio(config.get("ratio", RATIO))
 
     def check_health(self) -> None:
-        """Serve calls this every few seconds, which also picks up changes of the tokens file."""
+        """Raise `Unavailable` if the shard failed. Serve calls this every few seconds, so it also reads a
+        changed tokens file."""
         self._rules.refresh()
         if self._shard.failure is not None:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
