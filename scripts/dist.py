@@ -5,7 +5,8 @@ Usage: python scripts/dist.py [--build-only]
 Each wheel is built from a copy of its sources, because setuptools writes beside them. Wheels have no dates,
 so the same sources produce the same wheel. A wheel must contain every file of its packages. The wheel of
 kintsugi-kv must be small. Installed alone, it must provide the SDK without heavy dependencies: the SDK calls
-a server with canned answers. Then each extra and the operator are installed and a command of theirs is run.
+a server with canned answers. Then each extra and the operator are installed, with a run of a command that
+needs them.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def expect(text: str, command: Sequence[str], cwd: Path) -> None:
 
 
 def run(command: Sequence[str], cwd: Path | None = None, code: int = 0, **more: str) -> str:
-    """Run a command apart from this tree. Returns its output. Raises `DistError` for another exit code."""
+    """Run a command without `PYTHON*` variables. Returns its output. Raises `DistError` unless it exits with
+    `code`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | more
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != code:

@@ -1,5 +1,5 @@
 """Hooks of mkdocs. They add to the site what is not in `docs/`: generated pages, Markdown files of the
-repository's root, files that pages link to. They also embed drawings in pages.
+repository's root, and files that pages link to. They also embed drawings in pages.
 
 Pages can also be read in the repository, so their links are relative to their file and may leave `docs/`. On
 the site a Markdown file of the repository's root is the page `project/NAME`, and any other file is published

@@ -83,7 +83,7 @@ def decide_move(exists: bool, sight: Sight, identity: str, lease_s: float, now_s
 
 
 class Candidate:
-    """An operator that wants to lead."""
+    """An operator process that may become the leader."""
 
     def __init__(
         self,

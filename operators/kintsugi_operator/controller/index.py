@@ -149,7 +149,7 @@ class Shelf:
         )
 
     def replace(self, entries: Iterable[Entry], version: int) -> frozenset[ObjectKey]:
-        """Replace the objects by those of a list. Objects that were written after the list stay: the watch
+        """Replace the objects with those of a list. Objects that were written after the list stay: the watch
         that begins at the list's version reports them."""
         changed: set[ObjectKey] = set()
         listed = {one.name: one for one in entries}

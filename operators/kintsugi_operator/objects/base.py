@@ -1,4 +1,4 @@
-"""Metadata and owners of all objects, and the parts of Ray clusters."""
+"""Builds metadata and owner references of all objects, and the parts of Ray clusters."""
 
 from __future__ import annotations
 

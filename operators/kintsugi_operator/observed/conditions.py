@@ -62,8 +62,8 @@ def unknown(type_: str, reason: str, message: str = "") -> Condition:
 def merge_conditions(
     before: Sequence[Condition], after: Sequence[Condition], generation: int, now: str
 ) -> tuple[Condition, ...]:
-    """The conditions after a look, each with the time of its last change. Conditions that `after` lacks stay.
-    `Reconciling` and `Stalled` are derived from the others."""
+    """The conditions after a look, each with the time of its last change. Conditions that are missing from
+    `after` stay. `Reconciling` and `Stalled` are derived from the others."""
     known = {one.type: one for one in before}
     found = {one.type: one for one in after}
     others = [one for one in ({**known, **found}).values() if one.type not in (RECONCILING, STALLED)]

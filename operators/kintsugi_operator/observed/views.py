@@ -34,7 +34,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class JobView:
-    """A RayJob."""
+    """The observed state of a RayJob."""
 
     state: JobState = JobState.ABSENT
     message: str = ""
@@ -48,7 +48,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class RayServiceView:
-    """A RayService."""
+    """The observed state of a RayService."""
 
     is_ready: bool = False
     cluster: str = ""
@@ -62,7 +62,7 @@ class RayServiceView:
 
 @dataclass(frozen=True)
 class ShardPod:
-    """A pod of a shard."""
+    """The observed state of a shard's pod."""
 
     name: str
     shard: int

@@ -21,7 +21,7 @@ SEGMENT_TOKENS_MIN = 256
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
 """Maximum for one namespace, including all its parts."""
 EARNED_MAX = 1 << 16
-"""Maximum unspent budget in tokens. It bounds the burst of saves after an hour without saves."""
+"""Maximum unspent budget in tokens. It bounds the burst of saves after a time without saves."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Backlog:
         self._earned = 0.0
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
         self._tokens: Counter[str] = Counter()
-        """Waiting segments by namespace; segments of a part count for its base namespace."""
+        """Charged tokens of the waiting segments, by base namespace."""
         self.num_refused = 0
         """Number of segments that were dropped for lack of room."""
 

@@ -100,7 +100,7 @@ class Sightings:
         self._clock = clock
         self._bytes_max = bytes_max
         self._sketches: dict[str, OrderedDict[str, _Sketch]] = {}
-        """By owner and namespace, the least recently used namespace first."""
+        """Sketches by owner and namespace, the least recently used namespace first."""
         self._bytes: Counter[str] = Counter()
         """Bytes of each owner's sketches."""
         self.num_bytes = 0

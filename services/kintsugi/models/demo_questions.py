@@ -115,7 +115,7 @@ def read_demo_questions() -> tuple[DemoQuestion, ...]:
 
 
 def write_demo_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
-    """Replace the file's content."""
+    """Write the questions to a file, replacing its content."""
     lines = [json.dumps(question.to_mapping(), ensure_ascii=False) for question in questions]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

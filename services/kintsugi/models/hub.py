@@ -41,7 +41,7 @@ def name_of(folder: Path) -> str:
 
 
 def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:
-    """Download those of the files that the model has, and return the snapshot's folder.
+    """Download the listed files that the model has, and return the snapshot's folder.
 
     The hub determines the commit, or the cache if the hub does not answer. Raises `NotFound`,
     `PermissionDenied`, and `Unavailable` if neither the cache nor the hub has the files.

@@ -88,7 +88,7 @@ def resolve_model(model: str | Path) -> str:
 
 
 def display_name(model: str) -> str:
-    """Return the name of a model for figures."""
+    """Return the name of a model for tables and charts."""
     return REFERENCE.title if is_reference(model) else Path(model).name or model
 
 

@@ -17,13 +17,13 @@ BUSY_SHARE_MAX = 0.7
 """Maximum share of its time that an engine may spend on prefills. Above this share, every burst causes
 queues."""
 FILL_SHARE_MIN = 0.8
-"""Used share of the capacity from which shards count as full. Below it, chunks were evicted because they
-expired, not for lack of space."""
+"""Minimum used share of the capacity at which shards count as full. Below it, chunks were evicted because
+they expired, not for lack of space."""
 SHRINK_SHARE_MAX = 0.5
 """A shard is removed only if all chunks then use at most this share of the remaining capacity, since it would
 otherwise soon be added again."""
 RETURNS_PER_S = 0.05
-"""Lookups of recently evicted chunks, per second and shard, from which a shard is added."""
+"""Rate of lookups of recently evicted chunks, per second and shard, at which a shard is added."""
 
 
 @dataclass(frozen=True)

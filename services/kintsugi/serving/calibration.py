@@ -23,7 +23,7 @@ from kintsugi.models.prompt_form import PromptForm
 log = logging.getLogger(__name__)
 
 NEEDS_CALIBRATION = ("not_calibrated", "calibration_outdated")
-"""Reasons of a closed gate that a calibration removes."""
+"""Reasons for a closed gate that a calibration removes."""
 REPORT_FILE = "calibration.json"
 QUESTIONS_FILE = "questions.jsonl"
 PUBLISH_RETRY_S = 0.5

@@ -33,7 +33,7 @@ from kintsugi.serving.directory import remove_directory
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 << 20
-"""Requests and answers are small; chunk KV never passes through Ray."""
+"""Size of Ray's object store. Requests and answers are small, and chunk KV never passes through Ray."""
 SERVE_ENVIRONMENT = {
     # With Ray's default niceness of 15, other processes starve the workers.
     "RAY_worker_niceness": "0",

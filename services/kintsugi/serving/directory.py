@@ -91,7 +91,7 @@ class Membership(ShardDirectory):
         name: str = "",
         epoch: int = 0,
     ) -> None:
-        """``settling``: shards may exist that have not reported yet, so there is no map for one lease.
+        """``settling``: shards may exist that have not reported yet, so there is no map for `LEASE_S`.
         ``name`` and ``epoch`` identify the directory in every map."""
         self.ramp_s = ramp_s
         """Seconds until a shard that joins empty owns all its chunks."""

@@ -182,7 +182,7 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
 
 
 def spares_among(views: Mapping[str, EngineView], num_serving: int | None) -> frozenset[str]:
-    """All but the ``num_serving`` engines that have been ready longest. None: there are no spares.
+    """Return all but the ``num_serving`` engines that have been ready longest; no engine if it is None.
 
     All gateways decide alike without communication. A restarted engine is the youngest, so the spare that
     replaced it continues to serve.
