@@ -1,4 +1,4 @@
-"""What a request cost, as every response says it under `kv_transfer_params["kintsugi"]`."""
+"""The accounting of a request, which every response reports under `kv_transfer_params["kintsugi"]`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 
 _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
-"""The reason why nothing is blended or saved once a worker has found other weights than it started with."""
+"""Reason for blending and saving nothing after a worker has found that its weights changed since the
+start."""
 TICKET = "kintsugi_ticket"
-"""An extra argument of a request: the scheduler's side reports its accounting under this at the first token.
-Where a stop string ends the answer, vLLM aborts the request in its core, whose own report is lost."""
+"""An extra argument of a request. The scheduler reports the accounting under this ticket at the first token,
+because vLLM loses the request's own report if a stop string aborts it."""
 TOLD = "told"
-"""An entry of the connector's statistics: accountings of requests that are still running, by ticket."""
+"""An entry of the connector's statistics: accountings of running requests, by ticket."""
 
 
 class Outcome(StrEnum):
@@ -31,12 +32,13 @@ class Outcome(StrEnum):
     DECLINED = "declined"
     """An ordinary full prefill; `reason` says why."""
     FAILED = "failed"
-    """Nothing of the prompt could be loaded any more, and the engine computed it; or a chunk was computed
-    but the store did not take it. `reason` says what failed."""
+    """No chunk of the prompt could be loaded, so the engine computed it; or a chunk was computed but not
+    stored. `reason` says what failed."""
 
 
 def label_of_reason(reason: str | None) -> str:
-    """The first word of a reason, one of a few: `no_chunk_cached`, `InvalidSpan`; `none` without a reason."""
+    """Return the first word of a reason, such as `no_chunk_cached` or `InvalidSpan`; `none` without a
+    reason."""
     if reason is None:
         return "none"
     label = reason.split(":", 1)[0]
@@ -55,15 +57,15 @@ class LayerTiming:
 
 @dataclass(frozen=True)
 class ChunkAudit:
-    """How far a stored chunk is from what the engine computes for it, by layer.
+    """The difference between a stored chunk and the KV that the engine computes for it, by layer.
 
-    An error is the L2 norm of the difference, relative to that of the engine's own; 0 where both are zero.
+    An error is the L2 norm of the difference, divided by that of the computed KV; 0 where both are zero.
     """
 
     codec: str
     """Name of the codec that the chunk is stored in."""
     key_errors: list[float]
-    """Errors of keys before RoPE, as they are stored."""
+    """Errors of keys, which are stored before RoPE."""
     value_errors: list[float]
 
 
@@ -87,10 +89,10 @@ class Accounting:
     """Tokens of hit chunks that the selector chose at the deepest layer."""
     token_layers_computed: float = 0.0
     token_layers_total: int = 0
-    """Computed ÷ total is the cost that speed is quoted for; a K/V projection counts its share of a layer."""
+    """Computed ÷ total is the cost. A K/V projection counts as its share of a layer."""
     bytes_loaded: int = 0
     transport: str | None = None
-    """Where the bytes came from: the store's own name of the path."""
+    """The store's name of the path over which the bytes were loaded."""
     load_wait_ms: float = 0.0
     compute_ms: float = 0.0
     blend_ms: float = 0.0
@@ -98,21 +100,21 @@ class Accounting:
     chunks_recomputed: int = 0
     """Hit chunks that were computed because loading them was predicted to be slower."""
     ttft_ms: float | None = None
-    """From the scheduler's first look at the request, its queue behind it, to the end of the engine step that
-    brought the first token."""
+    """From the scheduler's first look at the request, after its wait in the queue, to the end of the engine
+    step that produced the first token."""
     predicted_ttft_ms: float | None = None
-    """The same as it was predicted when the prompt was planned; None where nothing was known yet."""
+    """The `ttft_ms` predicted when the prompt was planned; None if no prediction was possible."""
     restarts: int = 0
     recomputed_positions: dict[int, list[int]] | None = None
     """Layer -> positions computed, with `explain`."""
     timeline: list[LayerTiming] | None = None
     """Per layer, with `explain` or `timeline`."""
     began_unix_s: float | None = None
-    """When the pass began by the clock of the engine's host: what `timeline` counts from."""
+    """Start of the pass by the clock of the engine's host; `timeline` counts from it."""
     audit: ChunkAudit | None = None
     tokens_discovered: int = 0
-    """Tokens among `tokens_hit` whose chunks the request did not declare: their content was found, whoever
-    stored them. Discovery did, or a put, a save or precompute; a store does not say."""
+    """Tokens among `tokens_hit` whose chunks the request did not declare and that were found by content,
+    whether discovery, a put, a save or precompute stored them."""
     segments_counted: int = 0
     """Segments of the prompt that no stored chunk covers and that were counted, because they may recur."""
     segments_queued: int = 0
@@ -124,7 +126,7 @@ class Accounting:
         return self.token_layers_computed / self.token_layers_total if self.token_layers_total else 1.0
 
     def to_mapping(self) -> dict[str, Any]:
-        """JSON form: fields that say nothing are left out."""
+        """JSON form; fields that are None are left out."""
         values = {name: value for name, value in vars(self).items() if value is not None}
         if self.timeline is not None:
             values["timeline"] = [dict(vars(layer)) for layer in self.timeline]
@@ -134,7 +136,7 @@ class Accounting:
 
 
 def decline(error: Exception) -> Accounting:
-    """The accounting of a request that `error` keeps from being blended."""
+    """Return the accounting of a request that is not blended because of `error`."""
     reason = str(error) if isinstance(error, NotBlendable) else f"{type(error).__name__}: {error}"
     is_defect = not isinstance(error, InvalidField | NotBlendable)
     return Accounting(Outcome.DECLINED, reason=f"defect: {reason}" if is_defect else reason)

@@ -1,7 +1,7 @@
-"""How far the chosen configuration's answers were from full prefill's when it was calibrated. Pure.
+"""The deviation of the chosen configuration's answers from full prefill at calibration. Pure.
 
-Shadowing compares what is served with this. The values are kept by prompt and by position, so that an engine
-that compares the first k positions of an answer is held to what calibration saw at those k positions. Early
+Shadowing compares served answers with it. The values are kept by prompt and by position, so that an engine
+that compares the first k positions of an answer uses calibration's values at the same k positions: early
 positions differ from late ones, and the mean over whole answers says little about first tokens.
 """
 
@@ -18,13 +18,13 @@ PROMPTS_MAX = 1024
 POSITIONS_MAX = 32
 """Positions kept of an answer. 1024 prompts of 32 positions take half of the largest report."""
 COVERED_MIN = 0.5
-"""Share of the prompts whose answers must reach a position for it to be compared."""
+"""A position is compared only if the answers of this share of the prompts reach it."""
 _DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one answer is from full prefill, over its first positions."""
+    """The deviation of one answer from full prefill, over its first positions."""
 
     kl: float
     """Mean over the positions, in nats."""
@@ -48,7 +48,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What calibration measured of the chosen configuration, prompt by prompt, along each prompt's answer."""
+    """Calibration's measurements of the chosen configuration, by prompt and by position in its answer."""
 
     __pydantic_config__ = STRICT
 

@@ -1,11 +1,11 @@
-"""What a service consists of, and its Ray Serve configuration. Pure: `kintsugi serve` and operator use it.
+"""The parts of a service, and its Ray Serve configuration. Pure: `kintsugi serve` and the operator use it.
 
-Two Serve applications, so that nothing about models or engines ever restarts a shard: `STORE_APP` with one
-deployment of shards, `SERVICE_APP` with engines and gateway.
+There are two Serve applications, so that no change of models or engines restarts a shard: `STORE_APP` with
+one deployment of shards, `SERVICE_APP` with engines and gateway.
 
-Serve starts all replicas of an application anew when its `args` or an autoscaling policy change, those of a
-deployment when its resources or its environment do, and none when only counts or a `user_config` do. So
-counts are nowhere in `args`, and what the gateway alone needs is its `user_config`.
+Serve restarts all replicas of an application if its `args` or an autoscaling policy change, those of a
+deployment if its resources or environment change, and none if only counts or a `user_config` change. So
+`args` contain no counts, and settings of the gateway alone are in its `user_config`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARD_POLICY = "kintsugi.serving.autoscaling:ShardPolicy"
 ENGINE_ROUTER = "kintsugi.serving.engine_router.EngineRouter"
 
 SHARD_ARENAS_MAX = 2
-"""malloc's arenas in a shard: each keeps what the largest burst of messages took."""
+"""Maximum malloc arenas in a shard: each keeps the memory of its largest burst of messages."""
 SHARD_ENV = {"MALLOC_ARENA_MAX": str(SHARD_ARENAS_MAX)}
 """Ray's worker has threads, and so arenas, before `store.shard.malloc` can bound them."""
 
@@ -48,22 +48,22 @@ HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
 """A machine that is busy with a prefill answers late."""
 END_MARGIN_S = 15.0
-"""Time beyond its drain time that a replica gets before Serve kills it: Serve waits two seconds before it
-starts to drain, and files and ports close after it."""
+"""Time after the drain before Serve kills a replica: Serve waits two seconds before the drain starts, and
+files and ports close after it."""
 REQUESTS_MAX = 512
 """Requests that run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
 DRAIN_S = 60.0
-"""Time in which running requests may end when an engine or a gateway stops, and in which a shard that stops
-writes back what only RAM holds."""
+"""Time for running requests to finish when an engine or a gateway stops, and for a stopping shard to write
+back data that only RAM holds."""
 RAMP_S = 60.0
-"""Time over which an empty shard that joins is given its share of the chunks."""
+"""Time over which a new, empty shard receives its share of the chunks."""
 SHARD_CPUS = 0.5
 """CPU cores that Ray counts for a shard."""
 GATEWAY_CPUS = 0.25
 """CPU cores that Ray counts for a gateway."""
 METRICS_PORTS = 16
-"""Number of ports of which an engine or a shard uses the first free one for its metrics."""
+"""Number of ports to try: an engine or shard uses the first free one for its metrics."""
 SHARD_PORT = 7400
 """First of `METRICS_PORTS` ports for a shard that listens beyond loopback."""
 SHARD_METRICS_PORT = 7480
@@ -367,8 +367,8 @@ class ServiceSpec(Settings):
 class Placement:
     """Where replicas may run, and how they find each other: what differs between one machine and a cluster.
 
-    Resources are Ray's custom ones, by name. With a node group for each shard, `shard={"kintsugi_shard": 1}`
-    and one `kintsugi_shard` per group put every shard on a group, and its volume, of its own.
+    Resources are Ray's custom resources, by name. With one node group per shard, `shard={"kintsugi_shard":
+    1}` and one `kintsugi_shard` per group place every shard on its own group and volume.
     """
 
     shard: Mapping[str, float] = field(default_factory=dict)
@@ -391,9 +391,9 @@ def serve_config(
     placement: Placement = HERE,
     applications: Sequence[str] = (STORE_APP, SERVICE_APP),
 ) -> dict[str, Any]:
-    """The configuration that `serve deploy` reads, or KubeRay as `serveConfigV2`: plain values.
+    """Return the configuration for `serve deploy`, or for KubeRay's `serveConfigV2`, as plain values.
 
-    On two clusters each has one of the ``applications``. Raises `InvalidField`.
+    With two clusters, each runs one of the ``applications``. Raises `InvalidField`.
     """
     makers = {STORE_APP: store_application, SERVICE_APP: service_application}
     return {
@@ -403,29 +403,30 @@ def serve_config(
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
-    """The shards. Their `args` depend on `spec.store` alone, so that nothing else restarts them."""
+    """Return the application of the shards. Its `args` depend on `spec.store` alone: nothing else restarts
+    it."""
     store, most = spec.store, spec.store.expert.shards_max or spec.store.shards
     shard = {
         "name": SHARD_DEPLOYMENT,
         **_replicas(store.shards, most, {"policy_function": SHARD_POLICY}),
         "ray_actor_options": _actor(SHARD_CPUS, 0.0, placement.shard, SHARD_ENV),
-        # Directory and shards take these over without a restart.
+        # Directory and shards apply these without a restart.
         "user_config": {
             "replication": store.replication,
             **non_default_fields(NamespaceRules(limits=spec.limits)),
             **({"tokens_file": spec.gateway.tokens_file} if spec.gateway.tokens_file else {}),
-            # At 0 no load hides behind anything: shards then keep their own ratio.
+            # With ratio 0, computation hides no loading, and shards keep their own ratio.
             **({"ratio": spec.engines.expert.ratio} if spec.engines.expert.ratio else {}),
         },
         **_health(),
     }
-    # Counts are not among the arguments; keys are not for shards.
+    # The arguments contain no counts, and no keys, which shards never read.
     own = replace(store, shards=1, replication=1, expert=replace(store.expert, shards_max=None, keys_file=""))
     return _application(STORE_APP, STORE_BUILDER, {"store": non_default_fields(own)}, shard)
 
 
 def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
-    """Engines and gateway."""
+    """Return the application of engines and gateway."""
     engines, gateway = spec.engines, spec.gateway
     store_url = placement.store_url or directory_url(spec.store)
     engine = {
@@ -448,7 +449,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         "name": GATEWAY_DEPLOYMENT,
         "num_replicas": gateway.replicas,
         "ray_actor_options": _actor(GATEWAY_CPUS, 0.0, placement.gateway),
-        # Ports are a host's: two gateways on one would fight for them.
+        # Two gateways on one host would compete for the same ports.
         "max_replicas_per_node": 1,
         "user_config": {
             "gateway": non_default_fields(gateway, "replicas"),
@@ -468,11 +469,11 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
 
 
 def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, Any]:
-    """The `user_config` that tells engines how many of them are not spares; None: all.
+    """Return the `user_config` with the number of engines that are not spares; None: all.
 
-    Engines tell routers, because a change of the router's own configuration restarts every replica. An engine
-    is not told when its `user_config` goes, so without spares it is told that there are none. On Kubernetes,
-    which gives engines a node group, there never are any.
+    Engines pass it on to routers, because a change of the router's own configuration restarts every replica.
+    An engine does not notice that its `user_config` was removed, so None is sent if there are no spares. On
+    Kubernetes, where engines have a node group, there are no spares.
     """
     if not engines.expert.spares and placement.engine:
         return {}
@@ -480,7 +481,7 @@ def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, 
 
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
-    """The URL by which engines and clients know the shards, with the head node's address as ``host``."""
+    """Return the URL at which engines and clients find the shards; ``host``: the head node's address."""
     expert = store.expert
     given = {"token_file": expert.token_file, "keys": expert.keys_file}
     if store.tls_ca:
@@ -497,7 +498,7 @@ def _application(
 ) -> dict[str, Any]:
     return {
         "name": name,
-        # Clients reach nothing of ours through Serve's HTTP proxy.
+        # Clients do not use Serve's HTTP proxy.
         "route_prefix": None,
         "import_path": builder,
         "args": args,

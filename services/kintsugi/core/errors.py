@@ -4,13 +4,13 @@
 
     KintsugiError
     ├── InvalidField           a field has an impossible value; names the field and what would be right
-    │   ├── UnknownField       a key that no schema has; carries the nearest valid one
+    │   ├── UnknownField       a key that the schema lacks; carries the nearest valid one
     │   ├── InvalidSpan        spans overlap, leave the prompt or are empty
     │   ├── ForeignChunkKey    a key that was not made from this chunk space and these tokens
     │   └── BelowMinimum       a ratio below the least that passed calibration
-    ├── NotFound               a chunk, report, shard or file that is not there
-    ├── Unauthenticated        no token, or one that nobody knows
-    ├── PermissionDenied       a known caller asked for what is not theirs, or is switched off here
+    ├── NotFound               a chunk, report, shard or file does not exist
+    ├── Unauthenticated        no token, or an unknown one
+    ├── PermissionDenied       a known caller lacks a permission, or the feature is switched off
     ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
     ├── Unavailable            the other side does not answer now; retrying later can help
     ├── DeadlineExceeded       the other side answered too late
@@ -31,7 +31,7 @@ from typing import Any
 
 
 class KintsugiError(Exception):
-    """Root of every error raised on purpose. Each crosses processes, whatever its constructor takes."""
+    """Root of every error raised on purpose. Errors can be pickled, whatever their constructors take."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_error, (type(self), str(self), self.__dict__)
@@ -78,22 +78,22 @@ class BelowMinimum(InvalidField):
 
 
 class NotFound(KintsugiError):
-    """What was asked for does not exist."""
+    """The requested object does not exist."""
 
 
 class Unauthenticated(KintsugiError):
-    """The caller showed no token, or one that nobody knows."""
+    """The caller sent no token, or an unknown one."""
 
 
 class PermissionDenied(KintsugiError):
-    """The caller is known, and may not do this."""
+    """The caller is known but may not do this."""
 
 
 class ResourceExhausted(KintsugiError):
     """A stated bound was reached; nothing was stored."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """``retry_after_s``: when to try again, where that is known."""
+        """``retry_after_s``: seconds until a retry may succeed, if known."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -115,7 +115,7 @@ class VersionMismatch(KintsugiError):
 
 
 class NotBlendable(KintsugiError):
-    """What was asked cannot be blended; an ordinary full prefill serves it. `reason` is a metric label."""
+    """The request cannot be blended; an ordinary full prefill serves it. `reason` is a metric label."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

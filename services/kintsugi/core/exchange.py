@@ -1,7 +1,7 @@
-"""The engines as a gateway sees them, and the values that the two exchange.
+"""A gateway's interface to engines, and the values that the two exchange.
 
-Plain values, so that they pass through Ray, through one process, or through a test alike. A gateway sends
-constraints (`KintsugiParams`), never a plan; tokens, never tensors.
+The values are plain, so that they can pass through Ray, within one process or in a test. A gateway sends
+constraints (`KintsugiParams`), never a plan, and tokens, never tensors.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kintsugi.core.tokens import TokenIds
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt, tokenised by whoever sends it."""
+    """One prompt, tokenised by the sender."""
 
     request_id: str
     prompt_token_ids: TokenIds
     params: KintsugiParams
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's `SamplingParams` by name; the engine refuses what it does not know with `InvalidField`."""
+    """vLLM's `SamplingParams` by name; the engine rejects unknown names with `InvalidField`."""
     priority: int = 0
-    """vLLM's: lower goes first. A gateway says who may ask for less than 0."""
+    """vLLM's priority: lower runs first. A gateway decides who may use values below 0."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context headers (`traceparent`, `tracestate`)."""
     fingerprint: str = ""
-    """Hexadecimal, of the model that the tokens are for: while one replaces another, engines of both answer.
-    Empty where the engine asks itself."""
+    """Fingerprint in hexadecimal of the model that the tokens are for: during a model change, engines of both
+    models answer. Empty for requests of the engine itself."""
     measurement: str = ""
-    """Not empty: the request finds nothing in the engine's prefix cache but what requests of the same
-    namespace and measurement have left there, so that its time is that of a prompt that comes first."""
+    """If set, the request uses only prefix cache entries of requests with the same namespace and measurement,
+    so that it takes as long as the first request with this prompt."""
     scored_token: int | None = None
-    """A token whose logprob as the answer's first token is reported; the answer is sampled as always."""
+    """A token whose logprob as the answer's first token is reported; the answer is sampled as usual."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class Usage:
 
 @dataclass(frozen=True)
 class ErasedPlace:
-    """A place where something erased was."""
+    """A place from which data was erased."""
 
     place: str
     """Such as `shard 6f1c…/ssd0`, `known texts`, `ledger`, `caches`."""
     items: int
-    """Copies of chunks that were there; 0 where nothing was, or where nobody counts."""
+    """Number of chunk copies erased; 0 also where they are not counted."""
     size_bytes: int
-    """0 where nobody counts."""
+    """Bytes erased; 0 also where they are not counted."""
     gone_at_s: float
     """Unix seconds."""
 
 
 @dataclass(frozen=True)
 class EngineDelta:
-    """A piece of an answer. Only the last carries what follows `text`."""
+    """A piece of an answer. The fields after `text` are set only in the last piece."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -78,11 +78,11 @@ class EngineDelta:
     """`core.accounting.Accounting.to_mapping`."""
     usage: Usage | None = None
     logprob: float | None = None
-    """The logprob of `EngineRequest.scored_token`; None where none was asked for."""
+    """The logprob of `EngineRequest.scored_token`; None if none was requested."""
 
 
 class SaveState(StrEnum):
-    """What became of a chunk that was to be stored."""
+    """The result of saving a chunk."""
 
     SAVED = "saved"
     FAILED = "failed"
@@ -90,7 +90,7 @@ class SaveState(StrEnum):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What became of one chunk, and why."""
+    """The result of saving one chunk, and the reason."""
 
     state: SaveState
     reason: str = ""
@@ -103,17 +103,17 @@ RESPONSES_PATH = "/v1/responses"
 
 @dataclass(frozen=True)
 class OpenAICall:
-    """A request to an OpenAI endpoint, authenticated and looked through by the gateway."""
+    """A request to an OpenAI endpoint, authenticated and checked by the gateway."""
 
     request_id: str
     path: str
     """`CHAT_PATH`, `COMPLETIONS_PATH` or `RESPONSES_PATH`."""
     body: Mapping[str, Any]
-    """The request's JSON, with what is ours (`kintsugi`, `documents` marked as chunks) taken out."""
+    """The request's JSON without Kintsugi's own fields (`kintsugi`, `documents` marked as chunks)."""
     params: KintsugiParams
-    """Without spans: only the engine knows where chunks lie once the template has been rendered."""
+    """Without spans: only the engine, which renders the template, knows the positions of chunks."""
     chunk_texts: tuple[str, ...] = ()
-    """Texts that are tokenised alone wherever the rendered prompt holds them."""
+    """Texts that are tokenised separately wherever the rendered prompt contains them."""
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -139,7 +139,7 @@ class MatchedChunk:
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """What an engine finds of the store in the prompts of a request, by their content."""
+    """The stored chunks that an engine finds by content in the prompts of a request."""
 
     prompt_tokens: int
     """All prompts together."""
@@ -149,7 +149,7 @@ class PromptMatch:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a gateway has to know about the engines behind it."""
+    """The facts about engines that a gateway needs."""
 
     model: str
     """Name that clients use."""
@@ -161,11 +161,11 @@ class EngineInfo:
     blending: str
     """`on`, or why not: the gate's reason."""
     tokenizer: str = ""
-    """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: it does not matter."""
+    """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""
     form: str = ""
     """Name of the form that prompts are written in (`core.prompt.FormName`); empty: not known."""
     question_foot: str = ""
-    """What the form writes behind a question of text."""
+    """Text that the form writes after a text question."""
     context_token_ids: tuple[int, ...] = ()
     """The context between the prefix and each chunk while the chunk is prefilled."""
     plain_copies: bool = True
@@ -207,8 +207,8 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
-        """The answer, piece by piece. Closing the generator ends the work in the engine. A request for
-        another model is `Unavailable` before anything is computed."""
+        """Yield the answer in pieces. Closing the generator aborts the request in the engine. A request for
+        another model raises `Unavailable` before anything is computed."""
 
     @abstractmethod
     async def save(
@@ -223,12 +223,12 @@ class EngineBackend(ABC):
     ) -> list[SaveOutcome]:
         """Prefill chunks in isolation and store them; returns once each is committed or has failed.
 
-        With a context a chunk is saved once all its copies are, and the reason of a failure is the first
-        copy's that failed.
+        With a context, a chunk counts as saved when all its copies are saved; a failure's reason is that of
+        the first failed copy.
 
         ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
-        engine's configuration of the store says. A tier that the store lacks fails the chunk. ``ttl_s``: how
-        long the store keeps them at most, in seconds; None: as its configuration says. ``asked_at_s``: as in
+        engine's configuration of the store says. A tier that the store lacks fails the chunk. ``ttl_s``:
+        maximum time in seconds that the store keeps them; None: as configured. ``asked_at_s``: as in
         `ChunkManifest`.
         """
 
@@ -238,9 +238,9 @@ class EngineBackend(ABC):
 
     @abstractmethod
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
-        """The stored chunks that `openai` would find by their content in the call's prompts, however they got
-        into the store; nothing is computed. For calls without chunk texts, which are found by those alone.
-        Raises `NotFound` for another model's name."""
+        """Return the stored chunks that `openai` would find by content in the call's prompts, however they
+        were stored; computes nothing. Only for calls without chunk texts. Raises `NotFound` for another
+        model's name."""
 
     @abstractmethod
     async def info(self) -> EngineInfo:

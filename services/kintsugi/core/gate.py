@@ -12,7 +12,7 @@ from kintsugi.core.report import RATIO_TOLERANCE, Binding, CalibrationReport
 from kintsugi.core.request import BlendOptions
 
 OUTSIDE_CALIBRATION = "outside_calibration"
-"""Why a prompt is not blended that is unlike those of the calibration."""
+"""Reason for not blending a prompt that is unlike those of the calibration."""
 CALIBRATE = "run: kintsugi calibrate --model MODEL --store URL (or --allow-uncalibrated, at your own risk)"
 
 
@@ -24,11 +24,11 @@ class GateState:
     """Why nothing is blended, one word that metrics use; None where the gate is open."""
     detail: str
     default: Selection | None = None
-    """What a request without wishes gets; None: the engine's configuration decides."""
+    """Selection of a request without options; None: the engine's configuration decides."""
     limits: Mapping[str, Selection] | None = None
-    """By selector; None: anything goes."""
+    """The lowest allowed selection by selector; None: no limits."""
     domain: Domain | None = None
-    """The prompts that the report speaks about; None: any."""
+    """The prompts that the report covers; None: any."""
 
     @property
     def is_open(self) -> bool:
@@ -37,11 +37,10 @@ class GateState:
     def resolve(self, fallback: Selection, options: BlendOptions) -> Selection:
         """The selection for a request with these options.
 
-        `fallback` is the engine's own, for where no report decides. Raises `NotBlendable` where the gate is
-        closed or the selector never passed, `BelowMinimum` for a ratio below what passed. A ratio of 1
-        computes what a full prefill does, so an open gate allows it with any selector. Whether
-        the prompt is like those that were calibrated is known later, when its chunks have been found
-        (`check_shape`).
+        `fallback` is the engine's own selection, used where no report decides. Raises `NotBlendable` if the
+        gate is closed or the selector never passed, `BelowMinimum` for a ratio below the lowest that passed.
+        A ratio of 1 computes what a full prefill does, so an open gate allows it with any selector.
+        `check_shape` checks the prompt later, when its chunks have been found.
         """
         if self.reason is not None:
             raise NotBlendable(self.reason, self.detail)
@@ -61,8 +60,8 @@ class GateState:
         return wanted
 
     def check_shape(self, shape: PromptShape) -> None:
-        """Raise `NotBlendable` for a prompt unlike those that were calibrated. Not for one that a blend gets
-        exactly: with a ratio of 1, or without an approximate chunk."""
+        """Raise `NotBlendable` for a prompt unlike the calibrated ones. Not for exact blends: those with a
+        ratio of 1, or without an approximate chunk."""
         departure = None if self.domain is None else self.domain.departure(shape)
         if departure is not None:
             raise NotBlendable(
@@ -87,7 +86,7 @@ def _check_minimum(wanted: Selection, limit: Selection, adaptive_mass: float | N
 
 
 def decide(document: bytes | None, binding: Binding) -> GateState:
-    """What a stored document means for an engine of this binding. Never raises."""
+    """Return the gate's state for a stored report and an engine with this binding. Never raises."""
     if document is None:
         return GateState("not_calibrated", f"no calibration report for this model; {CALIBRATE}")
     try:

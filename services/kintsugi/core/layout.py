@@ -1,4 +1,4 @@
-"""What a stored chunk KV looks like: layout, codecs, frame sizes, manifest.
+"""The format of stored chunk KV: layout, codecs, frame sizes, manifest.
 
 A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K
 before V, so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE:
@@ -7,9 +7,9 @@ stores something else than K and V, a head is its parts in a row, ``[tokens, wid
 keep a head's scales behind its elements. A digest covers each head of each frame, so a rank can verify
 exactly the bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
 
-A chunk may have **side frames** before its layers: bytes that belong to the whole chunk, told apart by a
-kind. Where layers are numbered, the side frame of kind k is layer -k, so the frames of a chunk ascend. A
-reader skips kinds that it does not need. See docs/adr/0009.
+A chunk may have **side frames** before its layers: bytes that belong to the whole chunk, identified by a
+kind. As a layer number, kind k is -k, so the frames of a chunk are in ascending order. A reader skips kinds
+that it does not need. See docs/adr/0009.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, check_namespace
 
 FORMAT = 1
-"""How chunks are laid out. A chunk of another format is refused."""
+"""Version of the chunk layout. Chunks of another version are rejected."""
 
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
@@ -59,8 +59,8 @@ class Codec(IntEnum):
     """How a frame's head is encoded. Ids are on disk and on the wire: never renumber.
 
     The quantised ones have one scale per channel of K and one per token of V. ``*_SINKS`` keep the first
-    `SINK_TOKENS` tokens of a chunk as they are: where a chunk starts a sequence, those can be so large
-    that K's scales would be theirs.
+    `SINK_TOKENS` tokens of a chunk as they are: at the start of a sequence, their values can be so large that
+    they would determine K's scales.
     """
 
     RAW = 1
@@ -92,16 +92,16 @@ class PartKind(IntEnum):
     """Before RoPE."""
     V = 2
     KV = 3
-    """One tensor that K (before RoPE) and V both follow from, stored once."""
+    """One tensor from which both K (before RoPE) and V follow, stored once."""
     LATENT = 4
-    """What multi-head latent attention makes K and V from; one for all heads."""
+    """The latent from which multi-head latent attention computes K and V; one for all heads."""
     ROTARY = 5
     """The key of multi-head latent attention that is rotated, before RoPE; one for all heads."""
 
 
 class SideKind(IntEnum):
     """What a side frame holds. Ids are on disk and on the wire: never renumber. Stores carry any id from 1 to
-    `SIDE_KIND_MAX`, so a later kind needs no change of theirs."""
+    `SIDE_KIND_MAX`, so a new kind needs no change to stores."""
 
     PATCH = 1
     """The difference that a context makes to the chunk's KV, in low rank."""
@@ -256,8 +256,8 @@ class KVLayout:
         return self._first_heads[layer]
 
     def heads_of(self, layer: int | None, heads: HeadRange) -> HeadRange:
-        """The heads of a layer that are the same share of it as `heads` is of `num_kv_heads`. For the range
-        of a tensor-parallel rank, they are what `HeadRange.of_rank` gives for the layer's own heads."""
+        """Scale `heads`, a range of `num_kv_heads`, to the layer's own number of heads. For the range of a
+        tensor-parallel rank, the result equals `HeadRange.of_rank` for the layer's heads."""
         own = self.group_of(layer).heads
         return HeadRange(heads.start * own // self.num_kv_heads, -(-heads.stop * own // self.num_kv_heads))
 
@@ -289,7 +289,7 @@ class KVLayout:
 
 
 def _join(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
-    """The groups, those beside each other joined where they have one shape."""
+    """Join neighbouring groups of one shape."""
     joined: list[LayerGroup] = []
     for group in groups:
         if joined and joined[-1].shape == group.shape:
@@ -327,7 +327,7 @@ class HeadDigests(NamedTuple):
     """The digests of some heads of a frame."""
 
     first: int
-    """The place of the first one among the digests of the chunk."""
+    """Index of the first digest among the digests of the chunk."""
     head_bytes: int
     """Bytes that each digest covers."""
     digests: bytes
@@ -358,11 +358,11 @@ class ChunkManifest:
     side_frames: tuple[SideFrame, ...] = ()
     """In the order in which they are stored: the highest kind first."""
     asked_at_s: float = field(default=0.0, compare=False)
-    """When the save was asked for, in Unix seconds. An erasure that was asked for then or later covers the
+    """When the save was requested, in Unix seconds. An erasure requested at that time or later covers the
     chunk. 0 in a put: now, by the store's clock."""
     context_keys: tuple[ChunkKey, ...] = ()
-    """What the chunk was prefilled behind, apart from the prefix: the keys of those texts as chunks of its
-    plain space. Whoever erases one of them erases this chunk."""
+    """Keys of the texts that the chunk was prefilled after, apart from the prefix, as chunks of its plain
+    space. Erasing one of them erases this chunk."""
 
     @staticmethod
     def of(
@@ -472,7 +472,7 @@ class ChunkManifest:
         return self.layout.num_layers + len(self.side_frames)
 
     def place_of(self, layer: int) -> int:
-        """Where the frame of `layer` stands among the chunk's frames."""
+        """Index of the frame of `layer` among the chunk's frames."""
         return len(self.side_frames) + layer if layer >= 0 else self.layers.index(layer)
 
     def frame_bytes_of(self, layer: int) -> int:
@@ -491,7 +491,7 @@ class ChunkManifest:
         return heads.start * size, heads.stop * size
 
     def range_bytes_max(self, heads: HeadRange) -> int:
-        """Bytes of `heads` in the frame where they have most."""
+        """Largest number of bytes that `heads` have in a frame."""
         ranges = (self.head_range_bytes(heads, layer) for layer in self.layers)
         return max(stop - start for start, stop in ranges)
 
@@ -512,8 +512,8 @@ class ChunkManifest:
         )
 
     def frame_is_intact(self, layer: int, heads: HeadRange, frame: memoryview) -> bool:
-        """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass. Of an
-        encrypted frame only the length is checked: whoever decrypts it verifies it."""
+        """Whether `frame` (the bytes of `heads` of `layer`) matches its digests. Cost: one xxh3 pass. For an
+        encrypted frame only the length is checked: decryption verifies it."""
         _, size, expected = self.head_digests(layer, heads)
         if frame.nbytes != size * len(expected) // DIGEST_BYTES:
             return False
@@ -554,10 +554,10 @@ class LayerFrame:
 
 @dataclass(frozen=True)
 class ChunkLost:
-    """In place of a frame: this chunk can no longer be read. Its other frames do not follow."""
+    """Sent instead of a frame if a chunk can no longer be read. Its other frames do not follow."""
 
     chunk: int
     layer: int
     reason: str
     is_unanswered: bool = False
-    """Whether it may be there, in a shard that was asked and did not answer."""
+    """Whether the chunk may still be stored in a shard that did not answer."""
