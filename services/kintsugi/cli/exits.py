@@ -1,5 +1,4 @@
-"""Exit codes, and the mapping of errors to them. An error prints one line that says what to do, no
-traceback."""
+"""Exit codes, and the mapping of errors to them. An error prints one line, never a traceback."""
 
 from __future__ import annotations
 

@@ -81,8 +81,7 @@ class Screen:
             render(_make_console())
 
     def show_event(self, event: str, text: str, **details: Any) -> None:
-        """Print one of several results immediately: `text`, or with `--json` the event and details as one
-        line."""
+        """Print one of several results immediately: `text`, or with `--json` one line of JSON."""
         if self.as_json:
             print(json.dumps({"event": event, **details}, ensure_ascii=False))
         else:

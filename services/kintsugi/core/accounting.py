@@ -11,8 +11,7 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 
 _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
-"""Reason for blending and saving nothing after a worker has found that its weights changed since the
-start."""
+"""Reason for blending and saving nothing after a worker has found that its weights changed."""
 TICKET = "kintsugi_ticket"
 """An extra argument of a request. The scheduler reports the accounting under this ticket at the first token,
 because vLLM loses the request's own report if a stop string aborts it."""
@@ -37,8 +36,7 @@ class Outcome(StrEnum):
 
 
 def label_of_reason(reason: str | None) -> str:
-    """Return the first word of a reason, such as `no_chunk_cached` or `InvalidSpan`; `none` without a
-    reason."""
+    """Return the first word of a reason: `no_chunk_cached`, `InvalidSpan`; `none` without a reason."""
     if reason is None:
         return "none"
     label = reason.split(":", 1)[0]

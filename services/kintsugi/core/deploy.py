@@ -367,8 +367,8 @@ class ServiceSpec(Settings):
 class Placement:
     """Where replicas may run, and how they find each other: what differs between one machine and a cluster.
 
-    Resources are Ray's custom resources, by name. With one node group per shard, `shard={"kintsugi_shard":
-    1}` and one `kintsugi_shard` per group place every shard on its own group and volume.
+    Resources are Ray's custom ones, by name. With one node group per shard, `shard={"kintsugi_shard": 1}` and
+    one `kintsugi_shard` per group place every shard on its own group and volume.
     """
 
     shard: Mapping[str, float] = field(default_factory=dict)
@@ -403,8 +403,8 @@ def serve_config(
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
-    """Return the application of the shards. Its `args` depend on `spec.store` alone: nothing else restarts
-    it."""
+    """Return the application of the shards. Its `args` depend on `spec.store` alone, and nothing else
+    does."""
     store, most = spec.store, spec.store.expert.shards_max or spec.store.shards
     shard = {
         "name": SHARD_DEPLOYMENT,

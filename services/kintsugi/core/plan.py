@@ -1,7 +1,7 @@
-"""Where a prompt's KV comes from: the segments of a request, and the plan that the connector executes.
+"""Where a prompt's KV comes from: the hits of a request, and the plan that the connector executes.
 
-Pure. `segments_of` turns resolved chunks into a tiling of the prompt; a `Planner` (fusor) turns it into
-a `BlendPlan`; the plan's digest names the KV that executing it produces.
+Pure. A `Planner` (fusor) turns a prompt's hits into a `BlendPlan`; the plan's digest names the KV that
+executing it produces.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ChunkSource:
     """Where a chunk's bytes come from."""
 
     shard: str = ""
-    """Its address; empty where the store is in this process, or nobody said."""
+    """Its address; empty if the store is in this process, or if unknown."""
     tier: str = ""
-    """`ram`, the name of an SSD tier, or `bucket`; empty where nobody said."""
+    """`ram`, the name of an SSD tier, or `bucket`; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ChunkHit:
 
 @dataclass(frozen=True)
 class Selection:
-    """How the hit tokens to recompute are chosen: what a calibration judges and a plan's digest names.
+    """How the hit tokens to recompute are chosen. Calibration judges it, and a plan's digest includes it.
 
-    Layers beyond a model's last mean its last.
+    A layer number beyond the model's last layer means the last layer.
     """
 
     ratio: float
@@ -54,12 +54,12 @@ class Selection:
     selector: str = SelectorName.HKVD
     """Which rule ranks the tokens."""
     check_layer: int = 1
-    """The layer whose deviation selects, where the selector looks at one."""
+    """The layer whose KV deviation selects tokens, for selectors that use one."""
     query_layers: tuple[int, ...] = ()
     """Layers at which attention from the question counts, ascending. Empty: the fusor's own choice."""
     adaptive_mass: float | None = None
-    """Makes `ratio` a ceiling: no more tokens are chosen than hold this share of the selector's signal
-    over all candidates. None, and selectors without a signal, use the ratio as it is."""
+    """Makes `ratio` a ceiling: only the tokens that make up this share of the selector's signal over all
+    candidates are chosen. If None, or if the selector has no signal, the ratio is used as it is."""
     ratio_min: float = 0.0
     """Floor of an adaptive ratio."""
 
@@ -79,36 +79,35 @@ class Selection:
 
 
 def apply_options(selection: Selection, options: BlendOptions) -> Selection:
-    """The selection with what a request chooses in place of its own."""
+    """Return the selection with the request's options in place of its own values."""
     return replace(selection, **options.chosen)
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What the engine does for one prompt. Ranks execute it alike."""
+    """The plan for one prompt. All ranks execute it in the same way."""
 
     hits: tuple[ChunkHit, ...]
     """In prompt order, disjoint."""
     selection: Selection
     exact_end: int = 0
-    """What is loaded for tokens before it is what a full prefill computes (`exact_end`). Only a ratio of 1
-    recomputes them, and no other counts them."""
+    """Loaded KV of tokens before this position equals that of a full prefill (`exact_end`). Only a ratio of 1
+    recomputes these tokens; other ratios do not count them."""
     chunks: tuple[range, ...] = ()
-    """The positions of the prompt's chunks that are known, loaded or not: in order, disjoint, and with text
-    behind the last one."""
+    """Positions of the prompt's known chunks, loaded or not: in order, disjoint, and followed by text."""
     predicted_ttft_s: float | None = None
-    """From the moment of planning; None where nothing was known yet."""
+    """Predicted time from planning to the first token; None if no prediction was possible."""
 
     def without(self, keys: frozenset[ChunkKey]) -> BlendPlan:
-        """The same plan with `keys` missed: their tokens are computed instead of loaded."""
+        """Return the plan with `keys` as misses: their tokens are computed instead of loaded."""
         return replace(self, hits=tuple(hit for hit in self.hits if hit.key not in keys))
 
 
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
-    """First position whose KV is approximate once every span is a hit.
+    """Return the first position whose KV is approximate if every span is a hit.
 
-    A chunk directly behind its prefix is exact as a plain copy, which its key tells where the space has a
-    context. So is all that comes before the next chunk. `len(prompt)` when nothing is approximate.
+    A chunk directly after its prefix is exact if it is a plain copy, which its key shows where the space has
+    a context. So is everything before the next chunk. `len(prompt)` if nothing is approximate.
     """
     for span in spans:
         if span.start != space.first_place(prompt_token_ids):
@@ -126,13 +125,12 @@ def plan_digest(
     asking: Sequence[int] = (),
     takes_others: bool = False,
 ) -> bytes:
-    """32 bytes that name the KV of a prompt blended this way.
+    """Return 32 bytes that identify the KV of a prompt blended this way.
 
-    It depends on the request alone, not on what the store held at that moment: a chunk that was missed
-    was computed instead, which is never worse, and a later turn over the same spans must find the KV.
-    Where the selection depends on what is asked, `asking` is the prompt's token ids: KV that was chosen for
-    one question is not that of another. Nor is KV that may be that of other chunks, found behind the first of
-    the spans (`takes_others`), that of a request which takes none.
+    They depend on the request alone, not on what the store held: a missed chunk is computed instead, which is
+    never worse, and a later turn over the same spans must find the KV. `asking`: the prompt's token ids, if
+    the selection depends on the question, so that questions do not share KV. `takes_others`: whether the
+    request also uses chunks found after its first span; such KV is not shared with requests that use none.
     """
     hasher = blake3.blake3(b"kintsugi-plan\0" + space.digest)
     # Adding 0.0 makes one spelling of 1 and 1.0, and of the two zeros.

@@ -1,7 +1,7 @@
 """Classes that other distributions add by an entry point: selectors and eviction policies.
 
-An entry point is read when its name is first asked for. Its code runs in our processes with all their rights,
-as every installed package does.
+An entry point is loaded when its name is first used. Its code runs in Kintsugi's processes with all their
+rights, as the code of every installed package does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVICTION_POLICIES = "kintsugi.eviction_policies"
 
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
-    """By name. Metadata is read once: what is installed later needs a restart."""
+    """Entry points by name. Metadata is read once: later installations need a restart."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
@@ -36,7 +36,7 @@ def _load(entry: EntryPoint) -> object:
 
 def load_plugin(group: str, name: str, field: str, base: type) -> Any:
     """The class that an entry point names. ``name`` is one of `plugin_names`. Raises `InvalidField` for
-    ``field`` where it cannot be imported or is no subclass of ``base``."""
+    ``field`` if it cannot be imported or is not a subclass of ``base``."""
     entry = _entries(group)[name]
     named = f"{name!r}, entry point {entry.value} of group {group},"
     try:

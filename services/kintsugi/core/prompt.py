@@ -1,5 +1,5 @@
-"""A RAG prompt as token ids: what the chunks stand behind, the chunks, the question, and where each lies. And
-which prompts a calibration speaks about. Pure."""
+"""A RAG prompt as token ids: prefix, chunks, question and their positions. Also the prompts that a
+calibration covers. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import Span
 
 LENGTH_TOLERANCE = 1.25
-"""How far a prompt's lengths may lie outside those that were measured, as a factor: no file holds the very
-shortest and longest prompt that will come."""
+"""Factor by which a prompt's lengths may lie outside the measured range: no file of questions contains the
+very shortest and longest prompts."""
 
 
 class FormName(StrEnum):
@@ -35,12 +35,12 @@ class PromptChunk:
     title: str
     token_ids: tuple[int, ...]
     separator: tuple[int, ...] = ()
-    """Token ids between the chunk before and this one, which a template wrote. They are computed."""
+    """Token ids that a template writes between the previous chunk and this one. They are computed."""
 
 
 @dataclass(frozen=True)
 class RagPrompt:
-    """`[prefix][chunk]…[chunk][question]` as token ids, each chunk behind its separator."""
+    """`[prefix][chunk]…[chunk][question]` as token ids, each chunk after its separator."""
 
     prefix: tuple[int, ...]
     chunks: tuple[PromptChunk, ...]
@@ -53,7 +53,7 @@ class RagPrompt:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Where each chunk lies."""
+        """Positions of the chunks."""
         spans, end = [], len(self.prefix)
         for chunk in self.chunks:
             start = end + len(chunk.separator)
@@ -69,7 +69,7 @@ class RagPrompt:
 
 @dataclass(frozen=True)
 class LengthRange:
-    """The least and the greatest that was measured."""
+    """The smallest and the largest measured value."""
 
     __pydantic_config__ = STRICT
 
@@ -92,12 +92,12 @@ class PromptShape:
 
 @dataclass(frozen=True)
 class Domain:
-    """The prompts that a report speaks about."""
+    """The prompts that a report covers."""
 
     __pydantic_config__ = STRICT
 
     form: str
-    """Name of the prompt form: what stands around chunks and question."""
+    """Name of the prompt form: the text around chunks and question."""
     prompt_tokens: LengthRange
     chunks: LengthRange
     chunk_tokens: LengthRange
@@ -106,15 +106,15 @@ class Domain:
     """Positions compared per prompt."""
 
     def holds_chunk(self, num_tokens: int) -> bool:
-        """Whether a chunk by itself is as long as those that were measured."""
+        """Whether the length of a single chunk is in the measured range, within `LENGTH_TOLERANCE`."""
         low, high = self.chunk_tokens.low / LENGTH_TOLERANCE, self.chunk_tokens.high * LENGTH_TOLERANCE
         return low <= num_tokens <= high
 
     def departure(self, shape: PromptShape) -> str | None:
-        """What about a prompt lies outside, in words; None where nothing does.
+        """Describe what about a prompt is outside; None if nothing is.
 
-        Lengths may depart by `LENGTH_TOLERANCE`. Fewer chunks than measured are inside: what is not loaded is
-        computed.
+        Lengths may depart by `LENGTH_TOLERANCE`. Fewer chunks than measured are allowed: tokens that are not
+        loaded are computed.
         """
         mean = sum(shape.chunk_tokens) / max(1, len(shape.chunk_tokens))
         for name, value, measured, low in (

@@ -1,11 +1,11 @@
-"""What calibration measured of one model, and whether blending it may be trusted.
+"""The calibration report of one model, and the decision whether the model may be blended.
 
 Blending is an approximation, and how good it is depends on the model. A `CalibrationReport` holds what was
 measured against full prefill, confidence bounds, thresholds, and what follows from them; `choose` is the
-whole decision. A report belongs to one `Binding`: another model, prefix, codec or engine version makes it say
-nothing. It holds for one `Domain`: the prompt form and the lengths that were measured.
-It carries a digest over its canonical JSON, so that one edited by hand is refused. The digest is no
-signature: who may write to the store may write a report.
+whole decision. A report belongs to one `Binding`: it does not apply to another model, prefix, codec or engine
+version. It applies to one `Domain`: the prompt form and the lengths that were measured. It carries a digest
+over its canonical JSON, so that a hand-edited report is rejected. The digest is not a signature: anyone who
+can write to the store can write a report.
 
 Several copies of a report are stored, and several processes write it. `supersedes` says which copy counts.
 """
@@ -32,18 +32,18 @@ from kintsugi.core.spaces import ModelFingerprint, token_bytes
 
 REPORT_VERSION = 2
 REPORT_BYTES_MAX = 1 << 20
-"""What a store keeps of one document; a larger one is not even parsed."""
+"""Maximum size of a document in a store; a larger one is not even parsed."""
 
 RATIO_TOLERANCE = 1e-9
 LOSS_TOLERANCE = 1e-6
 """Bounds are kept to six digits."""
 FIRST_SHARE = 0.5
-"""Share of the chance of error that the first, safest configuration of a sequence has."""
+"""Share of the total error probability that the first, safest configuration of a sequence gets."""
 HIGHEST_LOSS = 0.5
 """Cap of every threshold, however noisy full prefill is: a blend that loses more is not a blend."""
 
 FUTURE_MAX = timedelta(days=1)
-"""A new report may be dated so far ahead of a store's clock: clocks differ."""
+"""How far ahead of a store's clock a new report may be dated, because clocks differ."""
 
 _STEP = timedelta(seconds=1)
 """The resolution of `CalibrationReport.created`."""
@@ -53,14 +53,14 @@ _LATEST = datetime.max.replace(tzinfo=UTC) - _STEP
 
 @dataclass(frozen=True)
 class Binding:
-    """What a report speaks about. All of it decides the KV that a blend produces."""
+    """What a report applies to. Every field affects the KV that a blend produces."""
 
     __pydantic_config__ = STRICT
 
     fingerprint: str
     """The model's fingerprint, hexadecimal."""
     prefix: str
-    """Digest of the tokens that chunks were prefilled behind."""
+    """Digest of the tokens that chunks were prefilled after."""
     codec: str
     """How the chunks were stored."""
     vllm: str
@@ -94,13 +94,13 @@ class Binding:
     @property
     def report_name(self) -> str:
         """The name under which a store keeps the report. Engines of two versions keep two reports, so that
-        upgrading one does not take the other's away."""
+        upgrading one does not remove the other's report."""
         version = blake3.blake3(f"{self.vllm}\0{self.kintsugi}".encode()).hexdigest()[:16]
         context = f"/{self.context}" if self.context else ""
         return f"calibration/{self.codec}/{self.prefix}{context}/{version}"
 
     def difference(self, other: Binding) -> str | None:
-        """The first field that differs, in words; None where none does."""
+        """Describe the first field that differs; None if none does."""
         for one in dataclasses.fields(self):
             mine, theirs = getattr(self, one.name), getattr(other, one.name)
             if mine != theirs:
@@ -125,7 +125,7 @@ def _describe_layers(layers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Noise:
-    """Full prefill against full prefill in other company: what no blend can be better than."""
+    """Differences of full prefill from itself in other batches: no blend can be better."""
 
     __pydantic_config__ = STRICT
 
@@ -136,11 +136,11 @@ class Noise:
 
 
 class Quantity(StrEnum):
-    """What a blend may lose against full prefill: one number per prompt, at most 1, higher is worse."""
+    """A loss of a blend against full prefill: one number per prompt, at most 1, higher is worse."""
 
     KL = "kl"
-    """Mean KL over the positions of full prefill's answer, in nats. A prompt counts as at most 1: beyond that
-    it is another answer, which the others count."""
+    """Mean KL over the positions of full prefill's answer, in nats. A prompt counts as at most 1: a larger KL
+    means another answer, which the other quantities measure."""
     DISAGREEMENT = "disagreement"
     """Share of these positions whose most likely token differs."""
     EXACT_MATCH = "exact_match"
@@ -159,7 +159,7 @@ QUANTITY_NAMES = {
 
 @dataclass(frozen=True)
 class LossBound:
-    """One mean loss, and the confidence bound that decides."""
+    """One mean loss, and its confidence bound, which decides."""
 
     __pydantic_config__ = STRICT
 
@@ -194,15 +194,15 @@ class ReportEntry:
     f1: float | None = None
     f1_full: float | None = None
     place: int | None = None
-    """In the sequence of configurations that were confirmed, from the safest to the cheapest. None: only
+    """Position in the sequence of confirmed configurations, from the safest to the cheapest. None: only
     screened, which neither passes nor fails."""
     error: float = 1.0
-    """The chance of error that the bounds leave together."""
+    """Probability that any of the bounds is wrong."""
     bounds: list[LossBound] = field(default_factory=list)
     """From the prompts of the confirmation alone; empty where it was only screened."""
     prompts_missing: int | None = None
-    """About how many more prompts would decide an entry that is undecided; None where it is decided, or where
-    more prompts like these would not help."""
+    """Approximate number of further prompts that would decide the entry; None if it is decided, or if more
+    prompts like these would not help."""
 
     def __post_init__(self) -> None:
         values = [self.cost, self.kl_mean, self.kl_p99, self.top1_agreement]
@@ -220,7 +220,7 @@ class ReportEntry:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a configuration must stay below, by confidence bounds."""
+    """Limits on a configuration's confidence bounds."""
 
     __pydantic_config__ = STRICT
 
@@ -232,14 +232,14 @@ class Thresholds:
     """Share of prompts. The paper's own loss is 0.02 F1."""
     f1_loss_max: float = 0.03
     stratum_factor: float = 2.0
-    """A single task, or one half of the lengths, may lose so many times what all prompts may: fewer prompts
-    speak about it, and no task may hide behind the others."""
+    """Factor on the thresholds of a single task, or of one half of the lengths: it has fewer prompts, and its
+    loss must not be hidden by the others."""
     stratum_prompts_min: int = 50
     """Kinds of prompts with fewer questions are not judged on their own."""
     confidence: float = 0.95
-    """That nothing passes whose true means are beyond the thresholds, over all configurations together."""
+    """Probability that no configuration passes whose true means exceed the thresholds, over all together."""
     prompts_min: int = 32
-    """Fewer prompts cannot be calibrated on."""
+    """Minimum number of prompts for a calibration."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.top1_agreement_min <= 1.0:
@@ -258,7 +258,7 @@ class Thresholds:
                 raise InvalidField(f"thresholds.{name}", f"{getattr(self, name)} must be at least 1")
 
     def highest(self, quantity: Quantity, stratum: str, noise: Noise) -> float:
-        """The highest mean loss that passes. Nobody is asked for more than full prefill gives against
+        """Return the highest mean loss that passes. No threshold is stricter than full prefill's loss against
         itself."""
         highest = {
             Quantity.KL: max(self.kl_mean_max, 2 * noise.kl_mean),
@@ -278,7 +278,7 @@ class Search:
     candidates: int
     """Configurations that were tried."""
     confirmed: int
-    """How many of these were measured again, on prompts of their own."""
+    """Number of these measured again, on separate prompts."""
     minutes: float
     more_minutes: float | None = None
     """About how much longer the undecided would take; None where nothing is undecided, or where more time
@@ -295,12 +295,12 @@ class Choice:
     """The cheapest one that passes; None: do not blend this model."""
     why: str
     limits: dict[str, Selection] = field(default_factory=dict)
-    """By selector name, its cheapest configuration that passed; one that is missing passed nowhere."""
+    """The cheapest passing configuration by selector name; a selector that is missing passed with none."""
 
 
 @dataclass(frozen=True)
 class Tripped:
-    """Blending was turned off by what shadowing saw."""
+    """Records that shadowing turned blending off."""
 
     __pydantic_config__ = STRICT
 
@@ -350,13 +350,13 @@ class CalibrationReport:
 
     @property
     def digest(self) -> str:
-        """Over the canonical JSON of every other field."""
+        """Digest over the canonical JSON of every other field."""
         return _digest(self._fields)
 
     @property
     def _fields(self) -> dict[str, Any]:
-        """Every field as JSON. What is empty is left out, so that builds which do not know it can read the
-        report: a binding's context, and the baseline."""
+        """Every field as JSON. An empty context and an empty baseline are left out, so that builds without
+        these fields can read the report."""
         fields = dataclasses.asdict(self)
         if not self.binding.context:
             del fields["binding"]["context"]
@@ -370,7 +370,8 @@ class CalibrationReport:
 
     @staticmethod
     def from_bytes(document: bytes) -> CalibrationReport:
-        """Raises `Corrupted` for what is no report or was edited, `VersionMismatch` for another format."""
+        """Parse a report. Raises `Corrupted` if it is invalid or edited, `VersionMismatch` for another
+        format."""
         values = _parse_report(document)
         if values.get("version") != REPORT_VERSION:
             raise VersionMismatch(
@@ -388,7 +389,7 @@ class CalibrationReport:
         return report
 
     def as_tripped(self, reason: str, at: str) -> CalibrationReport:
-        """The revision that turns blending off until somebody calibrates again."""
+        """Return the revision that turns blending off until the next calibration."""
         return dataclasses.replace(self, tripped=Tripped(reason, at))
 
     def created_after(self, document: bytes) -> CalibrationReport:
@@ -401,10 +402,10 @@ class CalibrationReport:
 
 @dataclass(frozen=True, order=True)
 class ReportRevision:
-    """How recent a stored document is. A total order, the same for every reader of the same bytes.
+    """The revision of a stored document. A total order, the same for every reader of the same bytes.
 
-    Every field is one that reports always had: a counter of its own would be an unknown field to builds that
-    do not know it, and they would refuse the report.
+    It uses only fields that every report has: builds that do not know an added counter would reject the
+    report.
     """
 
     created: datetime
@@ -416,7 +417,7 @@ class ReportRevision:
 
     @staticmethod
     def of(document: bytes) -> ReportRevision:
-        """The lowest one for a document that is no report or was edited. Never raises.
+        """Return a document's revision; the lowest for an invalid or edited document. Never raises.
 
         Checks the digest alone, so that reports with fields of later builds are ordered too, and so that a
         store does not spend time on the measurements of a hostile one.
@@ -434,7 +435,7 @@ class ReportRevision:
 def supersedes(document: bytes, other: bytes | None) -> bool:
     """Whether a stored report must be kept rather than another one; None: there is no other one. Pure.
 
-    False both ways for two documents that are no reports: whichever is written last replaces the other.
+    False both ways for two invalid documents: the one written last replaces the other.
     """
     if other is None:
         return True
@@ -444,9 +445,9 @@ def supersedes(document: bytes, other: bytes | None) -> bool:
 def replaces(document: bytes, held: bytes | None, now: datetime) -> bool:
     """Whether a store keeps a report in place of the one that it holds, if any. Pure.
 
-    Raises `InvalidField` for a report from the future, which would supersede the calibrations of years to
-    come. A tripped one is taken, because nothing may keep blending from being turned off; whichever report is
-    put next replaces it.
+    Raises `InvalidField` for a report dated in the future, which would supersede later calibrations. A
+    tripped one is accepted, because turning blending off must always be possible; the next report that is put
+    replaces it.
     """
     latest = now + FUTURE_MAX
     revision = ReportRevision.of(document)
@@ -462,7 +463,7 @@ def replaces(document: bytes, held: bytes | None, now: datetime) -> bool:
 
 
 def _moment(created: object) -> datetime:
-    """The time that `created` says; `_OLDEST` where it says none, or none that another one could follow."""
+    """Parse `created`; `_OLDEST` if it is invalid, or too late for another time to follow."""
     try:
         moment = datetime.fromisoformat(created)  # type: ignore[arg-type]
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
@@ -504,7 +505,7 @@ def open_document(document: bytes) -> dict[str, Any]:
 
 
 def shortfalls(entry: ReportEntry, noise: Noise, thresholds: Thresholds) -> list[str]:
-    """What an entry misses, in words; empty where every bound is within its threshold."""
+    """Describe why an entry does not pass; empty if every bound is within its threshold."""
     if entry.place is None:
         return ["only screened"]
     missed = []
@@ -538,12 +539,12 @@ def passing(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds
 
 
 def entitlements(passed: Sequence[bool], count: int, thresholds: Thresholds) -> list[float]:
-    """The chance of error that each configuration of a sequence of `count` may use, up to the one behind
-    `passed`.
+    """Return the error probability that each configuration of a sequence of `count` may use, up to the one
+    after `passed`.
 
-    The first has `FIRST_SHARE` of it, the others share the rest, and one that passes hands its own on to the
-    next (the fallback procedure: Wiens and Dmitrienko, 2005). So the chance that anything wrong passes stays
-    within ``1 - confidence``.
+    The first gets `FIRST_SHARE` of the total, the others share the rest, and one that passes hands its share
+    to the next (the fallback procedure: Wiens and Dmitrienko, 2005). So the probability that a wrong
+    configuration passes stays within ``1 - confidence``.
     """
     whole = 1 - thresholds.confidence
     rest = (1 - FIRST_SHARE) * whole / max(1, count - 1)
@@ -556,8 +557,8 @@ def entitlements(passed: Sequence[bool], count: int, thresholds: Thresholds) -> 
 def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> Choice:
     """The cheapest configuration that passes, and each selector's cheapest. Pure.
 
-    It follows from what passed alone: neither a larger ratio nor a deeper layer is taken to be better. One
-    that costs a full prefill or more is no choice. Ties go to the smaller KL, then to the name, so that the
+    Only configurations that passed count: a larger ratio or a deeper layer is not assumed to be better. One
+    that costs a full prefill or more is excluded. Ties go to the smaller KL, then to the name, so that the
     same measurements decide alike.
     """
     eligible = [entry for entry in passing(entries, noise, thresholds) if entry.cost < 1.0]
@@ -574,7 +575,7 @@ def choose(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds)
 
 
 def _why_none(entries: Sequence[ReportEntry], noise: Noise, thresholds: Thresholds) -> str:
-    """The configuration that misses least, and what it misses."""
+    """Describe the configuration that is closest to passing, and what it misses."""
     confirmed = [entry for entry in entries if entry.place is not None]
     if not confirmed:
         return f"none of {len(entries)} looked good enough to confirm" if entries else "nothing was measured"

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: `kv_transfer_params["kintsugi"]`, typed and checked.
+"""A request's parameters for the engine, `kv_transfer_params["kintsugi"]`, typed and checked.
 
 A gateway or client sends constraints; only the connector plans.
 """
@@ -26,14 +26,14 @@ TIER_CHARS_MAX = 64
 TTL_S_MAX = 10 * 365 * 86_400.0
 """Ten years."""
 FOUND_CHARS_MIN = 32
-"""A text that is shorter is no chunk wherever a prompt happens to hold it, only where it was marked: "the"
-stands in every second sentence, and each would be cut out and tokenised alone. The engine's own bound, where
-it looks for chunks by their tokens, is `spaces.ANCHOR_TOKENS`."""
+"""Minimum characters of a text that is found as a chunk anywhere in a prompt. A shorter text is a chunk only
+where it is marked: otherwise every "the" would be tokenised separately. The engine's own minimum, for search
+by tokens, is `spaces.ANCHOR_TOKENS`."""
 
 
 def check_priority(priority: int, allow_negative_priority: bool) -> int:
-    """vLLM's, lower goes first: the priority itself. Raises `InvalidField` for one that goes before others'
-    where that is not allowed."""
+    """Return vLLM's priority, where lower runs first. Raises `InvalidField` for a negative priority if these
+    are not allowed."""
     if priority < 0 and not allow_negative_priority:
         raise InvalidField(
             "priority",
@@ -44,7 +44,7 @@ def check_priority(priority: int, allow_negative_priority: bool) -> int:
 
 
 def check_ttl(ttl_s: float | None) -> float | None:
-    """The lifetime itself; None: none. Raises `InvalidField`."""
+    """Return the lifetime in seconds; None: no limit. Raises `InvalidField`."""
     if ttl_s is not None and not 0.0 < ttl_s <= TTL_S_MAX:
         raise InvalidField(
             "ttl_s",
@@ -55,7 +55,7 @@ def check_ttl(ttl_s: float | None) -> float | None:
 
 
 def longest_ttl(one: float | None, other: float | None) -> float | None:
-    """The longer of two lifetimes; None: none, which is longest."""
+    """Return the longer of two lifetimes; None is unlimited, and so the longest."""
     return None if one is None or other is None else max(one, other)
 
 
@@ -65,8 +65,8 @@ class Op(StrEnum):
     BLEND = "blend"
     SAVE = "save"
     AUDIT = "audit"
-    """Prefill a stored chunk again, as a save would, and report how far the stored KV is from that. Shadowing
-    asks for it; callers of a service cannot."""
+    """Prefill a stored chunk again, as a save would, and report how far the stored KV differs. Only shadowing
+    requests it; callers of a service cannot."""
     OFF = "off"
 
     @property
@@ -83,13 +83,13 @@ class SelectorName(StrEnum):
     HKVD_GRADUAL = "hkvd_gradual"
     """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
     CHUNK_HEAD = "chunk_head"
-    """The first tokens of each chunk (EPIC): they took the place of an attention sink."""
+    """The first tokens of each chunk (EPIC), which acted as an attention sink."""
     QUERY = "query"
-    """What the question attends to, seen in a pass of the question alone over the loaded KV."""
+    """Tokens that the question attends to, seen in a pass of the question alone over the loaded KV."""
     HYBRID = "hybrid"
-    """Chunk heads, and what the question attends to where it deviates at the check layer."""
+    """Chunk heads, and tokens that the question attends to and that deviate at the check layer."""
     RANDOM = "random"
-    """Control."""
+    """Random tokens, as a control."""
 
 
 _OWN_SELECTORS = frozenset(SelectorName)
@@ -97,7 +97,7 @@ _OWN_SELECTORS = frozenset(SelectorName)
 
 @dataclass(frozen=True)
 class BlendOptions:
-    """What a request chooses about its blend; None leaves the choice to the engine's calibration.
+    """The blend options of a request; None leaves the choice to the engine's calibration.
 
     This is one value from the wire to the planner, and everything between converts it by field name. A new
     option is a field here with its check, and a field of the same name in `KintsugiParams`, `_Wire`,
@@ -117,7 +117,7 @@ class BlendOptions:
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> BlendOptions:
-        """The options among `values`, by field name; other names are left alone. Raises `InvalidField`."""
+        """Return the options in `values` by field name; other names are ignored. Raises `InvalidField`."""
         chosen = {name: values.get(name) for name in OPTION_NAMES}
         if chosen["selector"] is not None:
             chosen["selector"] = parse_selector(chosen["selector"])
@@ -183,8 +183,8 @@ class _Wire:
 class KintsugiParams:
     """One request's constraints.
 
-    ``spans`` None means: find known chunks by content. ``ratio``, ``selector`` and ``adaptive_mass`` mean
-    what they do in `BlendOptions`, which `options` makes of them.
+    If ``spans`` is None, known chunks are found by content. ``ratio``, ``selector`` and ``adaptive_mass`` are
+    those of `BlendOptions`, which `options` returns.
     """
 
     namespace: str
@@ -207,8 +207,7 @@ class KintsugiParams:
     """Where a save keeps its chunk: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: as the
     store's client is configured."""
     ttl_s: float | None = None
-    """How long what is stored on behalf of the request is kept at most, in seconds; None: no bound of its
-    own."""
+    """Maximum lifetime in seconds of what is stored for the request; None: no limit of its own."""
     asked_at_s: float = 0.0
     """When a save was asked for (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
@@ -217,8 +216,8 @@ class KintsugiParams:
     chunk_tokens_multiple: int = 1
     """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
     discover: bool = False
-    """Count what the prompt holds beside its `spans`, and save what recurs. A gateway sets it, from the
-    namespace's rules: whoever shares a namespace can tell what was saved in it."""
+    """Count the segments of the prompt outside its `spans`, and save those that recur. A gateway sets it from
+    the namespace's rules: other users of a namespace can tell what was saved in it."""
     no_store: bool = False
     """Count and save nothing of this prompt."""
 
@@ -281,8 +280,8 @@ class KintsugiParams:
 
 
 def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
-    """The spans, each cut at its end to a multiple of so many tokens; those that are shorter are left out.
-    Their keys, which are those of the whole spans, are dropped."""
+    """Cut each span at its end to a multiple of ``multiple`` tokens; shorter spans are left out. Their keys
+    are dropped, because they belong to the whole spans."""
     if multiple == 1:
         return tuple(spans)
     cut = (Span(one.start, one.end - one.num_tokens % multiple) for one in spans)
@@ -290,7 +289,7 @@ def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
 
 
 def parse_selector(name: str) -> str:
-    """The name itself. Raises `InvalidField` where no selector has it."""
+    """Return the name. Raises `InvalidField` if no selector has it."""
     if name in _OWN_SELECTORS:
         return name
     added = plugin_names(SELECTORS)
@@ -320,7 +319,7 @@ def _parse_span(row: Sequence[Any], where: str) -> Span:
 
 
 def check_no_audit(params: KintsugiParams) -> None:
-    """Raises `InvalidField` for an audit, which shadowing alone may ask for, and by another way."""
+    """Raise `InvalidField` for an audit: only shadowing may request one, and by another path."""
     if params.op is Op.AUDIT:
         raise InvalidField("op", "audit belongs to shadowing; use blend or off")
 

@@ -2,7 +2,7 @@
 
 `this.min <= this.max` is a `Term`. Python evaluates it on an object; in CEL (Common Expression Language),
 which Kubernetes' API server evaluates from a CRD, it reads `self.min <= self.max`. A term with `before`, the
-object as it was before an update, has a meaning only to the API server.
+object before an update, can be evaluated only by the API server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Term:
         self.evaluate = evaluate
 
     def __getattr__(self, name: str) -> Term:
-        """The field `name`. Dunder names are Python's own and no field's."""
+        """Return the field `name`. Dunder names belong to Python and are never fields."""
         if name.startswith("__"):
             raise AttributeError(name)
         in_yaml = camel(name)
@@ -61,7 +61,7 @@ class Term:
         return Term(f"{self.cel} || {other.cel}", lambda value: self.evaluate(value) or other.evaluate(value))
 
     def __invert__(self) -> Term:
-        """Negates a single call or field; a comparison has a negation of its own."""
+        """Negate a single call or field; for a comparison, use the opposite operator."""
         return Term(f"!{self.cel}", lambda value: not self.evaluate(value))
 
     def matches(self, pattern: str) -> Term:
@@ -94,17 +94,17 @@ before = Term("oldSelf", _absent)
 
 
 def is_set(term: Term) -> Term:
-    """Whether an optional field is there."""
+    """Whether an optional field is set."""
     return Term(f"has({term.cel})", lambda value: term.evaluate(value) is not None)
 
 
 def has_items(term: Term) -> Term:
-    """Whether a list that has a default holds something."""
+    """Whether a list that has a default is not empty."""
     return Term(f"size({term.cel}) > 0", lambda value: bool(term.evaluate(value)))
 
 
 def exactly_one(*terms: Term) -> Term:
-    """Whether one of the conditions holds, and no other."""
+    """Whether exactly one of the conditions holds."""
     return Term(
         f"[{', '.join(term.cel for term in terms)}].exists_one(one, one)",
         lambda value: sum(bool(term.evaluate(value)) for term in terms) == 1,
@@ -113,7 +113,7 @@ def exactly_one(*terms: Term) -> Term:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A condition that a settings object has to meet, and what to tell whoever breaks it."""
+    """A condition that a settings object must meet, and the error message if it does not."""
 
     condition: Term
     message: str
@@ -126,7 +126,7 @@ class Rule:
         return "oldSelf" in self.condition.cel
 
     def is_kept_by(self, settings: object) -> bool:
-        """Whether an object meets the rule, as far as the object alone can tell."""
+        """Whether an object meets the rule. True for transition rules, which also need the earlier object."""
         return self.is_transition or bool(self.condition.evaluate(settings))
 
     def manifest(self) -> Mapping[str, str]:

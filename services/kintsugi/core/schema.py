@@ -1,4 +1,4 @@
-"""Frozen dataclasses from untrusted mappings: one strict loader for configs and request fields."""
+"""Strict loader of frozen dataclasses from untrusted mappings, for configurations and request fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 
 def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidField:
-    """One error of those found: an unknown key before all, since a misspelt one is also a missing one."""
+    """Return one of the errors: an unknown key first, since a misspelt key also makes another one missing."""
     found = error.errors(include_url=False)
     first = min(found, key=lambda item: item["type"] not in _UNKNOWN)
     path = [str(part) for part in first["loc"]]
@@ -60,7 +60,7 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def _class_at(cls: type[Any], path: list[str]) -> type[Any]:
-    """The dataclass that `path` leads to, through optional, listed and mapped ones."""
+    """Return the dataclass at `path`, through optional types, lists and mappings."""
     for part in path:
         if part in (fields := _fields_by_input_name(cls)):
             # `Field.type` is only text where annotations are postponed.

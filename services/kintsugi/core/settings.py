@@ -1,4 +1,4 @@
-"""Settings of a deployment: frozen dataclasses whose fields carry their bounds, and what is done with those.
+"""Settings of a deployment: frozen dataclasses whose fields carry their bounds, and functions that use them.
 
 A setting is defined once, with `setting`: its type, its default and its bounds, as keywords of JSON schema.
 `check` enforces bounds and rules in Python; the operator's CRDs and the chart's schema are generated from the
@@ -35,13 +35,13 @@ class Settings:
 
 
 def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A field of a `Settings` class. A type or function as `default` makes the default.
+    """A field of a `Settings` class. If `default` is a type or function, it is called to make the default.
 
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
     maxLength, minItems, maxItems, maxProperties, format, and `items`, the bounds of what a list or mapping
-    holds. Our own: `mapKey`, the field by which a list's items differ; `reserved`, keys that a mapping must
-    not have; `keys`, those that it may have; `after`, the field behind which a CRD lists this one;
-    `description`, what a CRD says of the field instead of its docstring.
+    holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items; `reserved`, keys that a
+    mapping must not have; `keys`, those that it may have; `after`, the field after which a CRD lists this
+    one; `description`, what a CRD says of the field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -49,7 +49,7 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
 
 
 def bounds_of(cls: type[Any], one: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Everything that holds for a field of `cls`: its own bounds and those that `cls` adds."""
+    """Return all bounds of a field of `cls`: its own and those that `cls` adds."""
     bounds = {**one.metadata, **getattr(cls, "NARROWED", {}).get(one.name, {})}
     if "minimum" in bounds:
         bounds.pop("exclusiveMinimum", None)
@@ -57,7 +57,7 @@ def bounds_of(cls: type[Any], one: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def fields_in_order(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields of `cls`, each that names another in `after` directly behind that one."""
+    """Return the fields of `cls`; one with `after` comes directly after the field that it names."""
     ordered: list[dataclasses.Field[Any]] = []
     for one in dataclasses.fields(cls):
         names = [other.name for other in ordered]
@@ -67,12 +67,12 @@ def fields_in_order(cls: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def default_of(one: dataclasses.Field[Any]) -> Any:
-    """What a field is where nothing is said; `dataclasses.MISSING` for a mandatory one."""
+    """Return the default of a field; `dataclasses.MISSING` for a mandatory one."""
     return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
 
 
 Naming = Callable[[str], str]
-"""From a field's name in Python to the name that the user knows."""
+"""Maps a field's name in Python to the name that the user knows."""
 
 
 def check(settings: Any, where: str = "", naming: Naming = str) -> None:
@@ -175,7 +175,7 @@ def plain(
     naming: Naming = str,
     keep: Callable[[dataclasses.Field[Any], Any], bool] = lambda one, inner: True,
 ) -> Any:
-    """`value` as JSON and YAML know it, settings with those fields that `keep` keeps."""
+    """Convert `value` to types of JSON and YAML; of settings, only the fields that `keep` accepts."""
     if dataclasses.is_dataclass(value):
         pairs = [(one, getattr(value, one.name)) for one in fields_in_order(type(value))]
         return {naming(one.name): plain(inner, naming, keep) for one, inner in pairs if keep(one, inner)}
@@ -187,16 +187,16 @@ def plain(
 
 
 def non_default_fields(settings: Any, *without: str, naming: Naming = str) -> dict[str, Any]:
-    """The fields that differ from their defaults, as plain values, but those in `without`.
+    """Return the fields that differ from their defaults, except those in `without`, as plain values.
 
-    A field that a later version adds changes nothing here, and so restarts nothing.
+    A field that a later version adds does not change the result, and so restarts nothing.
     """
     fields: dict[str, Any] = plain(settings, naming, lambda one, inner: inner != default_of(one))
     return {name: value for name, value in fields.items() if name not in without}
 
 
 def convert_settings(cls: type[T], settings: Any, **others: Any) -> T:
-    """A `cls` with every setting that it inherits from the same class as `settings` does, and `others`."""
+    """Make a `cls` from the settings that it and `settings` inherit from a common class, and `others`."""
     common = next(
         base for base in cls.__mro__ if base in type(settings).__mro__ and dataclasses.is_dataclass(base)
     )

@@ -17,12 +17,12 @@ from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 SLAB_FILL_MAX = 0.9
 """Share of an SSD tier to count on: above it the allocator fragments and eviction runs all the time."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
-"""What vLLM makes of a checkpoint's dtype when it is told `auto`."""
+"""The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a decoder decides bytes and floating-point operations per token."""
+    """The properties of a decoder that determine bytes and floating-point operations per token."""
 
     layout: KVLayout
     heads: int
@@ -64,7 +64,7 @@ def model_size(config: Mapping[str, Any], dtype: str = "auto") -> ModelSize:
 def _latent_size(
     values: Mapping[str, Any], hidden: int, heads: int, layers: int, dtype: str
 ) -> tuple[KVLayout, int, int]:
-    """Layout, head width and parameters of a layer's attention, where it is over latents (DeepSeek-V3)."""
+    """Return layout, head width and parameters per layer of multi-head latent attention (DeepSeek-V3)."""
     if any(values.get(name) for name in ("index_topk", "compress_ratios")):
         raise NotBlendable("indexed_attention", "layers attend to tokens that an index chooses")
     rank, rotary = _positive(values, "kv_lora_rank"), _positive(values, "qk_rope_head_dim")
@@ -79,7 +79,7 @@ def _latent_size(
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Models of several modalities keep the decoder's part by itself."""
+    """Return the decoder's part of a configuration, which multimodal models keep in `text_config`."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
@@ -106,7 +106,7 @@ def engine_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str:
 
 @dataclass(frozen=True)
 class SizingWorkload:
-    """What is stored and asked."""
+    """The corpus and the prompts to compute sizes for."""
 
     corpus_tokens: int
     chunk_tokens: int = 512
@@ -169,11 +169,11 @@ class LoadingPace:
     pays_bytes_per_s: float
     """Above it a blend takes less time than a full prefill; below it loading loses."""
     hides_bytes_per_s: float
-    """Above it loading is hidden behind the blend's own computing, and faster is no sooner."""
+    """Above it loading is hidden by the blend's own computation, and more bandwidth does not help."""
 
 
 def pace_to_hide_loading(prompt_bytes: int, layers: int, full_s: float, cost: float) -> LoadingPace:
-    """For a prompt whose full prefill takes `full_s`."""
+    """Return the bandwidths for a prompt whose full prefill takes `full_s` seconds."""
     first_layer = prompt_bytes / layers
     last_layer_s = cost * full_s / layers
     behind_compute = first_layer / (full_s * (1 - cost))
@@ -184,7 +184,7 @@ def pace_to_hide_loading(prompt_bytes: int, layers: int, full_s: float, cost: fl
 
 
 def blend_s(prompt_bytes: int, layers: int, full_s: float, cost: float, bytes_per_s: float) -> float:
-    """The least time of a blend that loads over one link."""
+    """Return the minimum time in seconds of a blend that loads over one link."""
     computing_s = cost * full_s
     loading_s = prompt_bytes / bytes_per_s
     return max(loading_s + computing_s / layers, loading_s / layers + computing_s)

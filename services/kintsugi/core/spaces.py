@@ -1,4 +1,4 @@
-"""Who may find a chunk: model fingerprint, chunk space, chunk key, anchor.
+"""The identity of chunks: model fingerprint, chunk space, chunk key, anchor.
 
 Identity is over token ids, never text: the same text tokenises differently in another context, and a
 digest of ids is the same on every machine (Python's `hash()` is not). See docs/adr/0003.
@@ -19,8 +19,8 @@ from kintsugi.core.tokens import TokenIds
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
-"""Bumped when what is stored of a token changes meaning. It is part of every fingerprint, so no request finds
-chunks from before. How a chunk's bytes are laid out has a number of its own, `layout.FORMAT`."""
+"""Increased when the meaning of stored token data changes. It is part of every fingerprint, so no request
+finds older chunks. The layout of a chunk's bytes has its own version, `layout.FORMAT`."""
 
 ANCHOR_TOKENS = 32
 """Length of the window whose hash finds known chunks at any offset of a plain prompt."""
@@ -90,10 +90,10 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class ChunkSpace:
-    """The set of chunks that one request may use: model, tenant, and what chunks were prefilled behind.
+    """The set of chunks that one request may use: model, tenant, and what chunks were prefilled after.
 
-    A chunk is *prepared* where the space has a context: it was prefilled behind the prefix (the head of the
-    service's prompts) and the context. Its *plain copy* was prefilled behind the prefix alone. The KV of
+    A chunk is *prepared* where the space has a context: it was prefilled after the prefix (the head of the
+    service's prompts) and the context. Its *plain copy* was prefilled after the prefix alone. The KV of
     prefix and context is not stored. See docs/adr/0010.
     """
 
@@ -102,9 +102,9 @@ class ChunkSpace:
     namespace: str
     """The tenant that they belong to."""
     prefix_token_ids: tuple[int, ...] = ()
-    """What each chunk was prefilled behind."""
+    """Tokens that each chunk was prefilled after."""
     portable: bool = True
-    """Whether its chunks may be used behind a prompt that does not start with the prefix."""
+    """Whether its chunks may be used in a prompt that does not start with the prefix."""
     context_token_ids: tuple[int, ...] = ()
     """Natural text between the prefix and each chunk: the same for all chunks, and not part of prompts."""
     name_key: bytes = field(default=b"", repr=False)
@@ -129,7 +129,7 @@ class ChunkSpace:
 
     @cached_property
     def lead_token_ids(self) -> tuple[int, ...]:
-        """What a chunk of this space is prefilled behind: the prefix and the context."""
+        """Tokens that a chunk of this space is prefilled after: the prefix and the context."""
         return self.prefix_token_ids + self.context_token_ids
 
     @cached_property
@@ -159,7 +159,7 @@ class ChunkSpace:
         return tuple(prompt_token_ids[: len(self.prefix_token_ids)]) == self.prefix_token_ids
 
     def first_place(self, prompt_token_ids: Sequence[int]) -> int | None:
-        """Where a chunk of the prompt stands directly behind the prefix; None if the prefix is another."""
+        """The position directly after the prefix; None if the prompt has another prefix."""
         return len(self.prefix_token_ids) if self.prefix_matches(prompt_token_ids) else None
 
     def space_at(self, start: int, prompt_token_ids: Sequence[int]) -> ChunkSpace:
@@ -186,12 +186,12 @@ class ChunkKey:
 
     @staticmethod
     def of_bytes(space: ChunkSpace, tokens: bytes) -> ChunkKey:
-        """From what `token_bytes` makes."""
+        """Make the key from the output of `token_bytes`."""
         return ChunkKey.in_space(space.digest, tokens, space.name_key)
 
     @staticmethod
     def in_space(space_digest: bytes, tokens: bytes, name_key: bytes = b"") -> ChunkKey:
-        """Where only the digest and the name key of the chunk space are known."""
+        """Make the key from the digest and the name key of the chunk space."""
         return ChunkKey(_hash(space_digest + tokens, name_key).digest())
 
     @staticmethod
@@ -234,7 +234,7 @@ class Span:
     start: int
     """Position of the first token."""
     end: int
-    """Position behind the last token."""
+    """Position after the last token."""
     key: ChunkKey | None = None
     """The chunk's key, where the caller knows it."""
 

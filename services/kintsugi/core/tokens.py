@@ -38,7 +38,7 @@ class TokenIds(Sequence[int]):
 
     @staticmethod
     def of(ids: Sequence[int]) -> TokenIds:
-        """The ids themselves where they are `TokenIds`.
+        """Convert ids; `TokenIds` are returned as they are.
 
         Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would be
         another chunk's.

@@ -1,4 +1,4 @@
-"""Parts of a namespace: what a request narrows itself to with a tenant, a session, a cache key or a salt.
+"""Parts of a namespace, which a request selects with a tenant, a session, a cache key or a salt.
 
 A part is a namespace of its own, named below its base:
 
@@ -6,9 +6,9 @@ A part is a namespace of its own, named below its base:
     docs/-/.5f1c2b8e6d0a4f379a1b2c3d4e5f6071         a session, cache key or salt, or several of them
     docs/-/acme/.5f1c2b8e6d0a4f379a1b2c3d4e5f6071    both
 
-A tenant stands there as it is, so that rules can name it; the others are arbitrary texts and stand there as
-one digest. Whoever may use a namespace may use its parts. A part has the rules and the keys of its base
-unless it has its own, counts against the limits of its base, and is erased with it. See docs/TENANTS.md.
+A tenant's name appears as it is, so that rules can name it; the other values are arbitrary texts and appear
+as one digest. A caller that may use a namespace may use its parts. A part has the rules and the keys of its
+base unless it has its own, counts against the limits of its base, and is erased with it. See docs/TENANTS.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SESSION = "x-session-id"
 CACHE_KEY = "prompt_cache_key"
 SALT = "cache_salt"
 NARROWING = (TENANT, SESSION, CACHE_KEY, SALT)
-"""What narrows a namespace, by the names of the headers and of the fields of an OpenAI body."""
+"""Names of the headers and of the fields of an OpenAI body that narrow a namespace."""
 VALUE_CHARS_MAX = 256
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST_BYTES = 16
@@ -40,8 +40,8 @@ NARROWING_FIELDS = (CACHE_KEY, SALT)
 
 
 def narrow(namespace: str, values: Mapping[str, str]) -> str:
-    """The part of ``namespace`` that ``values``, by their names in `NARROWING`, stand for; without any, the
-    namespace itself. Other names are left alone.
+    """Return the part of ``namespace`` that ``values`` select by their names in `NARROWING`; without such
+    values, the namespace itself. Other names are ignored.
 
     Raises `InvalidField`, naming the value.
     """
@@ -67,7 +67,7 @@ def narrow(namespace: str, values: Mapping[str, str]) -> str:
 
 
 def check_value(name: str, value: object) -> str:
-    """A value that narrows, or `InvalidField`."""
+    """Return a narrowing value. Raises `InvalidField` if it is not valid."""
     if not isinstance(value, str):
         raise InvalidField(name, f"must be a string, not a {type(value).__name__}")
     if name == TENANT and not _TENANT.fullmatch(value):
@@ -80,12 +80,12 @@ def check_value(name: str, value: object) -> str:
 
 
 def base_of(namespace: str) -> str:
-    """The namespace that ``namespace`` is a part of; itself if it is no part."""
+    """The namespace that ``namespace`` is a part of; itself if it is not a part."""
     return namespace.partition(MARK)[0]
 
 
 def without_digest(namespace: str) -> str:
-    """The namespace or tenant's part that a session, cache key or salt narrows; others as they are."""
+    """Remove the digest of a session, cache key or salt; return other namespaces unchanged."""
     outer, _, last = namespace.rpartition("/")
     return outer.removesuffix("/-") if MARK in namespace and last.startswith(".") else namespace
 
@@ -96,7 +96,7 @@ def is_within(namespace: str, outer: str) -> bool:
 
 
 def enclosing(namespace: str) -> list[str]:
-    """The namespaces that ``namespace`` is within: itself, and those that it is a part of."""
+    """Return the namespaces that contain ``namespace``, outermost first, and itself."""
     base, mark, inner = namespace.partition(MARK)
     components = inner.split("/") if mark else []
     return [base, *(f"{base}{MARK}{'/'.join(components[:count])}" for count in range(1, len(components) + 1))]
@@ -113,7 +113,8 @@ def _digest(values: Mapping[str, str]) -> str:
 
 
 def narrow_by_headers(namespace: str, headers: Mapping[str, str]) -> str:
-    """``headers``: HTTP's or gRPC metadata. Raises `InvalidField`, also for a header that comes twice."""
+    """Narrow a namespace by HTTP headers or gRPC metadata. Raises `InvalidField`, also for repeated
+    headers."""
     return narrow(namespace, _read_headers(headers))
 
 
@@ -124,16 +125,16 @@ def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[
 
 
 def find_fields(query: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """`NARROWING_FIELDS` in the query of a request that has no body. Raises `InvalidField` for one that comes
-    twice."""
+    """Return the `NARROWING_FIELDS` in the query of a request without a body. Raises `InvalidField` for a
+    repeated field."""
     fields = [*query]
     check_sent_once((name for name, _ in fields), NARROWING_FIELDS)
     return {name: value for name, value in fields if name in NARROWING_FIELDS}
 
 
 def check_sent_once(names: Iterable[str], narrowing: Iterable[str] = NARROWING_HEADERS) -> None:
-    """``names``: of all headers, metadata or fields. Raises `InvalidField` for one that narrows and comes
-    twice: a proxy that adds its own behind a client's must not leave the choice to chance."""
+    """Raise `InvalidField` if a narrowing name is repeated in ``names``, those of all headers, metadata or
+    fields: if a proxy adds its own after a client's, the choice must not be left to chance."""
     sent = Counter(names)
     for name in narrowing:
         if sent[name] > 1:

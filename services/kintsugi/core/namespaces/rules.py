@@ -77,8 +77,8 @@ NO_RULES = NamespaceRules()
 
 
 def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
-    """The pattern that matches most of the namespace's name, and its rule; empty and None if none does. For a
-    part without a rule of its own, those of the namespace around it."""
+    """Return the pattern that matches most of the namespace's name, and its rule; empty and None if none
+    does. A part without a rule of its own has that of the namespace around it."""
     base, *parts = enclosing(namespace)
     for part in reversed(parts):
         pattern, rule = _find_longest(rules, part)
@@ -105,7 +105,7 @@ def _find_longest(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None
 
 
 def sum_account(counts: Mapping[str, int], namespace: str, rules: NamespaceRules) -> int:
-    """The sum of counts by namespace over those whose use is counted with the namespace's."""
+    """Sum the counts of all namespaces whose use is counted with that of ``namespace``."""
     limits, account = rules.limits_of(namespace), rules.account_of(namespace)
     if limits is not None and limits.together:
         return sum(count for name, count in counts.items() if rules.account_of(name) == account)
