@@ -403,8 +403,8 @@ def serve_config(
 
 
 def store_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[str, Any]:
-    """Return the application of the shards. Its `args` depend on `spec.store` alone, and nothing else
-    does."""
+    """Return the application of the shards. Its `args` depend on `spec.store` alone, so that no other change
+    restarts them."""
     store, most = spec.store, spec.store.expert.shards_max or spec.store.shards
     shard = {
         "name": SHARD_DEPLOYMENT,

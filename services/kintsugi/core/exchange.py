@@ -43,7 +43,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens, as OpenAI counts them."""
+    """Token counts, as OpenAI defines them."""
 
     prompt_tokens: int
     """Length of the prompt."""
@@ -142,7 +142,7 @@ class PromptMatch:
     """The stored chunks that an engine finds by content in the prompts of a request."""
 
     prompt_tokens: int
-    """All prompts together."""
+    """Number of tokens of all prompts together."""
     chunks: tuple[MatchedChunk, ...]
     """In the order of the prompts, each once."""
 
@@ -177,7 +177,7 @@ class EngineInfo:
     ratio: float | None = None
     """The ratio of a request that names none; None where the gate is closed."""
     ratios_min: Mapping[str, float] | None = None
-    """By selector, the least ratio that the gate allows; None: any selector with any ratio."""
+    """The lowest ratio that the gate allows, by selector; None: any selector with any ratio."""
     version: str = ""
     """Version of Kintsugi that the engine runs; empty: not known."""
     vllm: str = ""
@@ -200,9 +200,9 @@ class EngineBackend(ABC):
     Implementations: an engine in this process (`engine.asynchronous`), and the engines behind Ray Serve's
     handle (`serving.ray_backend`). Both, and the tests' stub, pass the same contract tests.
 
-    Errors, raised by a call or by the first item of its answer: `InvalidField` for what a caller can mend,
-    `Unavailable` where no engine answers (a request that has not yielded anything yet may be sent again),
-    `ResourceExhausted` where queues are full.
+    Errors, raised by a call or by the first item of its answer: `InvalidField` for what a caller can correct,
+    `Unavailable` if no engine answers (a request that has yielded nothing yet may be sent again),
+    `ResourceExhausted` if queues are full.
     """
 
     @abstractmethod

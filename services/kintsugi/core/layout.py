@@ -1,11 +1,11 @@
 """The format of stored chunk KV: layout, codecs, frame sizes, manifest.
 
-A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K
-before V, so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE:
-it is rotated once, at load. A layout has **groups** of consecutive layers that are alike; where a layer
-stores something else than K and V, a head is its parts in a row, ``[tokens, width]`` each. Quantised codecs
-keep a head's scales behind its elements. A digest covers each head of each frame, so a rank can verify
-exactly the bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
+A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K before V,
+so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE: it is rotated
+once, at load. A layout has **groups** of consecutive layers that are alike; in a layer that stores something
+other than K and V, a head is the sequence of its parts, ``[tokens, width]`` each. Quantised codecs store a
+head's scales after its elements. A digest covers each head of each frame, so a rank can verify exactly the
+bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
 
 A chunk may have **side frames** before its layers: bytes that belong to the whole chunk, identified by a
 kind. As a layer number, kind k is -k, so the frames of a chunk are in ascending order. A reader skips kinds
@@ -34,7 +34,7 @@ FORMAT = 1
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
 SALT_BYTES = 16
-"""Random for every put of an encrypted chunk: no two puts share a chunk key."""
+"""Length of the salt, random for every put of an encrypted chunk: no two puts share an encryption key."""
 
 TOKENS_MAX = 1 << 20
 ANCHORS_MAX = 16
@@ -49,10 +49,10 @@ SCALE_BYTES = 1
 """A scale is a float of three bits of exponent and five of mantissa. Its own rounding costs little accuracy,
 because elements are divided by the rounded scale."""
 EXPONENTS_BYTES = 2
-"""Two exponents per head: the one that its scales of K count from, and the one for V."""
+"""Two exponents per head: the one that its K scales are relative to, and the one for V."""
 SINK_TOKENS = 4
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
-"""What the id of a namespace key may be."""
+"""Valid ids of namespace keys."""
 
 
 class Codec(IntEnum):
@@ -77,7 +77,7 @@ class Codec(IntEnum):
 
 
 def codec_named(name: str) -> Codec:
-    """The codec that a configuration calls `name`. Raises `InvalidField`."""
+    """Return the codec of this name. Raises `InvalidField`."""
     try:
         return Codec[name.upper()]
     except KeyError:
@@ -96,7 +96,7 @@ class PartKind(IntEnum):
     LATENT = 4
     """The latent from which multi-head latent attention computes K and V; one for all heads."""
     ROTARY = 5
-    """The key of multi-head latent attention that is rotated, before RoPE; one for all heads."""
+    """The part of the key of multi-head latent attention that is rotated, before RoPE; one for all heads."""
 
 
 class SideKind(IntEnum):
@@ -104,7 +104,7 @@ class SideKind(IntEnum):
     `SIDE_KIND_MAX`, so a new kind needs no change to stores."""
 
     PATCH = 1
-    """The difference that a context makes to the chunk's KV, in low rank."""
+    """The low-rank difference that a context makes to the chunk's KV."""
     SCORES = 2
     """A score for each token."""
 
@@ -129,7 +129,7 @@ class LayerGroup:
 
     layers: int
     heads: int
-    """Ranges of a frame that a tensor-parallel rank may read by themselves; 1 for a latent."""
+    """Heads of a frame, which a tensor-parallel rank can read separately; 1 for a latent."""
     parts: tuple[Part, ...]
     """The tensors of a head, in ascending order of their kinds."""
 
@@ -163,8 +163,9 @@ class LayerGroup:
     def head_bytes(self, codec: Codec, num_tokens: int, dtype: str) -> int:
         """Bytes of one head of one frame. Raises `InvalidField` for a codec that does not encode the parts.
 
-        Quantised, behind each other: K and V, each `[tokens, width]`, one byte an element, without the sinks;
-        an exponent for K's scales, one for V's; scales of K `[width]`, of V `[tokens]`; the sinks' K and V.
+        A quantised head is a sequence: K and V, each `[tokens, width]`, one byte per element, without the
+        sinks; an exponent for K's scales, one for V's; scales of K `[width]`, of V `[tokens]`; the sinks' K
+        and V.
         """
         if codec is Codec.RAW:
             return self.width * num_tokens * ELEMENT_BYTES[dtype]
@@ -180,7 +181,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape of a model's KV: what decides a frame's size."""
+    """Shape of a model's KV, which determines a frame's size."""
 
     groups: tuple[LayerGroup, ...]
     """The layers that have a frame, in order, neighbours of one shape in one group."""
@@ -222,7 +223,7 @@ class KVLayout:
 
     @cached_property
     def num_kv_heads(self) -> int:
-        """Heads of the layer that has most."""
+        """Number of heads of the layer with the most heads."""
         return max(group.heads for group in self.groups)
 
     @cached_property
@@ -236,7 +237,7 @@ class KVLayout:
 
     @cached_property
     def _first_heads(self) -> tuple[int, ...]:
-        """For each layer, how many heads the layers before it have together."""
+        """For each layer, the total number of heads of the layers before it."""
         return tuple(accumulate((group.heads for group in self._group_of_layer), initial=0))
 
     def group_of(self, layer: int | None) -> LayerGroup:
@@ -252,7 +253,7 @@ class KVLayout:
         return codec is Codec.RAW or all(group.has_k_and_v for group in self.groups)
 
     def first_head(self, layer: int) -> int:
-        """How many heads the layers before this one have together."""
+        """The total number of heads of the layers before this one."""
         return self._first_heads[layer]
 
     def heads_of(self, layer: int | None, heads: HeadRange) -> HeadRange:
@@ -376,8 +377,8 @@ class ChunkManifest:
         side_kinds: Sequence[int] = (),
         asked_at_s: float = 0.0,
     ) -> ChunkManifest:
-        """The manifest of a chunk of `space`. `frames`: its side frames, one for each of `side_kinds`, which
-        descend, and its layers. Cost: one xxh3 pass over them."""
+        """Return the manifest of a chunk in `space`. `frames`: its side frames, one for each of `side_kinds`
+        in descending order, then its layers. Cost: one xxh3 pass over them."""
         side_frames = tuple(
             SideFrame(kind, len(frame)) for kind, frame in zip(side_kinds, frames, strict=False)
         )
@@ -529,7 +530,7 @@ def digests_of(frame: memoryview | bytes, head_bytes: int) -> bytes:
 
 
 def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
-    """Raise `InvalidField` unless the frames are exactly those that the manifest announces."""
+    """Raise `InvalidField` unless the frames are exactly those that the manifest declares."""
     if len(frame_sizes) != manifest.num_frames:
         beside = f" and {len(manifest.side_frames)} side frames" if manifest.side_frames else ""
         raise InvalidField(

@@ -71,7 +71,7 @@ class Op(StrEnum):
 
     @property
     def prefills_chunk(self) -> bool:
-        """Whether the prompt is one chunk behind its prefix and context, and one more token."""
+        """Whether the prompt is one chunk after its prefix and context, plus one more token."""
         return self in (Op.SAVE, Op.AUDIT)
 
 
@@ -99,8 +99,8 @@ _OWN_SELECTORS = frozenset(SelectorName)
 class BlendOptions:
     """The blend options of a request; None leaves the choice to the engine's calibration.
 
-    This is one value from the wire to the planner, and everything between converts it by field name. A new
-    option is a field here with its check, and a field of the same name in `KintsugiParams`, `_Wire`,
+    The same value passes from the wire to the planner, and every step between converts it by field name. A
+    new option is a field here with its check, and a field of the same name in `KintsugiParams`, `_Wire`,
     `core.plan.Selection` and the wire protocol's `GenerateRequest`.
     """
 
@@ -167,7 +167,7 @@ class _Wire:
     chunks that the request misses and a gateway fills, and segments that it discovers. Null: no bound, and
     for discovered segments that of the engine."""
     asked_at_s: StrictFloat = 0.0
-    """When a save was asked for (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
+    """When a save was requested (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none. Only a gateway sets it."""
     chunk_tokens_multiple: StrictInt = 1
@@ -192,7 +192,7 @@ class KintsugiParams:
     op: Op = Op.BLEND
     """What the request does."""
     spans: tuple[Span, ...] | None = None
-    """Where chunks stand in the prompt; None: they are found by their content."""
+    """Positions of the chunks in the prompt; None: they are found by their content."""
     ratio: float | None = None
     """Share of the hit tokens to recompute, 0 to 1; None: the report's."""
     selector: str | None = None
@@ -209,7 +209,7 @@ class KintsugiParams:
     ttl_s: float | None = None
     """Maximum lifetime in seconds of what is stored for the request; None: no limit of its own."""
     asked_at_s: float = 0.0
-    """When a save was asked for (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
+    """When a save was requested (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
     """A namespace whose chunks are used where the request's own has none; empty: none. A gateway sets it,
     never a caller: it decides whose chunks are read."""

@@ -2,7 +2,7 @@
 
 The times are bounds from the model's shape (CacheBlend's loading controller, section 5 of the paper): a blend
 takes at least as long as its computing plus the load of the first layer, and at least as long as its loading
-plus the computing of the last layer. What an engine adds to both sides is left out.
+plus the computing of the last layer. The engine's own overhead is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 
 SLAB_FILL_MAX = 0.9
-"""Share of an SSD tier to count on: above it the allocator fragments and eviction runs all the time."""
+"""Usable share of an SSD tier: above it the allocator fragments and eviction runs all the time."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
 """The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
 

@@ -45,7 +45,8 @@ def _hash(data: bytes | memoryview, name_key: bytes) -> blake3.blake3:
 
 
 def check_namespace(namespace: str) -> str:
-    """The namespace itself, or `InvalidField`: it is mandatory, a tenant's name and part of every key."""
+    """Return the namespace, which is mandatory: a tenant's name and part of every key. Raises
+    `InvalidField`."""
     if not isinstance(namespace, str) or not namespace:
         raise InvalidField("namespace", "is mandatory: name the tenant whose chunks may be used")
     if len(namespace) > NAMESPACE_BYTES_MAX or not re.fullmatch(NAMESPACE_PATTERN, namespace):
@@ -59,7 +60,7 @@ def check_namespace(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Digest of everything that decides a token's KV. A mismatch is a miss, never a guess."""
+    """Digest of everything that determines a token's KV. A mismatch is a miss, never a guess."""
 
     digest: bytes
     """`KEY_BYTES` bytes: a fixed length, because other digests read it without one."""
@@ -163,8 +164,8 @@ class ChunkSpace:
         return len(self.prefix_token_ids) if self.prefix_matches(prompt_token_ids) else None
 
     def space_at(self, start: int, prompt_token_ids: Sequence[int]) -> ChunkSpace:
-        """The space of the copy that is used for a chunk at ``start``: the plain one in first place, where
-        it is exact."""
+        """Return the space of the copy to use for a chunk at ``start``: the plain space in first place, where
+        its copy is exact."""
         return self.plain if start == self.first_place(prompt_token_ids) else self
 
 

@@ -18,8 +18,8 @@ ID_BYTES = 4
 class TokenIds(Sequence[int]):
     """Token ids, kept in the form that every digest reads.
 
-    What arrives becomes this type at once, and a list only where vLLM is called. Microseconds for 4,000 ids
-    on one x86 core, against the two alternatives::
+    Incoming ids become this type at once, and a list only for calls to vLLM. Microseconds for 4,000 ids on
+    one x86 core, against the two alternatives::
 
                                TokenIds   tuple   numpy uint32
         from a protobuf list          6      95              2
@@ -40,8 +40,8 @@ class TokenIds(Sequence[int]):
     def of(ids: Sequence[int]) -> TokenIds:
         """Convert ids; `TokenIds` are returned as they are.
 
-        Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would be
-        another chunk's.
+        Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would
+        name another chunk.
         """
         if isinstance(ids, TokenIds):
             return ids
