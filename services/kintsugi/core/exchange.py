@@ -58,7 +58,7 @@ class ErasedPlace:
     """A place from which data was erased."""
 
     place: str
-    """Such as `shard 6f1c…/ssd0`, `known texts`, `ledger`, `caches`."""
+    """Name of the place, such as `shard 6f1c…/ssd0`, `known texts`, `ledger` or `caches`."""
     items: int
     """Number of chunk copies erased; 0 also where they are not counted."""
     size_bytes: int
@@ -234,7 +234,7 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        """vLLM's own handling of an OpenAI request. Closing the generator ends the work in the engine."""
+        """Answer an OpenAI request as vLLM does. Closing the generator aborts the request in the engine."""
 
     @abstractmethod
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
@@ -244,7 +244,7 @@ class EngineBackend(ABC):
 
     @abstractmethod
     async def info(self) -> EngineInfo:
-        """Describe any one engine: they are alike."""
+        """Describe one of the engines, which are all alike."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -347,13 +347,13 @@ class ChunkManifest:
     layout: KVLayout
     codec: Codec
     anchors: tuple[int, ...]
-    """Hashes of some of its tokens, by which it is found in a prompt (`spaces.anchors_of`); none for a chunk
+    """Hashes of some of its tokens, by which it is found in a prompt (`spaces.anchors_of`); empty for a chunk
     that only spans can name."""
     digests: bytes
     """`DIGEST_BYTES` for each side frame, then for each layer and head, row-major."""
     key_id: str = ""
-    """The namespace key that the frames are encrypted with; the digests are then AES-GCM tags, which only
-    its holder can check. Empty: not encrypted."""
+    """Id of the namespace key that the frames are encrypted with; the digests are then AES-GCM tags, which
+    only the key's holder can check. Empty: not encrypted."""
     salt: bytes = b""
     """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; else none."""
     side_frames: tuple[SideFrame, ...] = ()

@@ -62,7 +62,7 @@ class Binding:
     prefix: str
     """Digest of the tokens that chunks were prefilled after."""
     codec: str
-    """How the chunks were stored."""
+    """Codec of the stored chunks."""
     vllm: str
     """Version of vLLM."""
     kintsugi: str
@@ -79,7 +79,7 @@ class Binding:
         kintsugi: str,
         context_token_ids: Sequence[int] = (),
     ) -> Binding:
-        """Make one from token ids instead of their digests."""
+        """Make a binding from token ids instead of their digests."""
         prefix = blake3.blake3(b"kintsugi-prefix\0" + token_bytes(prefix_token_ids)).hexdigest()[:32]
         context = blake3.blake3(b"kintsugi-context\0" + token_bytes(context_token_ids)).hexdigest()[:32]
         return Binding(
@@ -168,7 +168,7 @@ class LossBound:
     """The kind of prompts: a task, or a range of lengths. Empty: all prompts."""
     mean: float
     upper: float
-    """The true mean is below this, up to the entry's `error`."""
+    """The true mean is below this; the entry's `error` is the probability that any of its bounds is wrong."""
     num_prompts: int
 
 
@@ -199,7 +199,7 @@ class ReportEntry:
     error: float = 1.0
     """Probability that any of the bounds is wrong."""
     bounds: list[LossBound] = field(default_factory=list)
-    """From the prompts of the confirmation alone; empty where it was only screened."""
+    """Bounds from the confirmation's prompts alone; empty if the entry was only screened."""
     prompts_missing: int | None = None
     """Approximate number of further prompts that would decide the entry; None if it is decided, or if more
     prompts like these would not help."""
@@ -227,7 +227,7 @@ class Thresholds:
     kl_mean_max: float = 0.1
     """Nats, or twice the noise floor where that is higher. A prompt counts as at most 1 nat."""
     top1_agreement_min: float = 0.95
-    """Or full prefill's agreement with itself where that is lower."""
+    """Full prefill's agreement with itself applies instead where that is lower."""
     exact_match_loss_max: float = 0.03
     """Share of prompts. The paper's own loss is 0.02 F1."""
     f1_loss_max: float = 0.03
@@ -281,18 +281,18 @@ class Search:
     """Number of these measured again, on separate prompts."""
     minutes: float
     more_minutes: float | None = None
-    """About how much longer the undecided would take; None where nothing is undecided, or where more time
-    would not help."""
+    """Approximate further time for the undecided entries; None if none is undecided, or if more time would
+    not help."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What follows from the measurements."""
+    """The decision that follows from the measurements."""
 
     __pydantic_config__ = STRICT
 
     selection: Selection | None
-    """The cheapest one that passes; None: do not blend this model."""
+    """The cheapest selection that passes; None: do not blend this model."""
     why: str
     limits: dict[str, Selection] = field(default_factory=dict)
     """The cheapest passing configuration by selector name; a selector that is missing passed with none."""
@@ -393,7 +393,8 @@ class CalibrationReport:
         return dataclasses.replace(self, tripped=Tripped(reason, at))
 
     def created_after(self, document: bytes) -> CalibrationReport:
-        """This calibration, with `created` moved past that of a stored document if a clock was behind."""
+        """Return this calibration, with `created` moved after that of a stored document if a clock was
+        slow."""
         latest = ReportRevision.of(document).created
         if _moment(self.created) > latest:
             return self

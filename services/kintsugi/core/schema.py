@@ -20,9 +20,9 @@ STRICT = ConfigDict(extra="forbid", strict=False)
 def load(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `values`, whose path in the user's input is `where`.
 
-    Raises `UnknownField` (with the nearest valid name) for a key that `cls` lacks and `InvalidField`
-    for a value of the wrong type or outside its bounds, or for a key in a dataclass's `REFUSED`, with the
-    reason that stands there. Nothing is dropped silently.
+    Raises `UnknownField` (with the nearest valid name) for a key that `cls` lacks and `InvalidField` for a
+    value of the wrong type or outside its bounds, or for a key in a dataclass's `REFUSED`, with the reason
+    given there. Nothing is dropped silently.
     """
     if not isinstance(values, Mapping):
         raise InvalidField(where or cls.__name__, f"expected a mapping, got {type(values).__name__}")

@@ -109,8 +109,8 @@ class ChunkSpace:
     context_token_ids: tuple[int, ...] = ()
     """Natural text between the prefix and each chunk: the same for all chunks, and not part of prompts."""
     name_key: bytes = field(default=b"", repr=False)
-    """Secret from which digest, chunk keys and anchors of an encrypted namespace are derived, so that nobody
-    without it can confirm a guessed text. Empty: the namespace has no key."""
+    """Secret from which digest, chunk keys and anchors of an encrypted namespace are derived, so that a
+    guessed text cannot be confirmed without it. Empty: the namespace has no key."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -125,7 +125,8 @@ class ChunkSpace:
         return replace(self, context_token_ids=()) if self.context_token_ids else self
 
     def copies(self, plain: bool = True) -> tuple[ChunkSpace, ...]:
-        """The spaces in which a chunk is stored, this one first. ``plain`` False: without plain copies."""
+        """Return the spaces in which a chunk is stored, this one first; without `plain` if ``plain`` is
+        false."""
         return (self, self.plain) if plain and self.context_token_ids else (self,)
 
     @cached_property
@@ -140,8 +141,8 @@ class ChunkSpace:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes over every field. Without a context it is what it was before contexts existed; without a
-        name key, what it was before name keys existed."""
+        """32 bytes over every field. Spaces without a context or a name key keep the digests that they had
+        before these existed."""
         if self.context_token_ids:
             context = token_bytes(self.context_token_ids)
             return _hash(b"kintsugi-context\0" + self.plain.digest + context, self.name_key).digest()
@@ -214,7 +215,7 @@ class ChunkKey:
 
 def anchors_of(token_ids: Sequence[int], name_key: bytes = b"") -> tuple[int, ...]:
     """The anchors of a chunk: xxh3-64 of its first `ANCHOR_TOKENS` ids, or 64 bits of their keyed blake3 in a
-    space with a name key. None for a shorter chunk, which only spans can name."""
+    space with a name key. Empty for a shorter chunk, which only spans can name."""
     return tuple(anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key))
 
 
