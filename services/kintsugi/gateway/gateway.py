@@ -179,14 +179,7 @@ class Gateway:
         if documents is not None and detokenize is not None:
             self._learner = Learner(documents, self.known, tokenize, detokenize, self.spaces.info)
             self._learner.start()
-        self._filler: Filler | None = None
-        if fill is not None:
-            self._filler = Filler(
-                self._copies, self._saver, lambda: not self.answers.under_way, fill, self.metrics.count_fill
-            )
-            self._filler.start()
-            queue = self._filler.queue
-            self.metrics.add_gauge("fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(queue))
+        self._filler = None if fill is None else self._start_filler(fill)
         self._residency = Residency(self.spaces, self._resolver, self._store, self._shared_with)
         self._eraser = Eraser(
             self._store,
@@ -199,13 +192,27 @@ class Gateway:
             learner=self._learner,
         )
         self.answers = AnswerPipeline(backend, self._filler, self.shares)
-        self.metrics.add_gauge(
+        self._add_gauges()
+
+    def _add_gauges(self) -> None:
+        add = self.metrics.add_gauge
+        add(
             "audit_lines_lost",
             "Lines of the audit log that could not be written",
-            lambda: 0 if audit is None else audit.lines_lost,
+            lambda: 0 if self.audit is None else self.audit.lines_lost,
         )
-        self.metrics.add_gauge("active_requests", "Answers in progress", lambda: self.answers.under_way)
-        self.metrics.add_gauge("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
+        add("active_requests", "Answers in progress", lambda: self.answers.under_way)
+        add("known_chunks", "Chunks whose tokens are known", lambda: len(self.known))
+
+    def _start_filler(self, config: FillConfig) -> Filler:
+        filler = Filler(
+            self._copies, self._saver, lambda: not self.answers.under_way, config, self.metrics.count_fill
+        )
+        filler.start()
+        self.metrics.add_gauge(
+            "fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(filler.queue)
+        )
+        return filler
 
     @staticmethod
     async def open(

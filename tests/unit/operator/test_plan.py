@@ -27,13 +27,8 @@ from kintsugi_operator.objects.names import LABEL_REVISION, LABEL_ROLE, RAY_NAME
 from kintsugi_operator.objects.network import OPERATOR
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.objects.store import ray_service_name
-from kintsugi_operator.observed.views import (
-    JobState,
-    Observed,
-    RayServiceView,
-    job_view,
-    ray_service_view,
-)
+from kintsugi_operator.observed import views
+from kintsugi_operator.observed.views import JobState, Observed, RayServiceView
 from tests.unit.operator.specs import NOW, OWNER, names, secret_keys, spec_of, specs
 
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -128,7 +123,7 @@ def test_every_selector_matches_a_pod(spec: BlendServiceSpec) -> None:
 )
 def test_a_job_has_failed_only_when_it_is_not_tried_again(deployment: str, job: str, state: JobState) -> None:
     status = {"jobDeploymentStatus": deployment, "jobStatus": job}
-    assert job_view({"metadata": {"name": "j"}, "status": status}).state is state
+    assert views.job_view({"metadata": {"name": "j"}, "status": status}).state is state
 
 
 def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
@@ -279,7 +274,7 @@ def test_the_store_knows_nothing_of_engines_and_model(spec: BlendServiceSpec) ->
 def running(spec: BlendServiceSpec) -> Observed:
     """What is seen once the store of a spec is there."""
     store = named(objects_of(spec), "RayService", ray_service_name(OWNER.name))
-    return Observed(store=dataclasses.replace(ray_service_view(store), is_ready=True))
+    return Observed(store=dataclasses.replace(views.ray_service_view(store), is_ready=True))
 
 
 def test_each_shard_has_a_group_and_volumes_of_its_own() -> None:
@@ -597,7 +592,5 @@ def test_each_client_of_the_store_is_given_its_own_token_alone() -> None:
         keys = secret_keys(template, "store-access")
         given.setdefault(template["metadata"]["labels"][LABEL_ROLE], []).extend(keys)
     token = [("token", "/etc/kintsugi/store-token/token")]
-    # Shards show it to each other.
     assert given.pop("shard") == [("tokens.yaml", "/etc/kintsugi/store-tokens/tokens.yaml"), *token]
-    # Of the heads, the calibration's alone runs a client.
     assert given == {"engine": token, "gateway": token, "head": token}

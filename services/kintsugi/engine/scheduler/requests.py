@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.accounting import TICKET, Accounting, Outcome
@@ -16,7 +16,7 @@ from kintsugi.core.tokens import TokenIds
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
-from kintsugi.engine.scheduler.matching import Match, hits_of
+from kintsugi.engine.scheduler.matching import Match, count_match, hits_of
 from kintsugi.fusor.control.planner import Planner
 from kintsugi.models.layers import DeclineReason
 
@@ -73,6 +73,19 @@ class RequestState:
         was freed, it is blended again, because its answer would change otherwise."""
         repeatable = (None, Outcome.BLENDED, Outcome.PREFIX_HIT)
         return (self.accounting and self.accounting.outcome) not in repeatable
+
+    def complete(self, accounting: Accounting) -> Accounting:
+        """Add the scheduler's part to `accounting`: hit and missed spans, and tokens outside them."""
+        match = None if self.lookup is None else self.lookup.answer
+        if match is None:
+            return accounting
+        tokens = None if self.job is None else self.job.tokens
+        named = frozenset(self.params.spans or ())
+        return replace(
+            count_match(accounting, match, tokens, named, self.computed_instead),
+            chunks_recomputed=len(self.computed_instead),
+            tokens_prefix_cached=self.num_prefix_cached,
+        )
 
 
 def ticket_of(request: Request) -> str | None:

@@ -39,7 +39,6 @@ from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookups
 from kintsugi.engine.scheduler.matching import (
     Match,
     chunks_of,
-    count_match,
     hits_of,
     match_content,
     match_spans,
@@ -291,9 +290,7 @@ class SchedulerSide:
         except NotBlendable as error:
             outcome = Outcome.PREFIX_HIT if error.reason == "prefix_hit" else Outcome.DECLINED
             # A preempted request keeps its outcome: its first tokens were computed that way.
-            state.accounting = state.accounting or self._with_match(
-                state, Accounting(outcome, reason=str(error))
-            )
+            state.accounting = state.accounting or state.complete(Accounting(outcome, reason=str(error)))
             self._lookups.release(state.lookup)
             if self._timing.probe_is_due(error.reason):
                 self._metadata.probes.append(self._probe(request, state, match))
@@ -566,25 +563,12 @@ class SchedulerSide:
         state.in_flight = False
         self.parking.settle(state.request.request_id)
         self._saves.leave(state.request.request_id)
-        state.accounting = self._with_match(state, accounting)
+        state.accounting = state.complete(accounting)
         if state.params.op.prefills_chunk:
             # The save pass leaves the exact prefill of its tokens in the cache.
             hashing.unfork(state.request, state.ordinary_hasher)
         else:
             self._lookups.record_outcome(state.lookup, accounting)
-
-    def _with_match(self, state: RequestState, accounting: Accounting) -> Accounting:
-        """Add the scheduler's part of the accounting: hit and missed spans, and tokens outside them."""
-        match = None if state.lookup is None else state.lookup.answer
-        if match is None:
-            return accounting
-        tokens = None if state.job is None else state.job.tokens
-        named = frozenset(state.params.spans or ())
-        return dataclasses.replace(
-            count_match(accounting, match, tokens, named, state.computed_instead),
-            chunks_recomputed=len(state.computed_instead),
-            tokens_prefix_cached=state.num_prefix_cached,
-        )
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """Return the accounting for the response, and cancel the worker's job if it still runs."""
