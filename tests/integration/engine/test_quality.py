@@ -19,7 +19,7 @@ from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
 from kintsugi.quality.evaluate import Axes, evaluate, measure_rates
-from kintsugi.quality.measure import NAMESPACE, Bench, measure_selection, tokenize_questions
+from kintsugi.quality.measure import NAMESPACE, Bench, make_baseline, measure_selection, tokenize_questions
 from kintsugi.quality.questions import Question
 from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
@@ -151,8 +151,9 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
     """Held to thresholds of full ratio's noise, full reuse is damage enough."""
     store = RamStore()
     strict = Thresholds(kl_mean_max=1e-6, top1_agreement_min=0.99)
+    full = measure_selection(bench, Selection(1.0), range(32))
     quiet = dataclasses.replace(
-        measure_selection(bench, Selection(1.0), range(32)).entry,
+        full.entry,
         place=0,
         error=0.05,
         bounds=[LossBound(Quantity.DISAGREEMENT, "", 0.0, 0.01, 32)],
@@ -160,6 +161,7 @@ def test_damaged_chunks_are_seen_by_shadowing_and_trip_the_report(engine: LocalE
     report = CalibrationReport.of(
         engine.binding, "now", "test", 0, Noise(0.0, 0.0, 1.0), strict, ANY, Search(1, 1, 0.1), [quiet]
     )
+    report = dataclasses.replace(report, baseline=make_baseline(full.by_prompt))
     reports.publish(store, report)
     shadow = Shadow(engine, store, engine.binding, ShadowConfig(share=1.0, positions=TOKENS))
     engine.plan_with(Selection(0.0))
