@@ -219,7 +219,7 @@ Column = tuple[str, str]
 
 _LEDGER_COLUMNS: tuple[Column, ...] = (
     *(("chunk", name) for name in ("tokens", "key", "namespace", "num_tokens", "checked")),
-    *(("span", name) for name in ("key", "number", "edition", "start")),
+    *(("span", name) for name in ("key", "number", "edition")),
     *(("document", name) for name in ("version", "document_id", "edition", "place")),
     *(("edition", name) for name in ("space", "corpus", "namespace", "fingerprint", "completed_s")),
     *(("prepared_space", name) for name in ("plain", "space", "plain_copies")),

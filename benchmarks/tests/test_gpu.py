@@ -243,7 +243,7 @@ def test_what_torch_says_of_its_own_mode_is_no_wait(monkeypatch: pytest.MonkeyPa
 def test_frames_are_verified_where_xxhash_is_there() -> None:
     prompt = blending.prompt_of(blending.TINY, 200, Codec.RAW, "float32")
     keys = list(prompt.frames)
-    assert len(list(prompt.stream(keys, range(-1, 3)))) == 4 * len(keys)
+    assert len(list(prompt.stream(keys, range(3)))) == 3 * len(keys)
     frame = prompt.frames[keys[1]]
     frame[0] ^= 1
     with pytest.raises(Corrupted, match="layer 0"):

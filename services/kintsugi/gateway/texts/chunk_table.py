@@ -147,7 +147,7 @@ class ChunkTable:
                 moved = (self._used, namespace, key.digest)
                 db.execute("UPDATE chunk SET used = ? WHERE namespace = ? AND key = ?", moved)
             for address, record in added:
-                removed += self._delete(db, address)
+                removed += self._delete(db, address[0], address[1].digest)
                 self._used += 1
                 tokens = _checksum(address, record.tokens) + record.tokens
                 text = None if record.text is None else record.text.to_bytes()
@@ -165,11 +165,13 @@ class ChunkTable:
         removed: list[Removed] = []
         with self._writes.transaction() as db:
             if keys is None:
+                # As the file has them: the row of a damaged key is deleted, too.
                 rows = db.execute("SELECT key FROM chunk WHERE namespace = ?", (namespace,)).fetchall()
-                keys = [ChunkKey(key) for (key,) in rows]
-            for key in keys:
-                if key not in spared:
-                    removed += self._delete(db, (namespace, key))
+                digests = {digest for (digest,) in rows}
+            else:
+                digests = {key.digest for key in keys}
+            for digest in digests - {key.digest for key in spared}:
+                removed += self._delete(db, namespace, digest)
             self._evict(db)
         self._writes.scrub()
         return removed
@@ -184,12 +186,11 @@ class ChunkTable:
         with self._writes.transaction() as db:
             db.execute("INSERT OR REPLACE INTO followed VALUES (0, ?)", (cursor,))
 
-    def _delete(self, db: sqlite3.Connection, address: Address) -> list[Removed]:
+    def _delete(self, db: sqlite3.Connection, namespace: str, digest: bytes) -> list[Removed]:
         gone = db.execute(
-            "DELETE FROM chunk WHERE namespace = ? AND key = ? RETURNING text",
-            (address[0], address[1].digest),
+            "DELETE FROM chunk WHERE namespace = ? AND key = ? RETURNING text", (namespace, digest)
         ).fetchall()
-        return _parse_texts(address[0], [text for (text,) in gone])
+        return _parse_texts(namespace, [text for (text,) in gone])
 
     def _evict(self, db: sqlite3.Connection) -> list[Removed]:
         """Delete the oldest chunks of the largest namespace until every bound holds."""
