@@ -48,7 +48,7 @@ class Limit:
 
 
 LIMITS = {
-    "lines": Limit(60_000, 64_960),
+    "lines": Limit(60_000, 64_970),
     "statements": Limit(38_200, 41_170),
     "scripts_lines": Limit(2_000),
     "cli_option_slots": Limit(160),
