@@ -259,7 +259,7 @@ def test_a_job_forgets_what_was_replaced_before_it_began(bench: Bench) -> None:
     write_corpus(bench.source, TEXTS)
     bench.run()
     old = bench.stored()
-    replacing = {"dtype": "float16", "replace_model": True, "retire": True}
+    replacing: dict[str, Any] = {"engine": {"dtype": "float16"}, "replace_model": True, "retire": True}
     assert bench.run(**replacing).chunks_invalidated == 0
     assert old < bench.stored()  # the old model still serves
     assert bench.run(**replacing).chunks_invalidated == len(old)
