@@ -62,13 +62,13 @@ def test_requests_hit_every_chunk_of_the_corpus(
 
 
 @pytest.mark.full
-def test_an_engine_of_another_space_ends_the_job(bench: Bench) -> None:
+def test_an_engine_of_another_space_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     write_corpus(bench.source, {"a": "One sentence. " * 60})
-    # The engine is told another dtype than the job's `dtype` says.
-    engine = {**ENGINE, "dtype": "float32"}
+    # The job expects another dtype than its engine, in another process, computes in.
+    monkeypatch.setattr("kintsugi.precompute.spec.kv_dtype_of", lambda *arguments: "torch.float16/auto/None")
     with pytest.raises(InvalidField, match="chunk space"):
-        Job(bench.spec(engine=engine), bench.ledger).run()
+        Job(bench.spec(engine=ENGINE), bench.ledger).run()
     assert bench.stored() == set()
 
 
