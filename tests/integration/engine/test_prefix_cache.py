@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.engine.local import LocalEngine, Prompt
+from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,
@@ -138,11 +141,14 @@ def test_an_erased_namespace_is_computed_anew(engine: LocalEngine, chunks: list[
     store = ram_store("tiny-llama")
     salts = engine._scheduler.salts
     salts.refresh()
-    store.erase(NAMESPACE, None, 0.0)
+    # No later: a save counts as requested `CLOCKS_DIFFER_S` ago, and those after the erasure must stay.
+    store.erase(NAMESPACE, None, time.time() - CLOCKS_DIFFER_S)
     salts.refresh()
     assert ask(engine, prompt.token_ids, plain).num_cached_tokens == 0
     assert ask(engine, prompt.token_ids, other).num_cached_tokens > 0
     answer = ask(engine, prompt.token_ids, prompt.params(0.0))
     assert answer.accounting is not None
     assert answer.accounting["chunks_hit"] == 0
-    engine.save(PREFIX, chunks, NAMESPACE)
+    for generation in engine.save(PREFIX, chunks, NAMESPACE):
+        assert generation.accounting is not None
+        assert generation.accounting["outcome"] == "saved"
