@@ -61,7 +61,7 @@ class _Asked:
     namespace: str
     key: ChunkKey | None
     knows: bool = True
-    """Of a save: whether its gateway had followed every erasure."""
+    """Whether the gateway of this save had followed every erasure."""
 
 
 class Shards:
