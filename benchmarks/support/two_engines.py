@@ -19,7 +19,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.deployment import Service, start_ray

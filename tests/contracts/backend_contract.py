@@ -30,8 +30,7 @@ from kintsugi.core.exchange import (
     SaveState,
 )
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
 
 Result = TypeVar("Result")
 

@@ -21,8 +21,7 @@ import numpy as np
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds, anchors_of
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.gateway import Gateway

@@ -18,7 +18,7 @@ from kintsugi.core.exchange import (
     PromptMatch,
     SaveOutcome,
 )
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.client.ram import RamStore
 

@@ -27,8 +27,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchors_of
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds, anchors_of
 from kintsugi.store.protocol.interface import ChunkStore
 
 _LAYOUT = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")

@@ -18,9 +18,8 @@ from typing import Any
 
 from kintsugi.core.errors import NotFound, Unavailable
 from kintsugi.core.exchange import SaveOutcome, SaveState
-from kintsugi.core.namespaces.parts import is_within
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import is_within
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import erasing
 from kintsugi.gateway.erasing import Eraser
 from kintsugi.gateway.saves import Saver

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.support.figures import Figure
 from kintsugi.core.prompt import FormName
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.segments import find_segments
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.models.passages import read_bundled_passages

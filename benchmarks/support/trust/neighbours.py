@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from benchmarks.support.figures import Figure
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.exchange import EngineDelta, EngineRequest
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment

@@ -19,9 +19,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from benchmarks.support.figures import Figure, spread
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules, PrivacyExpert
+from kintsugi.core.spaces import TokenIds
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, launch
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import GenerateCall, Resolved

@@ -23,8 +23,7 @@ from kintsugi.core.deploy import (
     StoreSettings,
 )
 from kintsugi.core.layout import Codec
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
+from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy, PrivacyExpert
 from kintsugi.core.rules import Rule, before, this
 from kintsugi.core.settings import setting
 from kintsugi_operator.api.manifest import ManifestSettings

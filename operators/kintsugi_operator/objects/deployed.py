@@ -21,8 +21,7 @@ from kintsugi.core.deploy import (
     directory_url,
     serve_config,
 )
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
+from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy
 from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, EnginesExpert, Model
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest

@@ -17,9 +17,7 @@ from urllib.parse import urlencode
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import PATTERNS_MAX, NamespaceRules
+from kintsugi.core.namespaces import PATTERNS_MAX, NamespaceLimits, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import parse_selector
 from kintsugi.core.rules import Rule, has_items, this
 from kintsugi.core.schema import load

@@ -14,8 +14,7 @@ from typing import Any
 
 from kintsugi.core.errors import NotFound
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 
 
 @dataclass(frozen=True)

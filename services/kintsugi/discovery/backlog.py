@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from kintsugi.core.namespaces.parts import base_of
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import base_of
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 
 TOKENS_MAX = 1 << 20
 """Maximum number of tokens that wait: 4 MiB of token ids."""

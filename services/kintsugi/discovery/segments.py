@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.spaces import Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.discovery.token_classes import TokenClasses
 
 TOKENS_MIN = 64

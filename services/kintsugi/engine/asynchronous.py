@@ -37,8 +37,7 @@ from kintsugi.core.prompt import FormName
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_no_audit
 from kintsugi.core.schema import load
-from kintsugi.core.spaces import ChunkSpace, check_namespace
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkSpace, TokenIds, check_namespace
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import (
     Generation,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.local import Prompt, save_prompt
 from kintsugi.engine.scheduler.matching import match_content, match_spans
 from kintsugi.store.protocol.interface import ChunkStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
-from kintsugi.core.namespaces.parts import SALT, narrow
+from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT

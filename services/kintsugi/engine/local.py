@@ -32,8 +32,7 @@ from kintsugi.core.errors import (
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, LOCAL_HOOKS, check_vllm

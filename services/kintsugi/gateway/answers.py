@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineBackend
-from kintsugi.core.namespaces.privacy import NO_PRIVACY
+from kintsugi.core.namespaces import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import FrontMetrics
 from kintsugi.gateway.saves import ToSave

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kintsugi.core.errors import PermissionDenied
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.threaded_store import ThreadedStore

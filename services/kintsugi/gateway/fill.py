@@ -17,10 +17,9 @@ from enum import StrEnum
 
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.core.exchange import SaveState
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import longest_ttl
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.saves import Saver, ToSave
 

@@ -26,8 +26,7 @@ from kintsugi.core.exchange import (
     SaveState,
 )
 from kintsugi.core.layout import TOKENS_MAX, ChunkManifest
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.namespaces import NO_RULES, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.answers import AnswerPipeline, Ask, Event, padding_s

@@ -16,9 +16,8 @@ from kintsugi.core.exchange import (
     SaveOutcome,
     SaveState,
 )
-from kintsugi.core.namespaces.parts import is_within
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import is_within
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.shares import FairShares
 from kintsugi.store.protocol.save_times import SaveTimes
 

@@ -20,8 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted
-from kintsugi.core.namespaces.limits import NO_LIMITS, NamespaceLimits
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.namespaces import NO_LIMITS, NO_RULES, NamespaceLimits, NamespaceRules
 
 BURST_S = 2.0
 """A namespace that was idle may use the amount of this time at once."""

@@ -27,7 +27,7 @@ from pathlib import Path
 import blake3
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, check_namespace
 from kintsugi.precompute.database import Database, lock_state
 from kintsugi.precompute.documents import (

@@ -15,8 +15,7 @@ import numpy as np
 
 from kintsugi.core.errors import Corrupted
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.spaces import KEY_BYTES, ChunkKey
-from kintsugi.core.tokens import ID_BYTES
+from kintsugi.core.spaces import ID_BYTES, KEY_BYTES, ChunkKey
 
 _TOKENS_BYTES_MAX = ID_BYTES * TOKENS_MAX
 

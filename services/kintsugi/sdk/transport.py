@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces.parts import SESSION, TENANT, check_value
+from kintsugi.core.namespaces import SESSION, TENANT, check_value
 from kintsugi.store.protocol.grpc_status import errors_of
 from kintsugi.store.protocol.tls import is_loopback, parse_address, read_pem
 

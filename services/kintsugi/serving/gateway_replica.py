@@ -15,7 +15,7 @@ from typing import Any
 from kintsugi.core.deploy import DRAIN_S, GatewaySpec, ModelSpec
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineBackend
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S, GatewayServer, load_gateway_tls
 from kintsugi.gateway.fronts.http import HttpFront

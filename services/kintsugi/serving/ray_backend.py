@@ -20,7 +20,7 @@ from kintsugi.core.exchange import (
     PromptMatch,
     SaveOutcome,
 )
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 
 
 class RayBackend(EngineBackend):

@@ -14,8 +14,7 @@ from typing import Any
 
 import xxhash
 
-from kintsugi.core.spaces import Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.store.client.directory import ShardMap
 
 BLOCK_TOKENS = 128

@@ -22,7 +22,7 @@ from kintsugi.core.deploy import (
     directory_url,
 )
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.namespaces import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.gateway.addresses import advertised_address, format_address, free_port, tls_of
 from kintsugi.gateway.logs import write_json_lines

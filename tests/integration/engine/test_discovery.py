@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt

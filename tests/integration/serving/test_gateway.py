@@ -21,8 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
-from kintsugi.core.spaces import ChunkKey, token_bytes
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds, token_bytes
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server

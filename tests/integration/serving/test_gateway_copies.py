@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client

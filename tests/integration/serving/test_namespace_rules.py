@@ -8,9 +8,7 @@ import pytest
 
 from kintsugi import Client
 from kintsugi.core.errors import InvalidField, PermissionDenied, ResourceExhausted
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy, NamespaceRules, PrivacyExpert
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.sdk.types import Key
 from tests.fakes.stub_backend import StubDelays

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import Key
 from tests.integration.serving.gateways import Running, Setup, running

@@ -15,8 +15,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys

@@ -42,7 +42,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
+from kintsugi.core.namespaces import NamespacePrivacy, PrivacyExpert
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving import deployment as service_module

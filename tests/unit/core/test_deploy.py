@@ -36,7 +36,7 @@ from kintsugi.core.deploy import (
     store_application,
 )
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.core.settings import non_default_fields
 

@@ -7,20 +7,23 @@ import itertools
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.parts import (
+from kintsugi.core.namespaces import (
     CACHE_KEY,
     NARROWING,
     SALT,
     SESSION,
     TENANT,
+    NamespaceLimits,
+    NamespacePrivacy,
+    NamespaceRules,
+    PrivacyExpert,
     base_of,
     enclosing,
+    find_rule,
     is_within,
     narrow,
+    sum_account,
 )
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules, find_rule, sum_account
 from kintsugi.core.spaces import check_namespace
 from kintsugi.store.protocol.callers import Caller
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules, find_rule, sum_account
+from kintsugi.core.namespaces import (
+    NamespaceLimits,
+    NamespacePrivacy,
+    NamespaceRules,
+    PrivacyExpert,
+    find_rule,
+    sum_account,
+)
 
 
 @pytest.mark.parametrize(

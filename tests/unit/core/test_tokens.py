@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 lists = st.lists(st.integers(0, 2**32 - 1), max_size=60)

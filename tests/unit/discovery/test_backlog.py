@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, TokenIds
 from kintsugi.discovery.backlog import (
     EARNED_MAX,
     NAMESPACE_TOKENS_MAX,

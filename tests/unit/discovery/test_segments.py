@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.core.prompt import PromptChunk, RagPrompt
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.segments import (
     BLOCK_TOKENS_MIN,
     REACH_TOKENS,

@@ -26,8 +26,7 @@ from kintsugi.core.errors import (
 from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
 from kintsugi.core.gate import GateState
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.spaces import Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.engine.asynchronous import (
     AsyncEngine,
     AsyncSpec,

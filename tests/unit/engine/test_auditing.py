@@ -8,8 +8,7 @@ import pytest
 
 from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.request import Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, anchors_of
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds, anchors_of
 from kintsugi.engine.auditing import StoredCopy, find_stored_copies
 from kintsugi.store.client.ram import RamStore
 

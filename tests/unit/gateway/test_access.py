@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied, Unauthenticated, UnknownField
-from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
+from kintsugi.core.namespaces import NamespaceRules, check_namespace_pattern
 from kintsugi.gateway import access as gateway_access
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
 from kintsugi.store.protocol import access, watched_files

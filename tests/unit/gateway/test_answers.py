@@ -11,8 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from kintsugi.core.errors import InvalidField, Unavailable
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import answers
 from kintsugi.gateway.answers import AnswerPipeline, Ask, may_have_missed
 from kintsugi.gateway.metrics import GatewayMetrics

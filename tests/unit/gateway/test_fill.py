@@ -4,8 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.fill import Address, FillConfig, FillQueue, MissDecision
 
 TOKENS = TokenIds.of([1, 2])

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName, PromptChunk
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import GenerateCall, Prompts
 from kintsugi.gateway.recent_info import Recent, Spaces

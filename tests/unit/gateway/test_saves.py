@@ -8,8 +8,7 @@ import time
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import saves
 from kintsugi.gateway.saves import Saver
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import ResourceExhausted
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceLimits, NamespaceRules
 from kintsugi.gateway import shares as shares_module
 from kintsugi.gateway.shares import STALL_S, FairShares
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kintsugi.core.spaces import ChunkKey, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     BLOCKS_MAX,

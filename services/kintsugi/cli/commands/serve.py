@@ -29,8 +29,7 @@ from kintsugi.core.deploy import (
 )
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import check_namespace_pattern
+from kintsugi.core.namespaces import NamespacePrivacy, check_namespace_pattern
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH

@@ -17,11 +17,10 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.namespaces.parts import SALT, base_of, narrow
+from kintsugi.core.namespaces import SALT, base_of, narrow
 from kintsugi.core.prompt import Domain
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.discovery.backlog import Backlog, Recurring
 from kintsugi.discovery.segments import TOKENS_MIN, find_segments
 from kintsugi.discovery.sightings import Sightings

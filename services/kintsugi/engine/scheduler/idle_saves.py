@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kintsugi.core.accounting import Accounting, Outcome
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, anchors_of
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds, anchors_of
 from kintsugi.discovery.backlog import Recurring
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import JobTokens, SaveJob, StepMetadata

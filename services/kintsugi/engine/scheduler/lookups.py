@@ -19,8 +19,7 @@ from vllm.logger import init_logger
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotBlendable, PermissionDenied, Unavailable
 from kintsugi.core.layout import Codec
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.scheduler.matching import Match, in_codecs
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import ChunkStore

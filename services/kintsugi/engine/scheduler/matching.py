@@ -21,10 +21,10 @@ from kintsugi.core.spaces import (
     ChunkKey,
     ChunkSpace,
     Span,
+    TokenIds,
     anchors_at_every_offset,
     anchors_of,
 )
-from kintsugi.core.tokens import TokenIds
 from kintsugi.store.protocol.interface import ChunkStore
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from kintsugi.core.gate import GateState
 from kintsugi.core.plan import ChunkHit, apply_options, exact_end
 from kintsugi.core.prompt import PromptShape
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op, check_spans
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, anchors_of
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds, anchors_of
 from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup

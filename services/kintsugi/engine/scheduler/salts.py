@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from kintsugi.core.errors import InvalidField, KintsugiError
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces import enclosing
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.hashing import split_salt
 from kintsugi.store.protocol.interface import ChunkStore

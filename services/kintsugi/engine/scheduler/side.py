@@ -19,8 +19,7 @@ from kintsugi.core.gate import OUTSIDE_CALIBRATION
 from kintsugi.core.layout import Codec, codec_named
 from kintsugi.core.plan import BlendPlan, ChunkHit, apply_options, exact_end, plan_digest
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import (
     BlendJob,

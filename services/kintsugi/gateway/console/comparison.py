@@ -21,7 +21,7 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhaust
 from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.request import BlendOptions, parse_selector
 from kintsugi.core.schema import STRICT, load
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.identity import needs_credentials

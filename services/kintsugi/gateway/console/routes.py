@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied
-from kintsugi.core.namespaces.parts import narrow_by_headers
+from kintsugi.core.namespaces import narrow_by_headers
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_assets
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message

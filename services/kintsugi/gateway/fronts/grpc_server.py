@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineDelta
-from kintsugi.core.namespaces.parts import check_sent_once, narrow_by_headers
+from kintsugi.core.namespaces import check_sent_once, narrow_by_headers
 from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
 from kintsugi.gateway.fronts import wire

@@ -22,7 +22,7 @@ from starlette.types import Receive, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
-from kintsugi.core.namespaces.parts import find_fields, narrow_by_request
+from kintsugi.core.namespaces import find_fields, narrow_by_request
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem

@@ -13,7 +13,7 @@ from typing import Any
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
-from kintsugi.core.namespaces.parts import NARROWING_FIELDS
+from kintsugi.core.namespaces import NARROWING_FIELDS
 from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, TTL_S_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21

@@ -11,8 +11,7 @@ from google.protobuf.struct_pb2 import Struct
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta, EngineInfo
 from kintsugi.core.request import BlendOptions
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.erasing import Receipt
 from kintsugi.gateway.fronts.limits import parse_object
 from kintsugi.gateway.gateway import GatewayChunk, Put

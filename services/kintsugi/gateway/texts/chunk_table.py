@@ -16,9 +16,8 @@ from typing import Any
 import xxhash
 
 from kintsugi.core.errors import Corrupted
-from kintsugi.core.namespaces.parts import is_within
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import ID_BYTES
+from kintsugi.core.namespaces import is_within
+from kintsugi.core.spaces import ID_BYTES, ChunkKey
 from kintsugi.gateway.texts.known_texts import ChunkText
 from kintsugi.precompute.database import Database
 

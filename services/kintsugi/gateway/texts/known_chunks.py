@@ -18,8 +18,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kintsugi.core.errors import KintsugiError
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.texts.chunk_table import NAMESPACE_SHARE_MAX, Address, ChunkTable, Record
 from kintsugi.gateway.texts.known_texts import WINDOW_CHARS, ChunkText, TextIndex, disjoint, window_hashes
 

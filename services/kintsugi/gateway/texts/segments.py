@@ -17,10 +17,8 @@ import xxhash
 
 from kintsugi.core.errors import ForeignChunkKey, InvalidField, NotFound
 from kintsugi.core.layout import TOKENS_MAX
-from kintsugi.core.namespaces.parts import is_within
-from kintsugi.core.namespaces.privacy import NO_PRIVACY, NamespacePrivacy
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import NO_PRIVACY, NamespacePrivacy, is_within
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentIndex, DocumentRef, KnownChunk
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
-from kintsugi.core.namespaces.parts import enclosing, is_within
+from kintsugi.core.namespaces import enclosing, is_within
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
 from kintsugi.store.protocol.durable_files import sync_folder
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys

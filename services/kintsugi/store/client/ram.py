@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces import enclosing
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog, EventPage

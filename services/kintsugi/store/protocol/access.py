@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, Unauthenticated
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.namespaces import NO_RULES, NamespaceRules
 from kintsugi.core.schema import load
 from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller, Verb
 from kintsugi.store.protocol.private_files import check_private

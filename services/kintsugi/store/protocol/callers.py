@@ -12,10 +12,15 @@ from enum import StrEnum
 from functools import cached_property
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.parts import MARK, base_of, is_within
-from kintsugi.core.namespaces.privacy import NamespacePrivacy
-from kintsugi.core.namespaces.rules import NamespaceRules, check_namespace_pattern
+from kintsugi.core.namespaces import (
+    MARK,
+    NamespaceLimits,
+    NamespacePrivacy,
+    NamespaceRules,
+    base_of,
+    check_namespace_pattern,
+    is_within,
+)
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import check_namespace
 

@@ -21,7 +21,7 @@ from itertools import islice
 import blake3
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.namespaces.parts import without_digest
+from kintsugi.core.namespaces import without_digest
 from kintsugi.core.spaces import ChunkKey
 
 EVENTS_MAX = 1024

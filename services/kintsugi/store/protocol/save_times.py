@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces import enclosing
 
 CLOCKS_DIFFER_S = 1.0
 """Maximum difference between two clocks of gateways, engines and shards."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import SIDE_KIND_MAX, ChunkManifest, HeadRange
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces import enclosing
 from kintsugi.store.shard.entry import Address, ChunkEntry
 from kintsugi.store.shard.tiers.extents import ExtentAllocator
 

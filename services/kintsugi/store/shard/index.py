@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.namespaces.rules import NamespaceRules, sum_account
+from kintsugi.core.namespaces import NamespaceRules, sum_account
 from kintsugi.store.shard.entry import ChunkEntry
 
 LEASE_S_MAX = 24 * 3600.0

@@ -20,8 +20,7 @@ import lmdb
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.namespaces.parts import enclosing
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceRules, enclosing
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import Erasure

@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.exchange import EngineRequest
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.engine.asynchronous import BIND, UNIPROC, AsyncEngine, AsyncSpec, arguments_for
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.checkpoint import tokenizer_digest

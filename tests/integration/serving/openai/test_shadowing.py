@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 from kintsugi.core.baseline import Baseline
 from kintsugi.core.deploy import EngineSpec
 from kintsugi.core.layout import HeadRange
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.engine.local import Generation, Prompt
 from kintsugi.models.bundled import bundled_report, showcase
 from kintsugi.quality import reports

@@ -22,8 +22,7 @@ from kintsugi.core.gate import GateState
 from kintsugi.core.plan import BlendPlan, Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.discovery.segments import find_segments
 from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.config import DiscoveryConfig

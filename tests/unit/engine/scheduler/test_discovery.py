@@ -13,11 +13,10 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces.parts import SALT, narrow
+from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, TokenIds
 from kintsugi.discovery.backlog import SEGMENT_TOKENS_MIN
 from kintsugi.discovery.sightings import BYTES_MAX
 from kintsugi.discovery.token_classes import TokenClasses

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kintsugi.core.namespaces.parts import narrow
+from kintsugi.core.namespaces import narrow
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.sightings import BYTES_MAX
 from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.store.client.ram import RamStore

@@ -11,8 +11,7 @@ pytest.importorskip("vllm")
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import SaveJob, StepMetadata
 from kintsugi.engine.scheduler.blend_stats import BlendStats

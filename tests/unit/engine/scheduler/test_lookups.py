@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 
 pytest.importorskip("vllm")
 

@@ -25,8 +25,7 @@ from kintsugi.core.layout import ChunkManifest, Codec, KVLayout
 from kintsugi.core.plan import BlendPlan, ChunkSource, Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
-from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
 from kintsugi.engine.config import DiscoveryConfig, EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing

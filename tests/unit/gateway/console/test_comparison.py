@@ -14,8 +14,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import EngineDelta, EngineRequest
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceLimits, NamespaceRules
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.gateway.console import comparison, routes
 from kintsugi.gateway.fronts.http import HttpFront

@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceLimits, NamespaceRules
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.access import add_grant, new_token
 from kintsugi.gateway.console.assets import BYTES_MAX, HEADERS, read_assets

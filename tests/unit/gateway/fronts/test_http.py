@@ -14,8 +14,7 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import recent_info
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import limits

@@ -21,9 +21,7 @@ from kintsugi.core.exchange import (
     EngineRequest,
     OpenAIHead,
 )
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy, NamespaceRules, PrivacyExpert
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fronts.http import HttpFront

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from kintsugi.core.exchange import CHAT_PATH
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.store.protocol.access import Access

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, SaveOutcome, SaveState
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.http import HttpFront
 from tests.fakes.openai_backend import ScriptedBackend, answered, gateway_over

@@ -12,12 +12,15 @@ import httpx
 import pytest
 
 from kintsugi.core.exchange import SaveState
-from kintsugi.core.namespaces.limits import NamespaceLimits
-from kintsugi.core.namespaces.parts import CACHE_KEY, narrow
-from kintsugi.core.namespaces.privacy import NamespacePrivacy, PrivacyExpert
-from kintsugi.core.namespaces.rules import NamespaceRules
-from kintsugi.core.spaces import ChunkKey
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.namespaces import (
+    CACHE_KEY,
+    NamespaceLimits,
+    NamespacePrivacy,
+    NamespaceRules,
+    PrivacyExpert,
+    narrow,
+)
+from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import residency
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway, GatewayLimits

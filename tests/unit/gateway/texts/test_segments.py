@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import ChunkSpace, ModelFingerprint, TokenIds
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import (
     INLINE_CHARS_MAX,

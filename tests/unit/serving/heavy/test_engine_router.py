@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from kintsugi.core.exchange import EngineRequest, OpenAICall
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.serving.engine_router import EngineRouter, Sent
 
 PARAMS = KintsugiParams("acme")

@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable, UnknownField
 from kintsugi.core.exchange import EngineDelta, EngineRequest
 from kintsugi.core.request import KintsugiParams
-from kintsugi.core.tokens import TokenIds
+from kintsugi.core.spaces import TokenIds
 from kintsugi.serving.ray_backend import RayBackend
 
 REQUEST = EngineRequest("r", TokenIds.of([1, 2]), KintsugiParams("acme"))

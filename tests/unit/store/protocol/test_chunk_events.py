@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
-from kintsugi.core.namespaces.parts import MARK
+from kintsugi.core.namespaces import MARK
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol import chunk_events
 from kintsugi.store.protocol.chunk_events import (

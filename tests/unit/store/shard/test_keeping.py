@@ -8,8 +8,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
-from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
-from kintsugi.core.namespaces.rules import NamespaceRules
+from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry

@@ -11,8 +11,7 @@ import pytest
 
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces.limits import GIB, NamespaceLimits
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules
+from kintsugi.core.namespaces import GIB, NO_RULES, NamespaceLimits, NamespaceRules
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.store.shard import pins
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard

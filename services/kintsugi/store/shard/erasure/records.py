@@ -25,7 +25,7 @@ from pathlib import Path
 import lmdb
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
-from kintsugi.core.namespaces.parts import enclosing
+from kintsugi.core.namespaces import enclosing
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.durable_files import make_folder, sync_folder
 from kintsugi.store.protocol.interface import Erasure

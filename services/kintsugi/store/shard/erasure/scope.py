@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kintsugi.core.namespaces.parts import is_within
+from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier

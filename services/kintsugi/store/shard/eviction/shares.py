@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.core.namespaces.limits import bytes_of
-from kintsugi.core.namespaces.rules import NO_RULES, NamespaceRules, sum_account
+from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
 from kintsugi.store.shard import admission
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.placement import RAM

@@ -1,1 +1,0 @@
-"""Rules for namespaces: what each may use of a service, and what its answers may reveal."""
