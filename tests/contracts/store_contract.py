@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from kintsugi.core.layout import (
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import REPORT_BYTES_MAX, Binding, CalibrationReport, Noise, Search, Thresholds
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
-from kintsugi.store.protocol.chunk_events import ChunkEventType
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, Erasure, LayerFrame
 
 LAYOUT = KVLayout.uniform(num_layers=3, num_kv_heads=4, head_dim=16, dtype="bfloat16")
@@ -149,55 +147,6 @@ class StoreContract:
                 store.put(replace(before, asked_at_s=asked_at_s), frames)
         assert store.lookup("acme", [before.key, after.key]) == [None, after]
         assert store.put(replace(before, asked_at_s=erased_s + 0.01), frames)
-
-    def test_events_tell_what_comes_and_goes(self, store: ChunkStore) -> None:
-        chunks = [make_chunk(range(8 + i)) for i in range(4)]
-        elsewhere = make_chunk(range(8), ChunkSpace(FINGERPRINT, "elsewhere"))
-        store.put(*chunks[0])
-        start = store.events("acme", "", 100)
-        assert (list(start.events), start.lost) == ([], False), "from now on"
-        began_s = time.time()
-        for chunk in (*chunks, elsewhere, *chunks[:2]):
-            store.put(*chunk)
-        stored, removed = ChunkEventType.STORED, ChunkEventType.REMOVED
-
-        def told(cursor: str) -> tuple[set[tuple[ChunkEventType, ChunkKey, int]], str]:
-            page = store.events("acme", cursor, 100)
-            assert not page.lost
-            assert all(began_s <= event.at_s <= time.time() for event in page.events)
-            return {(one.type, one.key, one.num_tokens) for one in page.events}, page.cursor
-
-        def events_of(kind: ChunkEventType, chunks: Sequence[Chunk]) -> set[Any]:
-            return {(kind, manifest.key, manifest.num_tokens) for manifest, _ in chunks}
-
-        seen, cursor = told(start.cursor)
-        assert seen == events_of(stored, chunks[1:]), "the first was there"
-        keys = [manifest.key for manifest, _ in chunks]
-        store.delete("acme", keys[:1])
-        store.erase("acme", keys[1:2], 0.0)
-        seen, cursor = told(cursor)
-        assert seen == events_of(removed, chunks[:2])
-        store.erase("acme", None, 0.0)
-        seen, cursor = told(cursor)
-        assert seen == events_of(removed, chunks[2:])
-        assert told(cursor) == (set(), cursor)
-
-    def test_events_are_read_in_pages(self, store: ChunkStore) -> None:
-        cursor = store.events("acme", "", 4).cursor
-        chunks = [make_chunk(range(8 + i)) for i in range(9)]
-        for chunk in chunks:
-            store.put(*chunk)
-        seen: list[ChunkKey] = []
-        while not (page := store.events("acme", cursor, 4)).is_empty:
-            assert len(page.events) <= 4
-            seen += [event.key for event in page.events]
-            cursor = page.cursor
-        assert set(seen) == {manifest.key for manifest, _ in chunks}
-        assert len(seen) % len(chunks) == 0, "each as often as there are replicas"
-        for nonsense in ("?", "0-x"):
-            with pytest.raises(InvalidField, match="cursor"):
-                store.events("acme", nonsense, 4)
-        assert store.events("acme", cursor.replace("-", "0-"), 4).lost, "of another process"
 
     def test_a_chunk_may_have_a_lifetime(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(8))

@@ -135,19 +135,12 @@ def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[
     return narrow(namespace, {**_read_headers(headers), **fields})
 
 
-def find_fields(query: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the `NARROWING_FIELDS` in the query of a request without a body. Raises `InvalidField` for a
-    repeated field."""
-    fields = [*query]
-    check_sent_once((name for name, _ in fields), NARROWING_FIELDS)
-    return {name: value for name, value in fields if name in NARROWING_FIELDS}
-
-
-def check_sent_once(names: Iterable[str], narrowing: Iterable[str] = NARROWING_HEADERS) -> None:
-    """Raise `InvalidField` if a narrowing name is repeated in ``names``, those of all headers, metadata or
-    fields: if a proxy adds its own after a client's, the choice must not be left to chance."""
+def check_sent_once(names: Iterable[str]) -> None:
+    """Raise `InvalidField` if one of ``names``, all headers or metadata of a request, narrows the namespace
+    and is repeated: a proxy may have added its own after the client's, and the choice must not be left to
+    chance."""
     sent = Counter(names)
-    for name in narrowing:
+    for name in NARROWING_HEADERS:
         if sent[name] > 1:
             raise InvalidField(name, "comes more than once; send it once")
 

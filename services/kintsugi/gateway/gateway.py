@@ -36,7 +36,7 @@ from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
 from kintsugi.gateway.recent_info import Recent, Spaces
-from kintsugi.gateway.residency import ChunkResidence, EventReaders, Residency
+from kintsugi.gateway.residency import ChunkResidence, Residency
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -50,7 +50,6 @@ from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
 from kintsugi.store.protocol.callers import Caller, Verb
-from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import ChunkStore
 
 
@@ -171,7 +170,6 @@ class Gateway:
             segments_max=self.limits.segments_max,
             allow_negative_priority=allow_negative_priority,
         )
-        self._event_readers = EventReaders(self._store)
         self._saver = Saver(backend, shares=self.shares)
         self._copies = Copies(self.spaces, self._store, self._shared_with)
         self._learner: Learner | None = None
@@ -453,18 +451,6 @@ class Gateway:
             step_s = privacy.step_s(max(prompt_tokens, sum(one.num_tokens for one in found)))
             await asyncio.sleep(padding_s(time.perf_counter() - began_s, step_s))
         return found
-
-    async def read_events(
-        self, caller: Caller, namespace: str, cursor: str, limit: int, wait_s: float = 0.0
-    ) -> EventPage:
-        """Return the events of the namespace's chunks after ``cursor``. Raises as `find_residency` and
-        `ChunkStore.events`, and `ResourceExhausted` for a caller with too many waiting readers."""
-        with self._serve_revealing(caller, namespace):
-            self._check_count("limit", limit, self.limits.chunks_max)
-            if wait_s <= 0:
-                return await self._event_readers.read(namespace, cursor, limit)
-        # A waiting reader costs little, so it does not count as one of its tenant's concurrent requests.
-        return await self._event_readers.wait(caller.name, namespace, cursor, limit, wait_s)
 
     @contextmanager
     def _serve_revealing(self, caller: Caller, namespace: str) -> Iterator[None]:

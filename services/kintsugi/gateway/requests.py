@@ -25,13 +25,11 @@ log = logging.getLogger("kintsugi.gateway")
 REQUEST_ID = "x-request-id"
 """Header or metadata key of the request id, in requests and in answers."""
 RESIDENCY_PATH = "/v1/kintsugi/residency"
-EVENTS_PATH = "/v1/kintsugi/events"
 METHOD_VERBS: Mapping[str, Verb | None] = {
     CHAT_PATH: Verb.GENERATE,
     COMPLETIONS_PATH: Verb.GENERATE,
     RESPONSES_PATH: Verb.GENERATE,
     RESIDENCY_PATH: Verb.LIST,
-    EVENTS_PATH: Verb.LIST,
     "/console/api/compare": Verb.GENERATE,
     "Generate": Verb.GENERATE,
     "Prefetch": Verb.GENERATE,

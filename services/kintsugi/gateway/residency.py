@@ -1,31 +1,17 @@
-"""Finds the shards that hold chunks, and reads the events of chunks, for routers."""
+"""Finds the shards that hold chunks, for routers."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.exchange import MatchedChunk
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.texts.segments import Segment, SegmentResolver
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import ChunkStore, Found
-
-POLL_S = 0.5
-POLLS_PER_S_MAX = 32
-"""Maximum rate of the reads of all waiting readers together."""
-READING_MAX = 4
-"""Maximum number of concurrent reads; the remaining threads are for the store's other calls."""
-WAIT_S_MAX = 5.0
-"""Maximum time for which a reader waits: a gateway that stops waits for its requests."""
-WAITING_MAX = 16
-"""Maximum number of waiting readers of one caller; a router needs one for each namespace that it follows."""
 
 
 @dataclass(frozen=True)
@@ -98,47 +84,3 @@ class Residency:
             else ChunkResidence(key, one.manifest.num_tokens, namespace, one.source)
             for key, one in zip(keys, await self._store.run(find), strict=True)
         ]
-
-
-class EventReaders:
-    """Reads the store's events, also for callers that wait for the next one. For one event loop.
-
-    It keeps nothing between calls, so a cursor is valid at every gateway of the store.
-    """
-
-    def __init__(self, store: ThreadedStore) -> None:
-        self._store = store
-        self._places = asyncio.Semaphore(READING_MAX)
-        self._waiting: Counter[str] = Counter()
-        """Number of waiting readers of each caller, by its name."""
-
-    async def read(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """Return `ChunkStore.events`. Raises the same errors."""
-        async with self._places:
-            return await self._store.run(lambda store: store.events(namespace, cursor, limit))
-
-    async def wait(self, caller: str, namespace: str, cursor: str, limit: int, wait_s: float) -> EventPage:
-        """Return `read`'s result as soon as there is an event, but after ``wait_s`` or `WAIT_S_MAX` at the
-        latest.
-
-        Every shard is asked twice a second, and less often if many readers wait. ``caller``: its name. Raises
-        as `read`, and `ResourceExhausted` if `WAITING_MAX` readers of the caller wait.
-        """
-        if self._waiting[caller] >= WAITING_MAX:
-            raise ResourceExhausted(
-                f"{WAITING_MAX} readers of {caller!r} wait for events; read with wait_s=0, or stop one",
-                WAIT_S_MAX,
-            )
-        self._waiting[caller] += 1
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + min(wait_s, WAIT_S_MAX)
-        try:
-            page = await self.read(namespace, cursor, limit)
-            while page.is_empty and (left_s := until_s - loop.time()) > 0:
-                await asyncio.sleep(min(left_s, max(POLL_S, self._waiting.total() / POLLS_PER_S_MAX)))
-                page = await self.read(namespace, page.cursor, limit)
-            return page
-        finally:
-            self._waiting[caller] -= 1
-            if not self._waiting[caller]:
-                del self._waiting[caller]

@@ -22,7 +22,7 @@ from starlette.types import Receive, Send
 
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
-from kintsugi.core.namespaces import find_fields, narrow_by_request
+from kintsugi.core.namespaces import narrow_by_request
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem
@@ -118,12 +118,10 @@ class HttpFront:
         block runs. Raises as `_admit` and `parse_object`."""
         async with self._admit(request, served) as caller:
             try:
-                raw = await request.body() if request.method == "POST" else b""
+                raw = await request.body()
             except ClientDisconnect:
                 raise InvalidField("body", "was cut off; send it whole") from None
-            body: Mapping[str, Any] = find_fields(request.query_params.multi_items())
-            if request.method == "POST":
-                body = await run_beside(len(raw), lambda: parse_object(raw))
+            body = await run_beside(len(raw), lambda: parse_object(raw))
             served.namespace = _find_namespace(caller, served.headers, body)
             yield AskedOf(caller, served.namespace, body, len(raw))
 

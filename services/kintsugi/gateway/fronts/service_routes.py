@@ -1,15 +1,15 @@
 """HTTP routes that need no answer of an engine.
 
-Clients list models. Routers find the shards that hold a prompt's chunks, and read chunk events. `kintsugi
-status` reads the state of the service; its cross-tenant fields need the metrics permission.
+Clients list models. Routers find the shards that hold a prompt's chunks. `kintsugi status` reads the state of
+the service; its cross-tenant fields need the metrics permission.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,11 @@ from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.limits import run_beside
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH, ServedRequest
+from kintsugi.gateway.requests import RESIDENCY_PATH, ServedRequest
 from kintsugi.gateway.residency import ChunkResidence
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.callers import Caller
-from kintsugi.store.protocol.chunk_events import ChunkEvent
 
-EVENTS_DEFAULT = 100
 PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLETIONS_PATH}
 """Fields of a residency request that hold a prompt, and the path that answers such a prompt."""
 NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
@@ -55,50 +53,17 @@ Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf
 
 
 def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
-    """``receive`` authenticates and parses a request, which has a slot while the block runs. The body of a
-    GET request is the query's fields that narrow the namespace."""
+    """``receive`` authenticates and parses a request, which has a slot while the block runs."""
 
-    def serve(
-        path: str,
-        describe: Callable[[AskedOf, Request], Awaitable[dict[str, Any]]],
-        verb: str,
-        *,
-        keeps_slot: bool = True,
-    ) -> Route:
-        async def answer(request: Request, served: ServedRequest, send: Send) -> None:
-            async with AsyncExitStack() as slot:
-                asked = await slot.enter_async_context(receive(request, served))
-                if not keeps_slot:
-                    await slot.aclose()
-                response = JSONResponse(await describe(asked, request))
-            await response(request.scope, request.receive, send)
+    async def find_residency(request: Request, served: ServedRequest, send: Send) -> None:
+        async with receive(request, served) as asked:
+            chunks, keys, call = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
+            found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys, call)
+            info = await gateway.recent_info.get()
+            response = JSONResponse(describe_residency(asked.namespace, info, found))
+        await response(request.scope, request.receive, send)
 
-        return Route(path, Endpoint(gateway, answer), methods=[verb])
-
-    async def find_residency(asked: AskedOf, request: Request) -> dict[str, Any]:
-        chunks, keys, call = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
-        found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys, call)
-        info = await gateway.recent_info.get()
-        return describe_residency(asked.namespace, info, found)
-
-    async def list_events(asked: AskedOf, request: Request) -> dict[str, Any]:
-        query = request.query_params
-        limit = int(_number(query.get("limit"), "limit", EVENTS_DEFAULT))
-        wait_s = _number(query.get("wait_s"), "wait_s", 0.0)
-        cursor = query.get("cursor", "")
-        page = await gateway.read_events(asked.caller, asked.namespace, cursor, limit, wait_s)
-        return {
-            "object": "kintsugi.events",
-            "events": [describe_event(asked.namespace, one) for one in page.events],
-            "cursor": page.cursor,
-            "lost": page.lost,
-        }
-
-    return [
-        serve(RESIDENCY_PATH, find_residency, "POST"),
-        # `EventReaders` limits the readers that wait.
-        serve(EVENTS_PATH, list_events, "GET", keeps_slot=False),
-    ]
+    return [Route(RESIDENCY_PATH, Endpoint(gateway, find_residency), methods=["POST"])]
 
 
 def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:
@@ -128,18 +93,6 @@ def _describe_residence(one: ChunkResidence) -> dict[str, Any]:
     if one.source is None:
         return place
     return {**place, "namespace": one.namespace, "shard": one.source.shard, "tier": one.source.tier}
-
-
-def describe_event(namespace: str, event: ChunkEvent) -> dict[str, Any]:
-    return {
-        "type": event.type.value,
-        "namespace": namespace,
-        "key": event.key.hex,
-        "num_tokens": event.num_tokens,
-        "shard": event.shard,
-        "exact": False,
-        "at_s": event.at_s,
-    }
 
 
 def _host_of(address: str) -> str:
@@ -175,18 +128,6 @@ def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[Ch
     if name == "chunks":
         return [Segment(text=text) for text in value], [], None
     return [], [ChunkKey.from_hex(text) for text in value], None
-
-
-def _number(text: str | None, name: str, default: float) -> float:
-    if text is None:
-        return default
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1e9:
-        raise InvalidField(name, f"{text[:40]!r} must be a non-negative number")
-    return number
 
 
 def model_routes(gateway: Gateway, identify: Callable[[Request], Caller]) -> list[Route]:

@@ -80,23 +80,6 @@ ACK_DURABLE: Ack.ValueType  # 2
 """On disk and in the catalog."""
 global___Ack = Ack
 
-class _ChunkEventType:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _ChunkEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ChunkEventType.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    CHUNK_EVENT_TYPE_UNSPECIFIED: _ChunkEventType.ValueType  # 0
-    CHUNK_EVENT_TYPE_STORED: _ChunkEventType.ValueType  # 1
-    CHUNK_EVENT_TYPE_REMOVED: _ChunkEventType.ValueType  # 2
-
-class ChunkEventType(_ChunkEventType, metaclass=_ChunkEventTypeEnumTypeWrapper): ...
-
-CHUNK_EVENT_TYPE_UNSPECIFIED: ChunkEventType.ValueType  # 0
-CHUNK_EVENT_TYPE_STORED: ChunkEventType.ValueType  # 1
-CHUNK_EVENT_TYPE_REMOVED: ChunkEventType.ValueType  # 2
-global___ChunkEventType = ChunkEventType
-
 @typing.final
 class Part(google.protobuf.message.Message):
     """One tensor of a head, `[tokens, width]`."""
@@ -911,78 +894,6 @@ class ListErasuresResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["erasures", b"erasures", "merged", b"merged", "next", b"next", "shard_id", b"shard_id"]) -> None: ...
 
 global___ListErasuresResponse = ListErasuresResponse
-
-@typing.final
-class ChunkEvent(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TYPE_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
-    AT_S_FIELD_NUMBER: builtins.int
-    type: global___ChunkEventType.ValueType
-    key: builtins.bytes
-    num_tokens: builtins.int
-    at_s: builtins.float
-    """Unix seconds, by the shard's clock."""
-    def __init__(
-        self,
-        *,
-        type: global___ChunkEventType.ValueType = ...,
-        key: builtins.bytes = ...,
-        num_tokens: builtins.int = ...,
-        at_s: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_s", b"at_s", "key", b"key", "num_tokens", b"num_tokens", "type", b"type"]) -> None: ...
-
-global___ChunkEvent = ChunkEvent
-
-@typing.final
-class ListEventsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAMESPACE_FIELD_NUMBER: builtins.int
-    CURSOR_FIELD_NUMBER: builtins.int
-    LIMIT_FIELD_NUMBER: builtins.int
-    namespace: builtins.str
-    cursor: builtins.str
-    """As this shard answered it. Empty: no event is listed, only the cursor behind the latest."""
-    limit: builtins.int
-    def __init__(
-        self,
-        *,
-        namespace: builtins.str = ...,
-        cursor: builtins.str = ...,
-        limit: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "limit", b"limit", "namespace", b"namespace"]) -> None: ...
-
-global___ListEventsRequest = ListEventsRequest
-
-@typing.final
-class ListEventsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    EVENTS_FIELD_NUMBER: builtins.int
-    CURSOR_FIELD_NUMBER: builtins.int
-    LOST_FIELD_NUMBER: builtins.int
-    cursor: builtins.str
-    lost: builtins.bool
-    """Events between the cursor of the request and these are not kept any more, or the cursor is not of this
-    process.
-    """
-    @property
-    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChunkEvent]: ...
-    def __init__(
-        self,
-        *,
-        events: collections.abc.Iterable[global___ChunkEvent] | None = ...,
-        cursor: builtins.str = ...,
-        lost: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "events", b"events", "lost", b"lost"]) -> None: ...
-
-global___ListEventsResponse = ListEventsResponse
 
 @typing.final
 class ListRequest(google.protobuf.message.Message):

@@ -129,11 +129,6 @@ class ChunkStoreStub(object):
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.SerializeToString,
                 response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.FromString,
                 _registered_method=True)
-        self.ListEvents = channel.unary_unary(
-                '/kintsugi.rpc.v1.ChunkStore/ListEvents',
-                request_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsRequest.SerializeToString,
-                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsResponse.FromString,
-                _registered_method=True)
 
 
 class ChunkStoreServicer(object):
@@ -263,13 +258,6 @@ class ChunkStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListEvents(self, request, context):
-        """What this shard stored and gave up of a namespace lately.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ChunkStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -367,11 +355,6 @@ def add_ChunkStoreServicer_to_server(servicer, server):
                     servicer.ListErasures,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.FromString,
                     response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.SerializeToString,
-            ),
-            'ListEvents': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListEvents,
-                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsRequest.FromString,
-                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -887,33 +870,6 @@ class ChunkStore(object):
             '/kintsugi.rpc.v1.ChunkStore/ListErasures',
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresRequest.SerializeToString,
             kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListErasuresResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListEvents(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kintsugi.rpc.v1.ChunkStore/ListEvents',
-            kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsRequest.SerializeToString,
-            kintsugi_dot_rpc_dot_v1_dot_store__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -134,12 +134,6 @@ class ChunkStoreStub:
     them.
     """
 
-    ListEvents: grpc.UnaryUnaryMultiCallable[
-        kintsugi.rpc.v1.store_pb2.ListEventsRequest,
-        kintsugi.rpc.v1.store_pb2.ListEventsResponse,
-    ]
-    """What this shard stored and gave up of a namespace lately."""
-
 class ChunkStoreAsyncStub:
     Lookup: grpc.aio.UnaryUnaryMultiCallable[
         kintsugi.rpc.v1.store_pb2.LookupRequest,
@@ -246,12 +240,6 @@ class ChunkStoreAsyncStub:
     """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
     them.
     """
-
-    ListEvents: grpc.aio.UnaryUnaryMultiCallable[
-        kintsugi.rpc.v1.store_pb2.ListEventsRequest,
-        kintsugi.rpc.v1.store_pb2.ListEventsResponse,
-    ]
-    """What this shard stored and gave up of a namespace lately."""
 
 class ChunkStoreServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -397,13 +385,5 @@ class ChunkStoreServicer(metaclass=abc.ABCMeta):
         """The erasures that this shard has recorded, in order: caches follow them, and shards that were away apply
         them.
         """
-
-    @abc.abstractmethod
-    def ListEvents(
-        self,
-        request: kintsugi.rpc.v1.store_pb2.ListEventsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kintsugi.rpc.v1.store_pb2.ListEventsResponse, collections.abc.Awaitable[kintsugi.rpc.v1.store_pb2.ListEventsResponse]]:
-        """What this shard stored and gave up of a namespace lately."""
 
 def add_ChunkStoreServicer_to_server(servicer: ChunkStoreServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

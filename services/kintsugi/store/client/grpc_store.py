@@ -43,7 +43,6 @@ from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, ArenaMap, FrameLease, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
-from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import (
     Buffer,
     ChunkLost,
@@ -468,10 +467,6 @@ class GrpcStore(ChunkStore):
         applied all erasures up to `after`."""
         request = pb.ListErasuresRequest(after=after, shard_id=shard_id, learned=learned, asked_by=asked_by)
         return erasures_of_wire(self.call("ListErasures", request, pb.ListErasuresResponse))
-
-    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        request = pb.ListEventsRequest(namespace=namespace, cursor=cursor, limit=limit)
-        return wire.events_from_wire(self.call("ListEvents", request, pb.ListEventsResponse), self.address)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         return [found.manifest for found in self.list_found(namespace, limit, after)]

@@ -16,7 +16,6 @@ from kintsugi.core.layout import ChunkManifest, HeadRange, check_frames
 from kintsugi.core.namespaces import enclosing
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog, EventPage
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     Buffer,
@@ -67,7 +66,6 @@ class RamStore(ChunkStore):
         self._by_anchor: dict[tuple[str, bytes, int], list[ChunkKey]] = {}
         self._reports: dict[tuple[ModelFingerprint, str], bytes] = {}
         self._bytes_used = 0
-        self._events = EventLog()
         self._erasures: OrderedDict[tuple[str, ChunkKey | None], tuple[int, Erasure]] = OrderedDict()
         """The last `ERASURES_MAX` erasures with their numbers, the latest last."""
         self._erased = 0
@@ -150,7 +148,6 @@ class RamStore(ChunkStore):
             self._bytes_used += manifest.chunk_bytes
             for anchor in _anchor_addresses(manifest):
                 self._by_anchor.setdefault(anchor, []).append(manifest.key)
-            self._log(ChunkEventType.STORED, manifest)
         return True
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float = 0.0) -> builtins.list[bool]:
@@ -180,11 +177,7 @@ class RamStore(ChunkStore):
             keys.remove(manifest.key)
             if not keys:
                 del self._by_anchor[anchor]
-        self._log(ChunkEventType.REMOVED, manifest)
         return True
-
-    def _log(self, kind: ChunkEventType, manifest: ChunkManifest) -> None:
-        self._events.add(kind, manifest.namespace, manifest.key, manifest.num_tokens)
 
     def stream(
         self,
@@ -252,9 +245,6 @@ class RamStore(ChunkStore):
             after = int(cursor) if cursor else self._erased
             found = [erasure for number, erasure in self._erasures.values() if number > after]
             return ErasurePage(found, str(self._erased))
-
-    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        return self._events.read(namespace, cursor, limit)
 
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:
         with self._lock:

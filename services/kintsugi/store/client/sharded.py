@@ -33,7 +33,6 @@ from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcStore, LeftAlon
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.breaker import CircuitBreaker
-from kintsugi.store.protocol.chunk_events import EventPage, StoreCursor
 from kintsugi.store.protocol.interface import (
     ANCHOR_CANDIDATES_MAX,
     Buffer,
@@ -357,20 +356,6 @@ class ShardedStore(ChunkStore):
             raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
         erasures = {erasure: None for part in parts for erasure in part.erasures}
         return ErasurePage(list(erasures), write_cursor({**seen, **{p.shard_id: p.next for p in parts}}))
-
-    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """Merges pages as `StoreCursor.merge` does. A later page includes the events of a shard that does not
-        answer now."""
-        shards = self.shard_map().shards
-        if not shards:
-            raise Unavailable(_NO_SHARDS)
-        seen = StoreCursor.parse(cursor)
-        parts = {shard: seen.of(shard.shard_id) for shard in shards}
-        share = max(1, limit // len(shards))
-        pages = self._ask_parts(parts, lambda store, part: store.events(namespace, part, share))
-        if not any(pages):
-            raise Unavailable(f"no shard answers; {_SEE_SHARDS}")
-        return seen.merge({shard.shard_id: page for shard, page in zip(shards, pages, strict=True)})
 
     def list(
         self, namespace: str, limit: int = 1000, after: ChunkKey | None = None

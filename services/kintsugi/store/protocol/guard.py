@@ -54,8 +54,6 @@ NEEDS: Mapping[str, Need] = {
     "unpin": Need(Verb.PUT, Reach.NOTHING),
     "delete": Need(Verb.DELETE),
     "list": Need(Verb.LIST),
-    # Routers poll.
-    "list_events": Need(Verb.LIST, is_audited=False),
     "clear": Need(Verb.ADMIN),
     "put_report": Need(Verb.REPORT, Reach.NOTHING),
     "get_report": Need(None, Reach.NOTHING, is_audited=False),

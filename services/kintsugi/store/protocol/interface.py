@@ -17,7 +17,6 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.layout import LayerFrame as LayerFrame
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
-from kintsugi.store.protocol.chunk_events import EventPage
 
 Buffer = bytes | bytearray | memoryview
 
@@ -232,13 +231,6 @@ class ChunkStore(ABC):
         """Return the erasures recorded after `cursor`, which an earlier page contained. With an empty cursor,
         return no erasures, only the cursor after the latest."""
         return ErasurePage((), cursor)
-
-    @abstractmethod
-    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """Return the events of a namespace's chunks after `cursor`, which an earlier page contained. With an
-        empty cursor, return no events, only the cursor after the latest. At most `limit` events, but at least
-        one per shard. Does not count as a use. Raises `Unavailable` if no shard answers, `InvalidField` for
-        an invalid cursor, and `ResourceExhausted` if too many other namespaces are followed."""
 
     @abstractmethod
     def list(self, namespace: str, limit: int = 1000, after: ChunkKey | None = None) -> list[ChunkManifest]:

@@ -26,7 +26,6 @@ from kintsugi.core.layout import (
 )
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.protocol.chunk_events import ChunkEvent, ChunkEventType, EventPage
 from kintsugi.store.protocol.interface import ShardUse, TierUse
 
 Header = TypeVar("Header", bound=Message)
@@ -57,8 +56,6 @@ LOOKUP_KEYS_BATCH = 256
 
 DIGEST_BYTES = 32
 _PART_KINDS = {kind: pb.PartKind.Value(f"PART_KIND_{kind.name}") for kind in PartKind}
-_EVENT_TYPES = {kind: pb.ChunkEventType.Value(f"CHUNK_EVENT_TYPE_{kind.name}") for kind in ChunkEventType}
-_EVENT_TYPES_READ = {number: kind for kind, number in _EVENT_TYPES.items()}
 _GROUP_BYTES_MAX = 64
 _FIELD_BYTES_MAX = 34
 """Maximum size of an anchor, a side frame's size or the key of a context."""
@@ -211,29 +208,6 @@ def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:
     if len(keys) > KEYS_MAX:
         raise InvalidField("keys", f"{len(keys)} keys; at most {KEYS_MAX} are answered per call")
     return [ChunkKey(key) for key in keys]
-
-
-def events_to_wire(page: EventPage) -> pb.ListEventsResponse:
-    events = [
-        pb.ChunkEvent(
-            type=_EVENT_TYPES[event.type],
-            key=event.key.digest,
-            num_tokens=event.num_tokens,
-            at_s=event.at_s,
-        )
-        for event in page.events
-    ]
-    return pb.ListEventsResponse(events=events, cursor=page.cursor, lost=page.lost)
-
-
-def events_from_wire(wire: pb.ListEventsResponse, shard: str) -> EventPage:
-    """Return a page of events, without those of unknown types. `shard` is the address that answered."""
-    events = [
-        ChunkEvent(_EVENT_TYPES_READ[event.type], ChunkKey(event.key), event.num_tokens, event.at_s, shard)
-        for event in wire.events
-        if event.type in _EVENT_TYPES_READ
-    ]
-    return EventPage(events, wire.cursor, wire.lost)
 
 
 def with_payload(header: bytes, payload: Sequence[memoryview | bytes]) -> bytes:

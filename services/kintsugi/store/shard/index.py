@@ -1,8 +1,7 @@
 """The chunks of a shard: by key, by anchor, and in key order per namespace.
 
-Additions and removals are logged as events (`store.protocol.chunk_events`). Everything is in memory: a
-manifest takes 16 bytes per 256 KiB of chunk KV. Cost: constant per key; to list them, each namespace's keys
-are kept sorted (an insertion moves pointers, 40 µs at 100,000 chunks).
+Everything is in memory: a manifest takes 16 bytes per 256 KiB of chunk KV. Cost: constant per key; to list
+them, each namespace's keys are kept sorted (an insertion moves pointers, 40 µs at 100,000 chunks).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.chunk_events import ChunkEventType, EventLog
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.shard.entry import Address, ChunkEntry
 
@@ -23,8 +21,7 @@ _Anchor = tuple[str, bytes, int]
 class Index:
     """Not thread-safe: the table holds the lock."""
 
-    def __init__(self, events: EventLog) -> None:
-        self._events = events
+    def __init__(self) -> None:
         self._entries: dict[Address, ChunkEntry] = {}
         self._by_anchor: dict[_Anchor, list[ChunkEntry]] = {}
         self._keys: dict[str, list[bytes]] = {}
@@ -48,7 +45,6 @@ class Index:
         self.bytes_by_namespace[namespace] = used + entry.charged_bytes
         for anchor in _anchors(entry.manifest):
             self._by_anchor.setdefault(anchor, []).append(entry)
-        self._events.add(ChunkEventType.STORED, namespace, key, entry.manifest.num_tokens)
 
     def remove(self, entry: ChunkEntry) -> None:
         namespace, key = entry.address
@@ -63,7 +59,6 @@ class Index:
             entries.remove(entry)
             if not entries:
                 del self._by_anchor[anchor]
-        self._events.add(ChunkEventType.REMOVED, namespace, key, entry.manifest.num_tokens)
 
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]

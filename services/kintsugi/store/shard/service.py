@@ -29,7 +29,6 @@ from kintsugi.core.layout import FORMAT, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.chunk_events import EVENTS_MAX
 from kintsugi.store.protocol.grpc_status import abort_call
 from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
@@ -391,15 +390,6 @@ class ChunkStoreService:
             for one in found.erasures
         )
         return answer
-
-    @_answers
-    async def list_events(self, request: pb.ListEventsRequest, context: Any) -> pb.ListEventsResponse:
-        return await asyncio.to_thread(self._build_event_page, request)
-
-    def _build_event_page(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
-        """Runs on a thread, as `_build_list_page` does."""
-        limit = min(request.limit or EVENTS_MAX, EVENTS_MAX)
-        return wire.events_to_wire(self.shard.events(request.namespace, request.cursor, limit))
 
     async def _wait_for_flush(self) -> None:
         """Wait until deletions survive a crash."""

@@ -22,7 +22,6 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces import NamespaceRules, enclosing
 from kintsugi.core.spaces import ChunkKey, check_namespace
-from kintsugi.store.protocol.chunk_events import EventPage
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.admission import ShardConfig
@@ -207,11 +206,6 @@ class Shard:
         """Entries in key order."""
         self._check(namespace)
         return self.table.page(namespace, limit, after)
-
-    def events(self, namespace: str, cursor: str, limit: int) -> EventPage:
-        """As `ChunkStore.events`."""
-        self._check(namespace)
-        return self.table.events.read(namespace, cursor, limit)
 
     # Writing
 

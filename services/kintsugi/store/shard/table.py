@@ -18,7 +18,6 @@ from functools import partial
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.chunk_events import EventLog
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
@@ -78,8 +77,7 @@ class EntryTable:
         self.config = config
         """`Shard.set_ratio` replaces it."""
         self._wall_clock, self._clock = wall_clock, clock
-        self.events = EventLog(wall_clock)
-        self._index = Index(self.events)
+        self._index = Index()
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self.shares = Shares(ram, (*disks, *bucket), self._leases)

@@ -9,7 +9,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.console.routes import API_PATH
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.service_routes import SERVICE_PATH
-from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
+from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.store.protocol.access import Access
 from tests.fakes.openai_backend import ScriptedBackend, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, error_of, run
@@ -23,7 +23,6 @@ CLOSED = (
     "GET /v1/models",
     "GET /v1/models/scripted",
     f"POST {RESIDENCY_PATH}",
-    f"GET {EVENTS_PATH}",
     f"GET {SERVICE_PATH}",
     "GET /metrics",
     f"GET {API_PATH}/service",

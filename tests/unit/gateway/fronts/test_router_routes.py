@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Collection, Sequence
 from threading import current_thread
@@ -13,18 +12,14 @@ import pytest
 
 from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces import (
-    CACHE_KEY,
-    NamespaceLimits,
     NamespacePrivacy,
     NamespaceRules,
     PrivacyExpert,
-    narrow,
 )
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway import residency
 from kintsugi.gateway.fronts.http import HttpFront
-from kintsugi.gateway.gateway import Gateway, GatewayLimits
-from kintsugi.gateway.requests import EVENTS_PATH, RESIDENCY_PATH
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.access import Access
@@ -180,7 +175,6 @@ def test_residency_is_told_to_nobody_who_may_not_list() -> None:
                     answer = await caller.post(RESIDENCY_PATH, json={"prompt": text})
                     assert answer.status_code == 403, "whether or not a chunk is known"
                     assert searched(gateway) == 0
-                assert (await caller.get(EVENTS_PATH)).status_code == 403
             await gateway.close()
 
     run(body)
@@ -268,80 +262,6 @@ def test_a_bad_question_names_its_field(question: dict[str, Any], field: str) ->
         async with client(gateway) as caller:
             answer = await caller.post(RESIDENCY_PATH, json=question)
         assert (answer.status_code, error_of(answer)["param"]) == (400, field)
-        await gateway.close()
-
-    run(body)
-
-
-def test_events_tell_what_was_put_and_deleted() -> None:
-    async def body() -> None:
-        gateway = open_gateway(access=Tokens())
-        async with client(gateway) as caller:
-            cursor = (await caller.get(EVENTS_PATH)).json()["cursor"]
-            keys = await put(gateway)
-            await put(gateway)
-            await put(gateway, "other")
-            (first, _) = await gateway.list_chunks(ANYONE, "docs")
-            await gateway.delete_chunk(ANYONE, "docs", first.manifest.key)
-            page = (await caller.get(EVENTS_PATH, params={"cursor": cursor, "wait_s": 1})).json()
-            stored = [one for one in page["events"] if one["type"] == "chunk_stored"]
-            assert sorted(one["key"] for one in stored) == sorted(keys), "the second put found them"
-            assert {one["num_tokens"] for one in stored} == {len(text) for text in TEXTS}
-            (removed,) = [one for one in page["events"] if one["type"] == "chunk_removed"]
-            assert removed["key"] == first.manifest.key.hex
-            assert not any(one["exact"] for one in page["events"])
-            again = (await caller.get(EVENTS_PATH, params={"cursor": page["cursor"]})).json()
-            assert (again["events"], again["lost"]) == ([], False)
-            for query in ({"limit": "0"}, {"limit": "x"}, {"wait_s": "-1"}, {"cursor": "?"}):
-                assert (await caller.get(EVENTS_PATH, params=query)).status_code == 400
-        await gateway.close()
-
-    run(body)
-
-
-def test_events_of_the_part_that_a_body_would_name_are_asked_for_in_the_query() -> None:
-    async def body() -> None:
-        gateway = open_gateway(access=Tokens())
-        part = narrow("docs", {CACHE_KEY: "k"})
-        asked = {CACHE_KEY: "k"}
-        async with client(gateway) as caller:
-            cursor = (await caller.get(EVENTS_PATH, params=asked)).json()["cursor"]
-            whole = (await caller.get(EVENTS_PATH)).json()["cursor"]
-            keys = await put(gateway, part)
-            page = (await caller.get(EVENTS_PATH, params={**asked, "cursor": cursor})).json()
-            assert {(one["key"], one["namespace"]) for one in page["events"]} == {(key, part) for key in keys}
-            assert (await caller.get(EVENTS_PATH, params={"cursor": whole})).json()["events"] == []
-            twice = await caller.get(EVENTS_PATH, params=[(CACHE_KEY, "k"), (CACHE_KEY, "j")])
-            assert (twice.status_code, error_of(twice)["param"]) == (400, CACHE_KEY)
-            assert (await caller.get(EVENTS_PATH, params={CACHE_KEY: ""})).status_code == 400
-        await gateway.close()
-
-    run(body)
-
-
-def test_readers_that_wait_keep_no_request_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "WAITING_MAX", 2)
-
-    async def body() -> None:
-        limits = NamespaceRules(limits={"docs": NamespaceLimits(concurrent=1)})
-        places = GatewayLimits(http_concurrent_max=1)
-        gateway = open_gateway(access=Tokens(), rules=limits, limits=places)
-        keys = await put(gateway)
-        async with client(gateway) as caller:
-            cursor = (await caller.get(EVENTS_PATH)).json()["cursor"]
-            asked = {"cursor": cursor, "wait_s": "5"}
-            waiting = [asyncio.create_task(caller.get(EVENTS_PATH, params=asked)) for _ in range(2)]
-            while gateway._event_readers._waiting["one"] < 2:
-                await asyncio.sleep(0)
-            answer = await caller.post(RESIDENCY_PATH, json={"keys": keys})
-            assert answer.status_code == 200
-            third = await caller.get(EVENTS_PATH, params=asked)
-            assert third.status_code == 429
-            assert "read with wait_s=0" in error_of(third)["message"]
-            assert (await caller.get(EVENTS_PATH, params={"cursor": cursor})).status_code == 200
-            await gateway.put_chunks(ANYONE, "docs", [Segment(text=OTHER)])
-            pages = [(await one).json() for one in waiting]
-        assert [len(page["events"]) for page in pages] == [1, 1]
         await gateway.close()
 
     run(body)
