@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from scripts.reference.page import Entry, Page, Section, code
 
 from kintsugi.core.deploy import ServiceSpec
-from kintsugi.core.request import _Wire as RequestForm
+from kintsugi.core.request import KintsugiParams
 from kintsugi.core.settings import default_of
 from kintsugi.engine.config import EngineConfig
 from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
@@ -51,7 +51,7 @@ def page() -> Page:
             _section(
                 "Request",
                 'What a request carries in `kv_transfer_params`, under `"kintsugi"`.',
-                RequestForm,
+                KintsugiParams,
             ),
             _section("Tokens file", "Who may do what: JSON, read again when it changes.", AccessDocument),
             _section(

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt
 
 from kintsugi.core.errors import InvalidField, InvalidSpan
 from kintsugi.core.plugins import SELECTORS, plugin_names
@@ -99,9 +99,9 @@ _OWN_SELECTORS = frozenset(SelectorName)
 class BlendOptions:
     """The blend options of a request; None leaves the choice to the engine's calibration.
 
-    The same value passes from the wire to the planner, and every step between converts it by field name. A
-    new option is a field here with its check, and a field of the same name in `KintsugiParams`, `_Wire`,
-    `core.plan.Selection` and the wire protocol's `GenerateRequest`.
+    They are converted by field name from the wire to the planner. A new option is a field here with its
+    check, and a field of the same name in `KintsugiParams`, `core.plan.Selection` and the wire protocol's
+    `GenerateRequest`.
     """
 
     ratio: float | None = None
@@ -112,16 +112,15 @@ class BlendOptions:
     def __post_init__(self) -> None:
         if self.ratio is not None and not (math.isfinite(self.ratio) and 0.0 <= self.ratio <= 1.0):
             raise InvalidField("ratio", f"{self.ratio} is outside [0, 1]")
+        if self.selector is not None:
+            parse_selector(self.selector)
         if self.adaptive_mass is not None and not 0.0 < self.adaptive_mass <= 1.0:
             raise InvalidField("adaptive_mass", f"{self.adaptive_mass} is outside (0, 1]")
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> BlendOptions:
         """Return the options in `values` by field name; other names are ignored. Raises `InvalidField`."""
-        chosen = {name: values.get(name) for name in OPTION_NAMES}
-        if chosen["selector"] is not None:
-            chosen["selector"] = parse_selector(chosen["selector"])
-        return BlendOptions(**chosen)
+        return BlendOptions(**{name: values.get(name) for name in OPTION_NAMES})
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -132,29 +131,55 @@ class BlendOptions:
 OPTION_NAMES = tuple(field.name for field in fields(BlendOptions))
 
 
+def _read_spans(rows: Any) -> tuple[Span, ...] | None:
+    """Return the spans of `[start, end]` or `[start, end, key]` rows, with the key in hexadecimal. Raises
+    `InvalidField`."""
+    if rows is None:
+        return None
+    if not isinstance(rows, list):
+        raise InvalidField("spans", f"must be a list of [start, end], not a {type(rows).__name__}")
+    if len(rows) > SPANS_MAX:
+        raise InvalidField("spans", f"{len(rows)} spans; at most {SPANS_MAX} are allowed")
+    return tuple(_read_span(row, f"spans[{index}]") for index, row in enumerate(rows))
+
+
+def _read_span(row: Any, where: str) -> Span:
+    is_row = isinstance(row, list) and len(row) in (2, 3) and all(type(bound) is int for bound in row[:2])
+    if not is_row:
+        raise InvalidSpan(where, f"expected [start, end] or [start, end, key], got {row!r}")
+    key = row[2] if len(row) == 3 else None
+    if key is not None and not isinstance(key, str):
+        raise InvalidSpan(where, f"the key must be a hexadecimal string, got {type(key).__name__}")
+    try:
+        return Span(row[0], row[1], None if key is None else ChunkKey.from_hex(key))
+    except InvalidField as error:
+        raise InvalidSpan(where, f"the key {error.problem}") from None
+
+
 @dataclass(frozen=True)
-class _Wire:
-    """The JSON form of `KintsugiParams`. JSON has types: `true` is no ratio, and `"yes"` no flag."""
+class KintsugiParams:
+    """One request's constraints, and their JSON form. JSON has types: `true` is not a ratio.
+
+    ``ratio``, ``selector`` and ``adaptive_mass`` are those of `BlendOptions`, which `options` returns.
+    """
 
     __pydantic_config__ = STRICT
 
     namespace: str
     """The tenant whose chunks may be used."""
-    version: StrictInt = PARAMS_VERSION
-    """Version of this form."""
     op: Op = Op.BLEND
     """`blend` answers from stored chunks, `save` stores the one chunk that `spans` names, `audit` compares
-    it."""
-    spans: list[list[Any]] | None = None
-    """Where chunks stand in the prompt, as `[start, end]` in tokens, or `[start, end, key]`. Null: known
-    chunks are found by their content."""
+    it, and `off` does none of these."""
+    spans: Annotated[tuple[Span, ...] | None, BeforeValidator(_read_spans)] = None
+    """Positions of the chunks in the prompt, in JSON `[start, end]` in tokens, or `[start, end, key]`. Null:
+    known chunks are found by their content."""
     ratio: StrictFloat | None = None
     """Share of the hit tokens to recompute, 0 to 1. Null: the report's."""
     selector: str | None = None
     """Which tokens to recompute. Null: the report's."""
     adaptive_mass: StrictFloat | None = None
-    """Makes the ratio a ceiling: no more tokens are recomputed than hold this share of the selector's
-    signal."""
+    """Makes the ratio a ceiling: only the tokens that make up this share of the selector's signal are
+    recomputed. 1 recomputes up to the ceiling."""
     explain: StrictBool = False
     """Report which positions each layer computed, and what `timeline` reports."""
     timeline: StrictBool = False
@@ -163,65 +188,26 @@ class _Wire:
     """Where a save keeps its chunk: `auto`, `ram` or the name of an SSD tier. Empty: as the store's client
     is configured."""
     ttl_s: StrictFloat | None = None
-    """How long what is stored on behalf of the request is kept at most, in seconds: the chunk of a save,
-    chunks that the request misses and a gateway fills, and segments that it discovers. Null: no bound, and
-    for discovered segments that of the engine."""
+    """Maximum lifetime in seconds of what is stored for the request: the chunk of a save, chunks that the
+    request misses and a gateway fills, and segments that it discovers. Null: no limit of its own."""
     asked_at_s: StrictFloat = 0.0
     """When a save was requested (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
     shared: str = ""
-    """A namespace whose chunks are used where the request's own has none. Only a gateway sets it."""
+    """A namespace whose chunks are used where the request's own has none. A gateway sets it, never a caller:
+    it decides whose chunks are read."""
     chunk_tokens_multiple: StrictInt = 1
     """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
     discover: StrictBool = False
-    """Count this prompt's segments as seen, save those that recur, and use saved ones."""
+    """Count the segments of the prompt outside its `spans`, save those that recur, and use saved ones. A
+    gateway sets it from the namespace's rules: other users of a namespace can tell what was saved in it."""
     no_store: StrictBool = False
-    """Remember nothing of this prompt: none of its texts is counted as seen or saved, whether it is declared
-    as a chunk or not. What is stored is used; beside declared chunks no others are."""
-
-
-@dataclass(frozen=True)
-class KintsugiParams:
-    """One request's constraints.
-
-    If ``spans`` is None, known chunks are found by content. ``ratio``, ``selector`` and ``adaptive_mass`` are
-    those of `BlendOptions`, which `options` returns.
-    """
-
-    namespace: str
-    """The tenant whose chunks may be used."""
-    op: Op = Op.BLEND
-    """What the request does."""
-    spans: tuple[Span, ...] | None = None
-    """Positions of the chunks in the prompt; None: they are found by their content."""
-    ratio: float | None = None
-    """Share of the hit tokens to recompute, 0 to 1; None: the report's."""
-    selector: str | None = None
-    """Which tokens to recompute; None: the report's."""
-    adaptive_mass: float | None = None
-    """Makes the ratio a ceiling: see `core.plan.Selection`."""
-    explain: bool = False
-    """Report which positions each layer computed, and what `timeline` reports."""
-    timeline: bool = False
-    """Report when each layer was loaded and computed."""
-    tier: str = ""
-    """Where a save keeps its chunk: `auto`, `ram` or the name of one of the store's SSD tiers. Empty: as the
-    store's client is configured."""
-    ttl_s: float | None = None
-    """Maximum lifetime in seconds of what is stored for the request; None: no limit of its own."""
-    asked_at_s: float = 0.0
-    """When a save was requested (`ChunkManifest.asked_at_s`). 0: when the engine puts the chunk."""
-    shared: str = ""
-    """A namespace whose chunks are used where the request's own has none; empty: none. A gateway sets it,
-    never a caller: it decides whose chunks are read."""
-    chunk_tokens_multiple: int = 1
-    """Chunks that are found by their texts end at a multiple of this many tokens. A gateway sets it."""
-    discover: bool = False
-    """Count the segments of the prompt outside its `spans`, and save those that recur. A gateway sets it from
-    the namespace's rules: other users of a namespace can tell what was saved in it."""
-    no_store: bool = False
-    """Count and save nothing of this prompt."""
+    """Count and save nothing of this prompt. Stored chunks are used; beside declared chunks no others are."""
+    version: StrictInt = PARAMS_VERSION
+    """Version of this form."""
 
     def __post_init__(self) -> None:
+        if self.version != PARAMS_VERSION:
+            raise InvalidField("version", f"{self.version} is not {PARAMS_VERSION}, which this engine reads")
         check_namespace(self.namespace)
         if self.shared:
             check_namespace(self.shared)
@@ -242,41 +228,19 @@ class KintsugiParams:
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> KintsugiParams:
         """Parse the JSON form. Raises `InvalidField` and its subclasses."""
-        wire = load(_Wire, values, where=PARAMS_KEY)
-        if wire.version != PARAMS_VERSION:
-            raise InvalidField(
-                "version", f"{wire.version} is not {PARAMS_VERSION}, the one this engine speaks"
-            )
-        return KintsugiParams(
-            namespace=wire.namespace,
-            op=wire.op,
-            spans=None if wire.spans is None else parse_spans(wire.spans),
-            explain=wire.explain,
-            timeline=wire.timeline,
-            tier=wire.tier,
-            ttl_s=wire.ttl_s,
-            asked_at_s=wire.asked_at_s,
-            shared=wire.shared,
-            chunk_tokens_multiple=wire.chunk_tokens_multiple,
-            discover=wire.discover,
-            no_store=wire.no_store,
-            **BlendOptions.from_mapping(vars(wire)).chosen,
-        )
+        return load(KintsugiParams, values, where=PARAMS_KEY)
 
     def to_mapping(self) -> dict[str, Any]:
         """The JSON form, for a request's `kv_transfer_params`."""
-        wire: dict[str, Any] = {"version": PARAMS_VERSION, "op": self.op.value, "namespace": self.namespace}
+        always = ("version", "op")
+        wire = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name in always or getattr(self, one.name) != one.default
+        }
         if self.spans is not None:
             wire["spans"] = [[s.start, s.end, *([s.key.hex] if s.key else [])] for s in self.spans]
-        for name, value in self.options.chosen.items():
-            wire[name] = value.value if isinstance(value, StrEnum) else value
-        names = ("explain", "timeline", "tier", "asked_at_s", "shared", "discover", "no_store")
-        wire |= {name: getattr(self, name) for name in names if getattr(self, name)}
-        if self.ttl_s is not None:
-            wire["ttl_s"] = self.ttl_s
-        if self.chunk_tokens_multiple != 1:
-            wire["chunk_tokens_multiple"] = self.chunk_tokens_multiple
-        return {PARAMS_KEY: wire}
+        return {PARAMS_KEY: {k: v.value if isinstance(v, StrEnum) else v for k, v in wire.items()}}
 
 
 def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
@@ -296,26 +260,6 @@ def parse_selector(name: str) -> str:
     if name not in added:
         raise InvalidField("selector", f"{name!r} is not one of {', '.join((*SelectorName, *added))}")
     return name
-
-
-def parse_spans(rows: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
-    """Spans from `[start, end]` or `[start, end, key-hex]` rows."""
-    if len(rows) > SPANS_MAX:
-        raise InvalidField("spans", f"{len(rows)} spans; at most {SPANS_MAX} are allowed")
-    return tuple(_parse_span(row, f"spans[{index}]") for index, row in enumerate(rows))
-
-
-def _parse_span(row: Sequence[Any], where: str) -> Span:
-    bounds = row[:2]
-    if len(row) not in (2, 3) or not all(type(bound) is int for bound in bounds):
-        raise InvalidSpan(where, f"expected [start, end] or [start, end, key], got {list(row)!r}")
-    key = row[2] if len(row) == 3 else None
-    if key is not None and not isinstance(key, str):
-        raise InvalidSpan(where, f"the key must be a hexadecimal string, got {type(key).__name__}")
-    try:
-        return Span(bounds[0], bounds[1], None if key is None else ChunkKey.from_hex(key))
-    except InvalidField as error:
-        raise InvalidSpan(where, f"the key {error.problem}") from None
 
 
 def check_no_audit(params: KintsugiParams) -> None:

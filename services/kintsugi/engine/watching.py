@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import TICKET, TOLD, WEIGHTS_CHANGED
-from kintsugi.core.request import OPTION_NAMES, PARAMS_KEY, KintsugiParams, Op, parse_spans
+from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.engine.local import Generation, Prompt, tokens_prompt
 
 RAW = "raw_logprobs"
@@ -192,17 +192,16 @@ class WatchedClient:
         logprobs.
         """
         asked = (sampling.extra_args or {}).get("kv_transfer_params") or {}
-        params = asked.get(PARAMS_KEY)
+        given = asked.get(PARAMS_KEY)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if params is None or params["op"] != Op.BLEND or not token_ids or sampling.n != 1:
+        if given is None or not token_ids or sampling.n != 1:
             return None
-        if any(params.get(name) is not None for name in OPTION_NAMES):
+        params = KintsugiParams.from_mapping(given)
+        if params.op is not Op.BLEND or params.options.chosen:
             return None
         if sampling.logprobs is not None or sampling.logprob_token_ids or sampling.structured_outputs:
             return None
-        rows = params.get("spans")
-        spans = None if rows is None else parse_spans(rows)
-        plain = Prompt(token_ids, KintsugiParams(params["namespace"], spans=spans))
+        plain = Prompt(token_ids, KintsugiParams(params.namespace, spans=params.spans))
         marked = watcher.prepare_prompt(sample_id, plain)
         return marked if 0 < marked.top_logprobs <= self._logprobs_max else None
 

@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 import kintsugi.rpc
 from kintsugi.core.accounting import Accounting, LayerTiming, Outcome
-from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, Op, SelectorName
-from kintsugi.core.request import _Wire as RequestForm
+from kintsugi.core.request import PARAMS_KEY, PARAMS_VERSION, KintsugiParams, Op, SelectorName
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.local import FORCED_KEY
 from kintsugi.gateway.fronts.http import NAMESPACE_HEADER, HttpFront
@@ -124,7 +123,7 @@ def requests() -> dict[str, Any]:
         "kv_transfer_params": {
             "key": PARAMS_KEY,
             "version": PARAMS_VERSION,
-            "request": fields_of(RequestForm),
+            "request": fields_of(KintsugiParams),
             "op": [op.value for op in Op],
             "selector": sorted(name.value for name in SelectorName),
             "response": fields_of(Accounting),
