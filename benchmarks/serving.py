@@ -44,7 +44,7 @@ from benchmarks.support.servers import (
 from kintsugi.precompute.chunking import Chunker
 
 HERE = Path(__file__).parent
-OF_SERVERS = ("idle", "goodput", "reuse", "stuffing", "recovery", "recovery_two", "recovery_spare")
+OF_SERVERS = ("idle", "goodput", "reuse", "stuffing", "recovery", "recovery_two")
 OF_SCRIPTS = ("loading", "gateway", "queueing")
 SCRIPT_S = 3600
 
@@ -111,8 +111,6 @@ def _of_servers(quick: bool, chosen: list[str]) -> list[Figure]:
             figures += _of_one_pair(model, quick, chosen)
         if "recovery_two" in chosen:
             figures += _recovery_two(model, quick)
-        if "recovery_spare" in chosen:
-            figures += _recovery_spare(model, quick)
         if "goodput" in chosen:
             figures += _goodput(model, quick)
         if "reuse" in chosen:
@@ -144,15 +142,6 @@ def _recovery_two(model: Path, quick: bool) -> list[Figure]:
         idle = phases.measure_idle(servers, texts, workload, budget.idle)
         bar = None if quick else RECOVERY_TWO_BAR_S
         return phases.measure_recovery_of_one_in_two(servers[1], texts, workload, idle, budget, bar)
-
-
-def _recovery_spare(model: Path, quick: bool) -> list[Figure]:
-    setting, workload = (QUICK, QUICK_WORKLOAD) if quick else (FULL, FULL_WORKLOAD)
-    budget = phases.QUICK if quick else phases.FULL
-    texts = _corpus(model, workload)
-    with _pair(model, replace(setting, spares=1), texts) as servers:
-        idle = phases.measure_idle(servers, texts, workload, budget.idle)
-        return phases.measure_recovery_with_spare(servers[1], texts, workload, idle, budget)
 
 
 def _goodput(model: Path, quick: bool) -> list[Figure]:

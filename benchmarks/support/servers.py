@@ -50,8 +50,6 @@ class Setting:
     dtype: str = "bfloat16"
     engines: int = 1
     """Replicas of ours."""
-    spares: int = 0
-    """Spare engines of ours beside them."""
     ratio: float = 0.15
     loading_controller: bool = True
     """Off where a model is so small that a full prefill beats any blend: nothing would be seen of ours."""
@@ -93,7 +91,7 @@ class Server:
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """The processes of a deployment's Serve replicas, by Ray's title for them. The busiest comes
-        first, so an engine that serves comes before a spare."""
+        first."""
         found = []
         for process in self.processes():
             try:
@@ -196,7 +194,6 @@ def _specification(model: Path, setting: Setting, folder: Path) -> dict[str, Any
         "ratio": setting.ratio,
         "loading_controller": setting.loading_controller,
         "load_deadline_ms": patience_ms,
-        "spares": setting.spares,
         **setting.expert,
     }
     return {

@@ -187,19 +187,6 @@ def measure_recovery_of_one_in_two(
     return [Figure.at_most("recovery_two_engines_s", found.value or 0.0, bar, unit="s", detail=found.detail)]
 
 
-def measure_recovery_with_spare(
-    server: Server, texts: Sequence[str], workload: RagWorkload, idle: Idle, budget: Budget
-) -> list[Figure]:
-    """kill -9 of the only engine that serves: the spare takes its requests. Also the spare's memory."""
-    _, spare = server.replicas("Engine")
-    memory = [process.memory_full_info().pss for process in [spare, *spare.children(recursive=True)]]
-    found = _recovery_from(server, texts, workload, idle, budget, "with_spare", "Engine", len(KILLED) + 1)
-    return [
-        Figure("recovery_spare_s", found.value or 0.0, "s", detail=found.detail),
-        Figure("spare_memory_mib", sum(memory) / (1 << 20), "MiB", detail=f"PSS of {len(memory)} processes"),
-    ]
-
-
 def _recovery_from(
     server: Server,
     texts: Sequence[str],

@@ -15,7 +15,7 @@ from typing import ClassVar
 from kintsugi.core.deploy import (
     BUCKET_RULE,
     EngineExpert,
-    EngineSettings,
+    EngineSpec,
     GatewayExpert,
     GatewaySettings,
     ModelExpert,
@@ -125,7 +125,7 @@ class EnginesExpert(EngineExpert, ManifestSettings):
 
 
 @dataclass(frozen=True)
-class Engines(EngineSettings, ManifestSettings):
+class Engines(EngineSpec, ManifestSettings):
     """Engines: vLLM with the Kintsugi plugin, one pod each."""
 
     NARROWED: ClassVar = {

@@ -127,8 +127,8 @@ class EngineExpert(Settings):
 
 
 @dataclass(frozen=True)
-class EngineSettings(Settings):
-    """Settings of a group of equal engines, on one machine and on Kubernetes alike."""
+class EngineSpec(Settings):
+    """A group of equal engines, on one machine and on Kubernetes alike."""
 
     replicas: int = setting(1, minimum=1)
     """Number of engines; the smallest number where `replicas_max` is set."""
@@ -148,22 +148,6 @@ class EngineSettings(Settings):
     def most(self) -> int:
         """The largest number of engines."""
         return self.replicas if self.replicas_max is None else self.replicas_max
-
-
-@dataclass(frozen=True)
-class EngineSpecExpert(EngineExpert):
-    """Settings of engines on one machine that few need."""
-
-    spares: int = setting(0, minimum=0)
-    """Engines beyond `engines.replicas` that have loaded the model and get requests only while no other
-    engine can take them. Each uses the memory and the GPUs of an engine. Needs a fixed number of engines."""
-
-
-@dataclass(frozen=True)
-class EngineSpec(EngineSettings):
-    """One group of equal engines."""
-
-    expert: EngineSpecExpert = field(default_factory=EngineSpecExpert)
 
 
 @dataclass(frozen=True)
@@ -338,12 +322,6 @@ class ServiceSpec(Settings):
             raise InvalidField(
                 "engines.replicas_max", f"{engines.most} is less than the {engines.replicas} replicas"
             )
-        if engines.expert.spares and engines.most != engines.replicas:
-            raise InvalidField(
-                "engines.expert.spares",
-                f"needs a fixed number of engines, and there are {engines.replicas} to {engines.most}: "
-                "unset replicas_max, or set spares to 0",
-            )
         if (most := store.expert.shards_max) is not None and most < store.shards:
             raise InvalidField("store.expert.shards_max", f"{most} is less than the {store.shards} shards")
         if store.tiers and not store.data_dir:
@@ -429,9 +407,7 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
     store_url = placement.store_url or directory_url(spec.store)
     engine = {
         "name": ENGINE_DEPLOYMENT,
-        **_replicas(
-            engines.replicas, engines.most, {"policy_function": ENGINE_POLICY}, engines.expert.spares
-        ),
+        **_replicas(engines.replicas, engines.most, {"policy_function": ENGINE_POLICY}),
         "ray_actor_options": _actor(engines.cpus, engines.gpus, placement.engine),
         "max_ongoing_requests": REQUESTS_MAX,
         "max_queued_requests": QUEUED_MAX,
@@ -440,7 +416,6 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
             "request_router_kwargs": {"store_url": store_url},
             "request_routing_stats_period_s": 1.0,
         },
-        **_engine_user_config(engines, placement),
         **_health(),
     }
     front = {
@@ -455,27 +430,14 @@ def service_application(spec: ServiceSpec, placement: Placement = HERE) -> dict[
         },
         **_health(),
     }
-    own = replace(engines, expert=replace(engines.expert, spares=0))
     args = {
         "model": non_default_fields(spec.model),
-        "engines": non_default_fields(own, "replicas", "replicas_max", "cpus", "gpus"),
+        "engines": non_default_fields(engines, "replicas", "replicas_max", "cpus", "gpus"),
         "store_url": store_url,
         # Engine metrics listen on the same interface as shard metrics.
         "host": spec.store.expert.host,
     }
     return _application(SERVICE_APP, SERVICE_BUILDER, args, engine, front)
-
-
-def _engine_user_config(engines: EngineSpec, placement: Placement) -> dict[str, Any]:
-    """Return the `user_config` with the number of engines that are not spares; None: all.
-
-    Engines pass it on to routers, because a change of the router's own configuration restarts every replica.
-    An engine does not notice that its `user_config` was removed, so None is sent if there are no spares. On
-    Kubernetes, where engines have a node group, there are no spares.
-    """
-    if not engines.expert.spares and placement.engine:
-        return {}
-    return {"user_config": {"num_serving": engines.replicas if engines.expert.spares else None}}
 
 
 def directory_url(store: StoreSpec, host: str = "") -> str:
@@ -504,9 +466,9 @@ def _application(
     }
 
 
-def _replicas(least: int, most: int, policy: dict[str, Any], spares: int = 0) -> dict[str, Any]:
+def _replicas(least: int, most: int, policy: dict[str, Any]) -> dict[str, Any]:
     if least == most:
-        return {"num_replicas": least + spares}
+        return {"num_replicas": least}
     autoscaling = {
         "min_replicas": least,
         "max_replicas": most,

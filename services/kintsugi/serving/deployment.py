@@ -73,7 +73,7 @@ def start_ray(spec: ServiceSpec, calibrators: int = 0) -> None:
     Ray's CPUs are logical: on a machine with fewer cores, replicas share the cores. Raises `Unavailable`.
     """
     engines, store, gateway = spec.engines, spec.store, spec.gateway
-    cpus = (engines.most + engines.expert.spares + calibrators) * engines.cpus
+    cpus = (engines.most + calibrators) * engines.cpus
     cpus += (store.expert.shards_max or store.shards) * SHARD_CPUS + gateway.replicas * GATEWAY_CPUS
     for name, value in SERVE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -158,7 +158,7 @@ class Service:
     def _count_wanted_replicas(self, deployment: str) -> int:
         return {
             SHARD_DEPLOYMENT: self.spec.store.shards,
-            ENGINE_DEPLOYMENT: self.spec.engines.replicas + self.spec.engines.expert.spares,
+            ENGINE_DEPLOYMENT: self.spec.engines.replicas,
             GATEWAY_DEPLOYMENT: self.spec.gateway.replicas,
         }[deployment]
 

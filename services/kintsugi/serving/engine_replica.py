@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -64,8 +63,6 @@ class EngineReplica(AsyncEngine):
 
     _shadowing: Shadowing | None = None
     _keeper: FileKeeper | None = None
-    _num_serving: int | None = None
-    """Number of engines that are not spares. None: all."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: Mapping[str, Any], engines: Mapping[str, Any], store_url: str, host: str
@@ -87,7 +84,6 @@ class EngineReplica(AsyncEngine):
         with collector_off():
             super().__init__(spec, await launch(spec, prepare))
             await self.warm_up()
-        self._ready_unix_s = time.time()
         self.when_ended(end_with_core)
         self._keeper = FileKeeper(files_in_use(spec.model))
         self._shadowing = make_shadowing(config, self, REGISTRY)
@@ -95,10 +91,6 @@ class EngineReplica(AsyncEngine):
         port = free_port(host, ENGINE_METRICS_PORT, METRICS_PORTS)
         self.serve_metrics(host, port)
         log.info("metrics are on %s", format_address(host, port))
-
-    def reconfigure(self, config: Mapping[str, Any]) -> None:
-        """Serve calls this with `user_config` at start and after each change."""
-        self._num_serving = config["num_serving"]
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report that `serving.engine_router` reads."""
@@ -108,8 +100,6 @@ class EngineReplica(AsyncEngine):
             **asdict(self.stats()),
             "host": self._host,
             "fingerprint": self.binding.model.hex,
-            "ready_unix_s": self._ready_unix_s,
-            "num_serving": self._num_serving,
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -96,13 +95,8 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
-        # Reports differ while the number of engines changes. A report without a number comes from an engine
-        # that started after spares were turned off. Older engines may not know this yet.
-        stats = [replica.routing_stats for replica in candidate_replicas if replica.routing_stats]
-        reported = [report.get("num_serving") for report in stats]
-        num_serving = None if None in reported else max(reported, default=None)
         wanted = self._memoize_wanted(pending_request)
-        order = rank_engines(views, wanted, self._memory, self._costs, num_serving)
+        order = rank_engines(views, wanted, self._memory, self._costs)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
@@ -115,7 +109,6 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
             float(report.get("tokens_per_s", 0.0)),
             str(report.get("host", "")),
             str(report.get("fingerprint", "")),
-            float(report.get("ready_unix_s", math.inf)),
         )
 
     def _memoize_wanted(self, pending_request: PendingRequest) -> Wanted:

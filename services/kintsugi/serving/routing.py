@@ -6,7 +6,6 @@ and the cost of fetching chunks from another host.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,8 +55,6 @@ class EngineView:
     host: str = ""
     fingerprint: str = ""
     """Its model's fingerprint; empty: not reported yet."""
-    ready_unix_s: float = math.inf
-    """When it became ready; infinite: not reported yet."""
 
 
 @dataclass(frozen=True)
@@ -180,35 +177,20 @@ def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: Route
     return per_token_ms * view.waiting_tokens + own_ms
 
 
-def spares_among(views: Mapping[str, EngineView], num_serving: int | None) -> frozenset[str]:
-    """Return all but the ``num_serving`` engines that have been ready longest; no engine if it is None.
-
-    All gateways decide alike without communication. A restarted engine is the youngest, so the spare that
-    replaced it continues to serve.
-    """
-    by_age = sorted(views, key=lambda name: (views[name].ready_unix_s, name))
-    return frozenset(by_age[num_serving:] if num_serving is not None else ())
-
-
 def rank_engines(
-    views: Mapping[str, EngineView],
-    wanted: Wanted,
-    memory: PrefixMemory,
-    costs: RouteCosts,
-    num_serving: int | None = None,
+    views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
 ) -> list[str]:
-    """Engines, the best first. Spares come after all others, and engines with another model after the spares.
+    """Engines, the best first; engines with another model come last.
 
     Equal engines are ordered by digests of their names that differ by prompt, so that new prompts spread over
-    idle engines. ``num_serving``: see `spares_among`.
+    idle engines.
     """
     salt = wanted.prefix[0] if wanted.prefix else 0
-    spares = spares_among(views, num_serving)
 
-    def key(name: str) -> tuple[int, bool, float, int]:
+    def key(name: str) -> tuple[int, float, int]:
         view = views[name]
         cost = cost_ms(view, wanted, memory.resident_tokens(wanted.prefix, name), costs)
         order = xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
-        return wanted.strangeness(view), name in spares, round(cost, 3), order
+        return wanted.strangeness(view), round(cost, 3), order
 
     return sorted(views, key=key)

@@ -17,8 +17,8 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 from kintsugi.core.deploy import (
     ENGINE_DEPLOYMENT,
     SERVICE_APP,
+    EngineExpert,
     EngineSpec,
-    EngineSpecExpert,
     GatewaySpec,
     GatewaySpecExpert,
     ModelSpec,
@@ -91,7 +91,7 @@ def deployed(running_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         EngineSpec(
             allow_uncalibrated=True,
             vllm={"kv_cache_memory_bytes": 1 << 28},
-            expert=EngineSpecExpert(loading_controller=False, load_deadline_ms=60_000),
+            expert=EngineExpert(loading_controller=False, load_deadline_ms=60_000),
         ),
         StoreSpec(
             shards=2,

@@ -19,8 +19,8 @@ from kintsugi.core.deploy import (
     SERVICE_APP,
     SHARD_DEPLOYMENT,
     STORE_APP,
+    EngineExpert,
     EngineSpec,
-    EngineSpecExpert,
     GatewaySpec,
     GatewaySpecExpert,
     ModelSpec,
@@ -69,7 +69,7 @@ def specs() -> st.SearchStrategy[ServiceSpec]:
             replicas_max=st.none() | st.integers(least, 8),
             cpus=amounts,
             gpus=st.sampled_from([0.0, 1.0, 8.0]),
-            expert=st.sampled_from([EngineSpecExpert(), EngineSpecExpert(ratio=0.2, portable=False)]),
+            expert=st.sampled_from([EngineExpert(), EngineExpert(ratio=0.2, portable=False)]),
         )
     )
     stores = st.integers(1, 8).flatmap(
@@ -114,39 +114,9 @@ def test_metrics_of_engines_listen_where_the_store_does() -> None:
     assert service_application(ServiceSpec(ModelSpec("m"), store=store))["args"]["host"] == "10.0.0.7"
 
 
-def test_a_spare_is_one_replica_more_and_restarts_nothing() -> None:
-    def made(spares: int) -> dict[str, Any]:
-        return service_application(
-            ServiceSpec(ModelSpec("m"), EngineSpec(replicas=2, expert=EngineSpecExpert(spares=spares)))
-        )
-
-    without, with_spare = made(0), made(1)
-    engine, more = (deployments(one)[ENGINE_DEPLOYMENT] for one in (without, with_spare))
-    assert (engine.pop("num_replicas"), more.pop("num_replicas")) == (2, 3)
-    assert (engine.pop("user_config"), more.pop("user_config")) == ({"num_serving": None}, {"num_serving": 2})
-    assert with_spare == without, "Serve starts replicas anew where anything else differs"
-
-
-def test_engines_on_node_groups_are_told_of_spares_only_where_there_are_some() -> None:
-    """On Kubernetes there are none."""
-    placement = Placement(engine={"kintsugi_engine": 1.0})
-
-    def made(spares: int) -> dict[str, Any]:
-        spec = ServiceSpec(ModelSpec("m"), EngineSpec(expert=EngineSpecExpert(spares=spares)))
-        return deployments(service_application(spec, placement))[ENGINE_DEPLOYMENT]
-
-    assert "user_config" not in made(0)
-    assert made(1)["user_config"] == {"num_serving": 1}
-
-
-def test_spares_of_a_changing_number_of_engines_are_refused() -> None:
-    with pytest.raises(InvalidField, match=r"engines.expert.spares: .* 1 to 2: unset replicas_max"):
-        ServiceSpec(ModelSpec("m"), EngineSpec(replicas=1, replicas_max=2, expert=EngineSpecExpert(spares=1)))
-
-
 @pytest.mark.parametrize(("ratio", "told"), [(0.3, 0.3), (1.0, 1.0), (0.0, None)])
 def test_shards_are_told_the_ratio_of_blends_without_a_restart(ratio: float, told: float | None) -> None:
-    other = dataclasses.replace(SMALL, engines=EngineSpec(expert=EngineSpecExpert(ratio=ratio)))
+    other = dataclasses.replace(SMALL, engines=EngineSpec(expert=EngineExpert(ratio=ratio)))
     assert store_application(other)["args"] == store_application(SMALL)["args"]
     assert deployments(store_application(other))[SHARD_DEPLOYMENT]["user_config"].get("ratio") == told
     assert "ratio" not in deployments(store_application(SMALL))[SHARD_DEPLOYMENT]["user_config"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.deploy import EngineSpec, EngineSpecExpert, ModelExpert, ModelSpec
+from kintsugi.core.deploy import EngineExpert, EngineSpec, ModelExpert, ModelSpec
 from kintsugi.core.errors import InvalidField, NotFound
 from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.models.bundled import bundled_checkpoint
@@ -38,7 +38,7 @@ def test_what_is_configured_reaches_vllm_and_the_connector() -> None:
     engines = EngineSpec(
         allow_uncalibrated=True,
         vllm={"max_num_seqs": 4, "tool_call_parser": "hermes"},
-        expert=EngineSpecExpert(ratio=0.4, load_deadline_ms=900),
+        expert=EngineExpert(ratio=0.4, load_deadline_ms=900),
     )
     spec = AsyncSpec.of(model, engines, STORE)
     assert spec.vllm_args == {"max_num_seqs": 4}

@@ -20,7 +20,6 @@ from kintsugi.serving.routing import (
     estimate_wanted,
     prefix_digests,
     rank_engines,
-    spares_among,
     text_digests,
     tokens_by_host,
 )
@@ -89,38 +88,10 @@ def test_equals_share_prompts_that_nobody_holds() -> None:
     assert all(firsts.count(name) > 20 for name in "abcd")
 
 
-def aged(**ready_unix_s: float) -> dict[str, EngineView]:
-    return {name: EngineView(ready_unix_s=ready_s) for name, ready_s in ready_unix_s.items()}
-
-
-def test_the_youngest_engines_are_spares_until_older_ones_are_gone() -> None:
-    views = aged(a=10.0, b=30.0, c=20.0)
-    assert spares_among(views, None) == frozenset()
-    assert spares_among(views, 2) == {"b"}
-    assert spares_among(aged(b=30.0, c=20.0), 2) == frozenset()
-    assert spares_among(aged(b=30.0, c=20.0, d=40.0), 2) == {"d"}, "who comes back does not take over again"
-    views["d"] = EngineView()
-    assert spares_among(views, 3) == {"d"}, "it has not reported yet"
-
-
-def test_a_spare_gets_what_no_other_engine_can_have() -> None:
-    busy = EngineView(900_000, 10_000.0, ready_unix_s=10.0)
-    views = {"busy": busy, "spare": EngineView(ready_unix_s=20.0)}
-    digests = prefix_digests("acme", PROMPT)
-    memory = PrefixMemory()
-    memory.record_route(digests, "spare")
-    wanted = Wanted(len(PROMPT), digests)
-    assert rank_engines(views, wanted, memory, COSTS, num_serving=1) == ["busy", "spare"]
-    assert rank_engines(views, wanted, memory, COSTS) == ["spare", "busy"]
-
-
-def test_while_a_model_is_exchanged_an_engine_of_the_prompts_model_goes_before_one_that_is_no_spare() -> None:
-    views = {
-        "old": EngineView(fingerprint="aa", ready_unix_s=10.0),
-        "new": EngineView(fingerprint="bb", ready_unix_s=20.0),
-    }
+def test_while_a_model_is_exchanged_an_engine_of_the_prompts_model_goes_first() -> None:
+    views = {"old": EngineView(fingerprint="aa"), "new": EngineView(900_000, fingerprint="bb")}
     wanted = Wanted(100, fingerprint="bb")
-    assert rank_engines(views, wanted, PrefixMemory(), COSTS, num_serving=1) == ["new", "old"]
+    assert rank_engines(views, wanted, PrefixMemory(), COSTS) == ["new", "old"]
 
 
 def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:

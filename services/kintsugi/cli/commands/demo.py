@@ -29,8 +29,8 @@ from kintsugi.cli.session import (
     resolve_model_argument,
 )
 from kintsugi.core.deploy import (
+    EngineExpert,
     EngineSpec,
-    EngineSpecExpert,
     GatewaySpec,
     ModelSpec,
     ServiceSpec,
@@ -150,7 +150,7 @@ def _serve_console(screen: Screen, model: ModelSource, dtype: str) -> None:
 def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
     """Return a service on this machine that blends as the demo does, even where a full prefill is faster."""
     gateway = GatewaySpec(grpc_port=0)
-    expert = EngineSpecExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
+    expert = EngineExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
         ModelSpec(model.path, model.name),
         engines=EngineSpec(allow_uncalibrated=True, vllm={"dtype": dtype}, expert=expert),

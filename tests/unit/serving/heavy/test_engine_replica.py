@@ -42,15 +42,6 @@ def test_a_replica_that_has_ended_reports_nothing_and_answers_nobody(
     asyncio.run(ask())
 
 
-def test_spares_come_and_go_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(EngineReplica, "__del__")
-    replica = EngineReplica.__new__(EngineReplica)
-    replica.reconfigure({"num_serving": 2})
-    assert replica._num_serving == 2
-    replica.reconfigure({"num_serving": None})
-    assert replica._num_serving is None
-
-
 @pytest.mark.parametrize("name", ["generate", "openai"])
 def test_what_serve_streams_is_a_generator_function(name: str) -> None:
     """Serve would run any other method in a thread, and refuse the generator that it returns."""

@@ -71,24 +71,6 @@ def test_a_prompt_goes_to_an_engine_of_its_model_while_there_is_one() -> None:
     assert first(router(), replicas[:1], request) == "idle", "which refuses it: nobody waits for nothing"
 
 
-@pytest.mark.parametrize(("num_serving", "expected"), [(1, "old"), (None, "spare")])
-def test_a_spare_is_asked_once_the_others_are_gone(num_serving: int | None, expected: str) -> None:
-    """Where no engine reports how many serve, all do."""
-    old = replica("old", waiting_tokens=900_000, ready_unix_s=10.0, num_serving=num_serving)
-    starting, spare = replica("starting"), replica("spare", ready_unix_s=20.0, num_serving=num_serving)
-    assert first(router(), [spare, old], asked(prompt(0))) == expected
-    if num_serving:
-        assert first(router(), [starting, spare, old], asked(prompt(0))) == "old"
-        assert first(router(), [starting, spare], asked(prompt(0))) == "spare"
-
-
-def test_an_engine_that_knows_of_no_spares_ends_them() -> None:
-    """Where spares are given up, Serve does not tell engines that run."""
-    old = replica("old", waiting_tokens=900_000, ready_unix_s=10.0, num_serving=1)
-    new = replica("new", ready_unix_s=20.0, num_serving=None)
-    assert first(router(), [old, new], asked(prompt(0))) == "new"
-
-
 def test_what_was_sent_counts_until_the_next_report() -> None:
     made, replicas = router(), [replica("a", at=1), replica("b", at=1)]
     counts = {"a": 0, "b": 0}
