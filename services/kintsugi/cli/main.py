@@ -146,7 +146,7 @@ def token(
     screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
 
 
-@command(app, serves=True)
+@command(app)
 def serve(screen: Screen, task: ServeTask) -> ExitCode:
     """Serve a model with its chunk store and gateway on this machine until interrupted."""
     (SERVING if task.print_config else SERVING_HERE).check("serve")

@@ -7,7 +7,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -27,9 +26,7 @@ _AS_JSON = inspect.Parameter(
 )
 
 
-def command(
-    app: typer.Typer, name: str | None = None, *, serves: bool = False, **settings: Any
-) -> Callable[[Function], Function]:
+def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
     """Add a function to `app` as a command. Returns the function unchanged.
 
     Its first parameter is the `Screen`, which the option `--json` configures. Any other parameter is an
@@ -50,9 +47,7 @@ def command(
                     if parameter.name in fields:
                         own = {field.name: values.pop(field.name) for field in fields[parameter.name]}
                         values[parameter.name] = parameter.annotation(**own)
-                screen = Screen(as_json)
-                with nullcontext() if serves else screen.working():
-                    code = function(screen, **values)
+                code = function(Screen(as_json), **values)
             except KintsugiError as error:
                 document = error_document(error)
                 if as_json:

@@ -15,11 +15,12 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kintsugi.cli.progress import ProgressLines
 from kintsugi.core.errors import Unavailable
 
 COLUMNS_MAX = 10_000
 """Wider than any table."""
+LINE_EVERY_S = 10.0
+"""Time between two lines of a step, without a terminal."""
 
 
 class Screen:
@@ -30,35 +31,20 @@ class Screen:
         self._progress = Console(stderr=True)
         self._lock = threading.Lock()
         """Held while `_progress` is replaced, and by the thread that prints lines on it."""
-        self._lines = ProgressLines(self._print_line)
 
     def _print_line(self, line: str) -> None:
         with self._lock:
             self._progress.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
 
     @contextmanager
-    def working(self, text: str = "working") -> Iterator[Callable[[str], None]]:
-        """Without a terminal, print a line every ten seconds while the body runs, also between steps. Yields
-        a function that names the current part."""
-        if self._progress.is_terminal:
-            yield lambda part: None
-            return
-        with self._lines.track(text) as activity:
-            yield activity.name_part
-
-    @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
         """Show `text`, a spinner and the elapsed time while the body runs, and a tick afterwards.
 
-        Yields a function with which the body can name its current part. Without a terminal, a line every ten
-        seconds shows the current part.
+        Yields a function with which the body can name its current part. Without a terminal, prints lines.
         """
         if not self._progress.is_terminal:
-            started_s = time.monotonic()
-            self._progress.print(f"{text} …", highlight=False)
-            with self._lines.track(text) as activity:
-                yield activity.name_part
-            self._progress.print(f"  done in {time.monotonic() - started_s:.1f} s", highlight=False)
+            with self._step_lines(text) as name_part:
+                yield name_part
             return
         columns = (
             SpinnerColumn(finished_text="[green]✓[/]"),
@@ -72,6 +58,25 @@ class Screen:
             task = progress.add_task(text, total=1)
             yield lambda part: progress.update(task, description=f"{text}: {part}")
             progress.update(task, description=text, completed=1)
+
+    @contextmanager
+    def _step_lines(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Print a line when the body starts, every `LINE_EVERY_S` while it runs, and when it ends."""
+        began_s, shown, ended = time.monotonic(), [text], threading.Event()
+
+        def print_until_ended() -> None:
+            while not ended.wait(LINE_EVERY_S):
+                self._print_line(f"{shown[0]} ({time.monotonic() - began_s:.0f} s)")
+
+        self._progress.print(f"{text} …", highlight=False, markup=False)
+        thread = threading.Thread(target=print_until_ended, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield lambda part: shown.__setitem__(0, f"{text}: {part}")
+        finally:
+            ended.set()
+            thread.join()
+        self._print_line(f"done in {time.monotonic() - began_s:.1f} s")
 
     def show(self, document: Any, render: Callable[[Console], None]) -> None:
         """Print the command's result: `document` as JSON with `--json`, else with `render`."""

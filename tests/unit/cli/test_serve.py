@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import queue
 import stat
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kintsugi.cli import progress
 from kintsugi.cli.commands import serve as command
 from kintsugi.cli.commands.serve import (
     ServiceMonitor,
@@ -364,32 +361,26 @@ def test_where_chunks_are_discovered_the_calibration_is_about_segments(
     monkeypatch.setattr(command, "start_calibrator", start)
     watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
     watch._check_blending(service.info())
-    watch.close()
     assert segments == [discover]
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_while_a_calibration_runs_lines_name_its_part(
-    monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+def test_a_calibration_says_once_what_it_does_and_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.01)
-    monkeypatch.setattr(Screen, "_print_line", lambda screen, line: lines.put(line))
     monkeypatch.setattr(command, "start_calibrator", lambda *_: MagicMock())
     monkeypatch.setattr("ray.kill", lambda actor: None)
     service = StubService()
     service.spec = ServiceSpec(ModelSpec("m"), EngineSpec())
     watch = ServiceMonitor(service, Screen(as_json=True), clock=lambda: 10.0)  # type: ignore[arg-type]
     watch._check_blending(service.info())
-    assert lines.get(timeout=30).startswith("calibrating (")
     watch._report_part("hkvd at 0.15")
-    while not lines.get(timeout=30).startswith("calibrating: hkvd at 0.15 ("):
-        pass
-    if is_interrupted:
-        watch.close()
-    else:
-        watch._finish_calibration(Calibrated(None, "none passes"))
-    assert "progress" not in {thread.name for thread in threading.enumerate()}
+    watch._report_part("hkvd at 0.15")
+    watch._finish_calibration(Calibrated(None, "none passes"))
+    assert said(capsys) == [
+        {"event": "calibration", "state": "started"},
+        {"event": "calibration", "state": "running", "part": "hkvd at 0.15"},
+        {"event": "calibration", "state": "done", "choice": None, "why": "none passes"},
+    ]
 
 
 def test_changes_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:

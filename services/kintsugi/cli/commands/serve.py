@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,9 @@ def serve(
         if stop.is_set():
             return ExitCode.OK
         on_ready(_report_ready(screen, service))
-        with closing(ServiceMonitor(service, screen)) as monitor:
-            while not stop.wait(POLL_S):
-                monitor.poll()
+        monitor = ServiceMonitor(service, screen)
+        while not stop.wait(POLL_S):
+            monitor.poll()
     screen.show_event("stopped", "stopped")
     return ExitCode.OK
 
@@ -287,10 +287,7 @@ class ServiceMonitor:
         self._blending: str | None = None
         self._calibrator: Any = None
         self._running: Any = None
-        self._lines = ExitStack()
-        """Open while a calibration runs: prints lines about it if there is no terminal."""
         self._part = ""
-        self._name_part: Callable[[str], None] = lambda part: None
         self._unhealthy: dict[str, str] = {}
 
     def poll(self) -> None:
@@ -306,9 +303,6 @@ class ServiceMonitor:
             self._screen.show_event("engine", str(error), error=str(error))
             return
         self._check_blending(info)
-
-    def close(self) -> None:
-        self._lines.close()
 
     def _poll_replicas(self) -> None:
         for one in self._service.progress():
@@ -346,7 +340,6 @@ class ServiceMonitor:
             "calibrating on a separate engine; until then every prompt is prefilled in full",
             state="started",
         )
-        self._name_part = self._lines.enter_context(self._screen.working("calibrating"))
 
     def _poll_calibration(self) -> None:
         if self._running is None:
@@ -364,26 +357,21 @@ class ServiceMonitor:
             if asked:
                 self._report_part(ray.get(asked[0]))
         except RayError as error:
-            self._end_calibration()
+            self._running = None
             text = " ".join(str(error).split())[-500:]
             self._screen.show_event("calibration", f"calibration failed: {text}", state="failed", error=text)
 
     def _report_part(self, part: str) -> None:
         if part != self._part:
             self._part = part
-            self._name_part(part)
             self._screen.show_event("calibration", f"calibrating: {part}", state="running", part=part)
 
     def _finish_calibration(self, result: Calibrated) -> None:
         import ray
 
-        self._end_calibration()
+        self._running = None
         ray.kill(self._calibrator)
         text = f"blending with {result.choice}" if result.choice else f"not blending: {result.why}"
         self._screen.show_event(
             "calibration", f"calibrated, {text}", state="done", choice=result.choice, why=result.why
         )
-
-    def _end_calibration(self) -> None:
-        self._running = None
-        self._lines.close()

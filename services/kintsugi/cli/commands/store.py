@@ -86,7 +86,7 @@ def parse_keys(keys: list[str]) -> list[ChunkKey]:
     return [ChunkKey.from_hex(key) for key in keys]
 
 
-@command(app, serves=True)
+@command(app)
 def serve(
     screen: Screen,
     data_dir: Annotated[
