@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kintsugi.cli.commands.demo import BLEND, MAX_TOKENS, NAMESPACE, REFERENCE_DTYPE, demo_texts
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import REGARDLESS, Asked, Session, open_session, resolve_model_argument
+from kintsugi.cli.session import UNCALIBRATED, Asked, Session, open_session
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Prompt
 from kintsugi.models.bundled import packaged_files
@@ -68,11 +68,12 @@ def main() -> None:
         questions = tuple(replace(question, said=()) for question in questions)
     asked = [question for question in questions if question.full_is_right or not question.said]
     screen = Screen(as_json=False)
-    model = resolve_model_argument(REFERENCE.name)
     longest = Asked(demo_texts(), max((question.question for question in questions), key=len))
     room = MAX_TOKENS + LONGEST_QUESTION_TOKENS
     with (
-        open_session(screen, model, longest, NAMESPACE, room, REGARDLESS, dtype=REFERENCE_DTYPE) as session,
+        open_session(
+            screen, REFERENCE.name, longest, NAMESPACE, room, UNCALIBRATED, dtype=REFERENCE_DTYPE
+        ) as session,
         screen.step("Asking"),
     ):
         said = dict(zip(asked, ask(session, asked, arguments.alone), strict=True))

@@ -12,11 +12,12 @@ from kintsugi.cli.commands.keys import app as keys_app
 from kintsugi.cli.commands.size import size
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.extras import ENGINE, PRECOMPUTE, SERVING, SERVING_HERE, STORE, add_missing_command
-from kintsugi.cli.options import CalibrateTask, DemoTask, EvaluateTask, GenerateTask, ServeTask
+from kintsugi.cli.options import CalibrateTask, EvaluateTask, GenerateTask, Model, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.service.facts import ServiceLink
 from kintsugi.core.errors import InvalidField
+from kintsugi.models.reference import REFERENCE
 from kintsugi.store.protocol.callers import Verb
 
 EXIT_CODES = (
@@ -43,12 +44,18 @@ def _root(
 
 
 @command(app)
-def demo(screen: Screen, task: DemoTask) -> None:
-    """Answer one question from several chunks in four ways; compare the answers and times to first token."""
+def demo(
+    screen: Screen,
+    model: Model = REFERENCE.name,
+    open_console: Annotated[
+        bool, typer.Option("--open", help="Keep serving the model, and open the console in a browser.")
+    ] = False,
+) -> None:
+    """Answer one question from six passages in four ways; compare the answers and times to first token."""
     ENGINE.check("demo")
     from kintsugi.cli.commands.demo import run
 
-    run(screen, task)
+    run(screen, model, open_console)
 
 
 @command(app)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import takewhile
 from typing import Any, Protocol
 
 from kintsugi.core.accounting import Outcome
@@ -36,23 +35,6 @@ class DemoEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class BlendChoice:
-    """The options of a blend."""
-
-    namespace: str
-    ratio: float | None = None
-    selector: str | None = None
-
-    def params(self, prompt: RagPrompt, ratio: float | None) -> KintsugiParams:
-        return KintsugiParams(
-            namespace=self.namespace,
-            spans=prompt.spans,
-            ratio=ratio,
-            selector=self.selector,
-        )
-
-
-@dataclass(frozen=True)
 class Measurement:
     """The result of one method on one prompt."""
 
@@ -61,8 +43,6 @@ class Measurement:
     """Median over the repetitions."""
     cost: float
     """Share of a full prefill's token-layers that was computed."""
-    agreement: int
-    """Number of leading answer tokens that equal those of full prefill."""
     generation: Generation
     """The answer of the last repetition."""
 
@@ -86,7 +66,6 @@ class Measurement:
             "ttft_ms": round(self.ttft_s * 1e3, 2),
             "speedup": round(full_ttft_s / self.ttft_s, 3),
             "cost": round(self.cost, 4),
-            "agreement": self.agreement,
             "token_ids": generation.token_ids,
             "text": generation.text,
             "accounting": generation.accounting,
@@ -96,12 +75,13 @@ class Measurement:
 def compare(
     engine: DemoEngine,
     prompt: RagPrompt,
-    choice: BlendChoice,
+    choice: KintsugiParams,
     max_tokens: int,
     repeat: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Measurement]:
-    """Run every method `repeat` times, interleaved. Calls `say` with the name of each run.
+    """Run every method `repeat` times, interleaved. ``choice`` holds the options of the blend. Calls `say`
+    with the name of each run.
 
     Each method first runs once untimed: the first use of a kernel or a cache block costs extra.
     """
@@ -113,18 +93,17 @@ def compare(
         for method in Method:
             say(f"run {number} of {repeat}, {method}")
             runs[method].append(_run(engine, prompt, choice, method, max_tokens))
-    reference = runs[Method.FULL][-1].token_ids
-    return [_summarize_method(method, runs[method], prompt, reference) for method in Method]
+    return [_summarize_method(method, runs[method], prompt) for method in Method]
 
 
-def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, max_tokens: int) -> Measurement:
+def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: KintsugiParams, max_tokens: int) -> Measurement:
     """Run only the blend, once and without a warm-up."""
     generation = _run(engine, prompt, choice, Method.BLEND, max_tokens)
-    return _summarize_method(Method.BLEND, [generation], prompt, generation.token_ids)
+    return _summarize_method(Method.BLEND, [generation], prompt)
 
 
 def _run(
-    engine: DemoEngine, prompt: RagPrompt, choice: BlendChoice, method: Method, max_tokens: int
+    engine: DemoEngine, prompt: RagPrompt, choice: KintsugiParams, method: Method, max_tokens: int
 ) -> Generation:
     """Answer the prompt once, with a prefix cache that holds only what this method put there."""
     engine.reset_prefix_cache()
@@ -132,24 +111,21 @@ def _run(
         engine.generate([Prompt(prompt.warm_up, max_tokens=1)])
     params = None
     if method is Method.REUSE:
-        params = choice.params(prompt, ratio=0.0)
+        params = replace(choice, spans=prompt.spans, ratio=0.0)
     elif method is Method.BLEND:
-        params = choice.params(prompt, choice.ratio)
+        params = replace(choice, spans=prompt.spans)
     # No calibration permits full KV reuse; it runs here for comparison.
     with engine.unlimited() if method is Method.REUSE else nullcontext():
         (generation,) = engine.generate([Prompt(prompt.token_ids, params, max_tokens)])
     return generation
 
 
-def _summarize_method(
-    method: Method, generations: list[Generation], prompt: RagPrompt, reference: list[int]
-) -> Measurement:
+def _summarize_method(method: Method, generations: list[Generation], prompt: RagPrompt) -> Measurement:
     last = generations[-1]
     return Measurement(
         method=method,
         ttft_s=statistics.median(generation.ttft_s for generation in generations),
         cost=_cost(last, len(prompt.token_ids)),
-        agreement=count_equal_prefix(last.token_ids, reference),
         generation=last,
     )
 
@@ -158,9 +134,3 @@ def _cost(generation: Generation, prompt_tokens: int) -> float:
     if generation.accounting is not None:
         return float(generation.accounting.get("cost", 1.0))
     return 1.0 - generation.num_cached_tokens / prompt_tokens
-
-
-def count_equal_prefix(mine: list[int], reference: list[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = zip(mine, reference, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

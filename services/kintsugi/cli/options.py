@@ -58,29 +58,6 @@ TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's priva
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoTask:
-    """Options of `kintsugi demo`. Without a model it uses the reference model, or else the bundled model."""
-
-    files: Annotated[list[Path] | None, typer.Argument(help="Text files to use as chunks.")] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Checkpoint folder or a name that vLLM resolves. Default: {REFERENCE.name}, or the bundled "
-            "model where that cannot be fetched."
-        ),
-    ] = None
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Use a larger model with random weights: only times are real."),
-    ] = False
-    question: Annotated[str | None, typer.Option(help="Question to ask about the chunks.")] = None
-    open_console: Annotated[
-        bool,
-        typer.Option("--open", help="Then keep serving the model, and open the console in a browser."),
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class GenerateTask:
     """Options of `kintsugi generate`."""
 

@@ -38,33 +38,24 @@ def make_plain_table(style: str = "") -> Table:
 
 
 def print_ways(
-    console: Console,
-    measurements: Sequence[Measurement],
-    right: Sequence[bool | None] | None = None,
-    shows_times: bool = True,
-    shows_answers: bool = True,
+    console: Console, measurements: Sequence[Measurement], right: Sequence[bool] | None = None
 ) -> None:
-    """Print what each method does, its time to first token, and its answer.
-
-    ``right``: whether each answer is right; None where that is unknown. ``shows_times`` and ``shows_answers``
-    are false where times and answers are meaningless and so are left out.
-    """
-    headings = ("way", "what it does", *(("first word after", "sooner") if shows_times else ()), "computed")
+    """Print what each method does, its time to first token, and its answer. ``right``: whether each answer is
+    right; None: unknown."""
+    headings = ("way", "what it does", "first word after", "sooner", "computed")
     table, answers = make_figures_table(headings), make_plain_table()
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     full_ttft_s = measurements[0].ttft_s
     for index, measurement in enumerate(measurements):
         style = "bold yellow" if measurement.method is Method.BLEND else ""
         sooner = f"{full_ttft_s / measurement.ttft_s:.1f}×" if index else ""
-        times = (format_milliseconds(measurement.ttft_s), sooner) if shows_times else ()
-        name = measurement.method.value
-        table.add_row(name, ABOUT[measurement.method], *times, f"{measurement.cost:.0%}", style=style)
+        name, ttft = measurement.method.value, format_milliseconds(measurement.ttft_s)
+        table.add_row(name, ABOUT[measurement.method], ttft, sooner, f"{measurement.cost:.0%}", style=style)
         verdict = VERDICTS[None if right is None else right[index]]
         answers.add_row(Text(name, style="dim"), verdict, Text(one_line(measurement.generation.text)))
     console.print(table)
-    if shows_answers:
-        console.print("\n[bold]The answers[/]")
-        console.print(answers)
+    console.print("\n[bold]The answers[/]")
+    console.print(answers)
     console.print("computed: share of a full prefill's token-layers", style="dim")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kintsugi.cli.models import check_model_name, prepare_model
+from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField, NotFound
@@ -19,38 +19,14 @@ from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import display_name
 from kintsugi.quality.session import read_context_length
 
-DEMO_SHAPE = "llama-210m"
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 SHARD_RAM_BYTES = 4 << 30
 """An upper bound: memory is allocated as chunks are stored."""
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """The model that answers."""
-
-    path: str
-    """A checkpoint folder, the reference model's name, or a name that vLLM resolves."""
-    name: str
-
-
-@dataclass(frozen=True)
-class Trust:
-    """What permits blending this model: a calibration report, or an option of the user."""
-
-    report: Path | None = None
-    regardless: bool = False
-
-    @property
-    def extra_config(self) -> dict[str, object]:
-        """The connector's configuration."""
-        if self.regardless:
-            return {"allow_uncalibrated": True}
-        return {} if self.report is None else {"report": str(self.report.resolve())}
-
-
-REGARDLESS = Trust(regardless=True)
+UNCALIBRATED = {"allow_uncalibrated": True}
+"""The connector's configuration where no calibration report permits blending."""
 UNCALIBRATED_NOTE = (
     "Blended without a calibration report (--allow-uncalibrated): nothing shows that these answers are as "
     "good as those of full prefill. Run kintsugi calibrate, and pass its file with --report."
@@ -65,9 +41,6 @@ class Asked:
     """(title, text) of the chunks."""
     question: str
     form: FormName = FormName.AUTO
-    bare: bool = True
-    """Whether the form adds its wording to the question; if false, the question is all text after the
-    chunks."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +52,6 @@ class Session:
     prompt: RagPrompt
     not_saved_because: str | None
     """Why chunks could not be stored; None if all were stored."""
-
-
-def resolve_model_argument(model: str) -> ModelSource:
-    """Return the model that the user named. Raises `NotFound`."""
-    check_model_name(model)
-    return ModelSource(model, display_name(model))
-
-
-def make_random_model(screen: Screen) -> ModelSource:
-    """Make a model of realistic size with random weights once: its times are real, its answers gibberish."""
-    with screen.engine_log(), screen.step(f"Preparing the model {DEMO_SHAPE} (random weights)"):
-        from kintsugi.models.factory import make_checkpoint_once
-
-        return ModelSource(str(make_checkpoint_once(DEMO_SHAPE)), DEMO_SHAPE)
 
 
 def read_chunk(path: Path) -> tuple[str, str]:
@@ -115,7 +74,7 @@ def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:
     if not 0 < len(asked.texts) <= CHUNKS_MAX:
         raise InvalidField("chunk", f"{len(asked.texts)} chunks; give between 1 and {CHUNKS_MAX}")
     chunks = [PromptChunk(title, form.tokenize(text)) for title, text in asked.texts]
-    return form.build(chunks, asked.question, asked.bare)
+    return form.build(chunks, asked.question)
 
 
 @contextmanager
@@ -135,28 +94,32 @@ def local_shard() -> Iterator[str]:
 @contextmanager
 def open_session(
     screen: Screen,
-    model: ModelSource,
+    model: str,
     asked: Asked,
     namespace: str,
     max_tokens: int,
-    trust: Trust,
+    extra_config: Mapping[str, object],
     context: str = NONE,
     dtype: str = "auto",
 ) -> Iterator[Session]:
-    """Tokenise, start a shard and the engine, and store the chunks. Closes both at the end. ``context`` is as
-    for `tokenize_context`; ``dtype`` is vLLM's, of weights and KV."""
-    prepare_model(screen, model.path)
+    """Tokenise the prompt, start a shard and an engine, and store the chunks. Closes both at the end.
+
+    ``model``: a checkpoint folder, the reference model's name, or a name that vLLM resolves.
+    ``extra_config``: of the connector. ``context``: as for `tokenize_context`. ``dtype``: vLLM's data type of
+    weights and KV.
+    """
+    prepare_model(screen, model)
     with screen.step("Reading the tokenizer"):
-        positions_max = read_context_length(model.path)
-        form = load_form(model.path, asked.form)
+        positions_max = read_context_length(model)
+        form = load_form(model, asked.form)
         prompt = build_prompt(form, asked)
-        context_ids = tokenize_context(context, model.path)
+        context_ids = tokenize_context(context, model)
     length = len(prompt.token_ids) + max_tokens
     if length > positions_max:
         raise InvalidField(
             "chunk",
-            f"the prompt has {len(prompt.token_ids)} tokens and the answer {max_tokens}, but {model.name} "
-            f"reads at most {positions_max} in all; use fewer or shorter chunks",
+            f"the prompt has {len(prompt.token_ids)} tokens and the answer {max_tokens}, but "
+            f"{display_name(model)} reads at most {positions_max} in all; use fewer or shorter chunks",
         )
     saved = max(len(chunk.token_ids) for chunk in prompt.chunks) + len(prompt.prefix) + len(context_ids) + 2
     with screen.engine_log(), ExitStack() as stack:
@@ -164,13 +127,13 @@ def open_session(
             store = stack.enter_context(local_shard())
         with screen.step("Starting vLLM"):
             engine = LocalEngine.start(
-                model.path,
+                model,
                 extra_config={
                     "store": store,
                     "prefix_token_ids": list(prompt.prefix),
                     "context_token_ids": list(context_ids),
                     "loading_controller": False,  # blend the prompt even where a full prefill is faster
-                    **trust.extra_config,
+                    **extra_config,
                 },
                 max_model_len=min(max(length, saved), positions_max),
                 dtype=dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kintsugi.cli.commands import demo, doctor, generate
 from kintsugi.cli.commands.doctor import Check, CheckResult
 from kintsugi.cli.exits import ExitCode, exit_code_of
 from kintsugi.cli.main import app
-from kintsugi.cli.session import Asked, ModelSource, Session, Trust, build_prompt
+from kintsugi.cli.session import Asked, Session, build_prompt
 from kintsugi.core import errors
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.models.prompt_form import PromptForm
@@ -34,22 +34,23 @@ def chunk(tmp_path: Path) -> Path:
     return path
 
 
-def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trust]:
-    """Let every command answer with `engine` and a tokenizer of words; what each trusted is listed."""
-    trusted: list[Trust] = []
+def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Mapping[str, object]]:
+    """Let every command answer with `engine` and a tokenizer of words. Returns the configurations of its
+    connector."""
+    configs: list[Mapping[str, object]] = []
 
     @contextmanager
     def open_session(
         screen: Any,
-        model: ModelSource,
+        model: str,
         asked: Asked,
         namespace: str,
         length: int,
-        trust: Trust,
+        extra_config: Mapping[str, object],
         context: str = "none",
         dtype: str = "auto",
     ) -> Iterator[Session]:
-        trusted.append(trust)
+        configs.append(extra_config)
         engine.dtype = dtype
         form = PromptForm.of(FakeTokenizer(), asked.form)
         prompt = build_prompt(form, asked)
@@ -58,9 +59,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> list[Trus
 
     for module in (demo, generate, doctor):
         monkeypatch.setattr(module, "open_session", open_session)
-        monkeypatch.setattr(module, "resolve_model_argument", lambda model: ModelSource("o/m", "m"))
-    monkeypatch.setattr(demo, "make_random_model", lambda screen: ModelSource("o/m", "m"))
-    return trusted
+    return configs
 
 
 def generate_arguments(chunk: Path, *more: str) -> list[str]:
@@ -116,7 +115,7 @@ def test_errors_have_a_json_twin(chunk: Path) -> None:
 
 def test_missing_options_are_code_2() -> None:
     assert RUNNER.invoke(app, ["generate"]).exit_code == ExitCode.BAD_INPUT
-    assert RUNNER.invoke(app, ["demo", "--repeat", "0"]).exit_code == ExitCode.BAD_INPUT
+    assert RUNNER.invoke(app, ["demo", "--repeat"]).exit_code == ExitCode.BAD_INPUT
 
 
 def test_generate_answers_and_accounts(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:
@@ -136,7 +135,7 @@ def test_an_answer_says_in_which_form_it_was_asked(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, command: str
 ) -> None:
     use_engine(monkeypatch, FakeEngine())
-    arguments = generate_arguments(chunk) if command == "generate" else ["demo", str(chunk), "--model", "m"]
+    arguments = generate_arguments(chunk) if command == "generate" else ["demo", "--model", "m"]
     assert "prompt form: plain" in RUNNER.invoke(app, arguments).stdout
     assert json.loads(RUNNER.invoke(app, [*arguments, "--json"]).stdout)["form"] == "plain"
     if command == "demo":
@@ -149,12 +148,12 @@ def test_an_answer_says_in_which_form_it_was_asked(
 def test_generate_trusts_a_report_or_nobody_unless_told(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path
 ) -> None:
-    trusted = use_engine(monkeypatch, FakeEngine())
+    configs = use_engine(monkeypatch, FakeEngine())
     (tmp_path / "r.json").write_bytes(report(entry()).to_bytes())
     plain = RUNNER.invoke(app, generate_arguments(chunk))
     told = RUNNER.invoke(app, generate_arguments(chunk, "--allow-uncalibrated"))
     RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
-    assert [trust.extra_config for trust in trusted] == [
+    assert configs == [
         {},
         {"allow_uncalibrated": True},
         {"report": str(tmp_path / "r.json")},
@@ -170,13 +169,13 @@ def test_generate_trusts_a_report_or_nobody_unless_told(
 def test_a_report_that_cannot_be_read_starts_no_engine(
     monkeypatch: pytest.MonkeyPatch, chunk: Path, tmp_path: Path, kept: int, code: ExitCode, word: str
 ) -> None:
-    trusted = use_engine(monkeypatch, FakeEngine())
+    configs = use_engine(monkeypatch, FakeEngine())
     if kept:
         (tmp_path / "r.json").write_bytes(report(entry()).to_bytes()[:kept])
     result = RUNNER.invoke(app, generate_arguments(chunk, "--report", str(tmp_path / "r.json")))
     assert result.exit_code == code
     assert word in " ".join(result.stderr.split())
-    assert not trusted
+    assert not configs
 
 
 def test_an_answer_that_was_not_blended_is_code_3(monkeypatch: pytest.MonkeyPatch, chunk: Path) -> None:

@@ -12,10 +12,9 @@ from kintsugi.cli.commands import evaluate
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import ModelSource, resolve_model_argument
 from kintsugi.core.errors import NotFound
 from kintsugi.models import reference
-from kintsugi.models.reference import REFERENCE
+from kintsugi.models.reference import REFERENCE, display_name
 from tests.fakes.packaged_model import build_package
 
 
@@ -32,9 +31,8 @@ def test_a_folder_is_a_model_whatever_it_is_called(tmp_path: Path, monkeypatch: 
 
 
 def test_figures_say_what_the_model_is() -> None:
-    found = resolve_model_argument("smollm2-135m")
-    assert found == ModelSource("smollm2-135m", "SmolLM2-135M-Instruct, dequantised Q4_1")
-    assert resolve_model_argument("org/model").name == "model"
+    assert display_name("smollm2-135m") == "SmolLM2-135M-Instruct, dequantised Q4_1"
+    assert display_name("org/model") == "model"
 
 
 @pytest.mark.parametrize(

@@ -13,36 +13,24 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from kintsugi.cli.methods import BlendChoice, Measurement, compare
-from kintsugi.cli.models import prepare_model
-from kintsugi.cli.options import DemoTask
+from kintsugi.cli.methods import Measurement, compare
 from kintsugi.cli.render import make_plain_table, print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import (
-    REGARDLESS,
-    Asked,
-    ModelSource,
-    Session,
-    make_random_model,
-    open_session,
-    read_chunk,
-    resolve_model_argument,
-)
-from kintsugi.core.deploy import (
-    EngineExpert,
-    EngineSpec,
-    GatewaySpec,
-    ModelSpec,
-    ServiceSpec,
-)
-from kintsugi.core.errors import DeadlineExceeded, InvalidField, NotBlendable, ResourceExhausted, Unavailable
-from kintsugi.core.request import SelectorName
+from kintsugi.cli.session import UNCALIBRATED, Asked, Session, open_session
+from kintsugi.core.deploy import EngineExpert, EngineSpec, GatewaySpec, ModelSpec, ServiceSpec
+from kintsugi.core.errors import NotBlendable
+from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.gateway.addresses import format_address, free_port
 from kintsugi.gateway.console.assets import CONSOLE_PATH
-from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
-from kintsugi.models.demo_questions import RightAnswers, choose_shown, is_right, read_demo_questions
+from kintsugi.models.demo_questions import (
+    DemoQuestion,
+    RightAnswers,
+    choose_shown,
+    is_right,
+    read_demo_questions,
+)
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.models.reference import REFERENCE
+from kintsugi.models.reference import REFERENCE, display_name
 
 NAMESPACE = "demo"
 PASSAGES = 6
@@ -51,108 +39,85 @@ CONSOLE_URL = f"http://{format_address(GatewaySpec().host, GatewaySpec().http_po
 """URL of the console with `--open`, unless the port is taken."""
 CONSOLE_PORTS = 16
 """Number of ports tried for the console, starting at the gateway's own."""
-FILES_QUESTION = "What are these texts about?"
 _ORDER_SEED = 3
 
 REPEAT = 3
 """How often each method is timed; medians are shown."""
-BLEND = BlendChoice(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
+BLEND = KintsugiParams(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
 """How the demo blends, on every model."""
 
 REFERENCE_DTYPE = "float32"
 """Data type of the reference model in the demo. In bfloat16 its answers depend on the CPU: CPUs that multiply
 in bfloat16 round where others do not."""
 
-RANDOM_WEIGHTS_NOTE = (
-    "This model was made for the demo with random weights: its answers are gibberish and show nothing "
-    "about quality. The times are real."
-)
-SMALL_MODEL_NOTE = (
-    "This model has 2.8 million parameters. Its times are left out: blending saves time on models that take "
-    "long to read a prompt. The question was chosen: at this length the model is rarely right."
-)
 NO_REPORT_NOTE = (
     "The demo blends without a calibration report. A service does not: kintsugi calibrate measures whether "
     "blended answers are as good as those of full prefill, and writes the report."
 )
 OTHER_MODEL_NOTE = f"The question was chosen by the answers of {REFERENCE.title}, not of this model."
-OUTSIDE_NOTE = (
-    "Blended although the bundled model's calibration report does not speak about prompts of this length: a "
-    "server would prefill this one in full (outside_calibration). The answer shows what happened here, not "
-    "what to expect."
-)
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """Why the bundled model serves instead of the reference model."""
-
-    kind: str
-    """Name of the error's type."""
-    reason: str
 
 
 @dataclass(frozen=True)
 class Show:
-    """The model, the prompt and the notes that the demo shows."""
+    """The model and the question of the demo, and how the question was chosen."""
 
-    model: ModelSource
-    asked: Asked
-    note: str = NO_REPORT_NOTE
-    """Why a service would not blend this."""
-    max_tokens: int = MAX_TOKENS
-    answers: tuple[str, ...] = ()
-    """An answer that contains one of these is right. Empty: the right answer is unknown."""
-    chosen: str | None = None
-    """How the question was chosen; None if the user asked it."""
-    tally: RightAnswers | None = None
-    """How often this model answered the demo's questions correctly; None if unknown."""
-    fallback: Fallback | None = None
-    random_weights: bool = False
-    dtype: str = "auto"
+    model: str
+    """A checkpoint folder, the reference model's name, or a name that vLLM resolves."""
+    question: DemoQuestion
+    tally: RightAnswers | None
+    """How often the model answered the demo's questions correctly; None if unknown."""
+    dtype: str
     """vLLM's data type of weights and KV."""
 
-    @property
-    def shows_times(self) -> bool:
-        """Whether the model is large enough for its times to be meaningful."""
-        return self.model.name != BUNDLED_NAME
+    @staticmethod
+    def of(model: str) -> Show:
+        """Choose the question by the reference model's answers."""
+        questions = read_demo_questions()
+        shown = choose_shown(questions)
+        if model != REFERENCE.name:
+            return Show(model, shown, None, "auto")
+        return Show(model, shown, RightAnswers.of(questions), REFERENCE_DTYPE)
 
     @property
-    def shows_answers(self) -> bool:
-        """Whether the model was trained, so that its answers are meaningful."""
-        return not self.random_weights
+    def chosen(self) -> str:
+        """How the question was chosen, in words."""
+        tally = self.tally
+        if tally is None:
+            return OTHER_MODEL_NOTE
+        return (
+            f"Each of {tally.asked} questions about these passages was written before the model answered it. "
+            "They were asked in three ways that round differently: all at once, one by one, and one by one "
+            f"without AVX-512. Full prefill answers {tally.full_right} of them right every time. Of these "
+            f"{tally.full_right}, full KV reuse gets {tally.reuse_right} right at least once, and the blend "
+            f"{tally.blend_right} every time. The question shown is the first of {tally.blend_mended} that "
+            "full KV reuse always gets wrong and the blend always gets right."
+        )
 
 
-def run(screen: Screen, task: DemoTask) -> None:
+def run(screen: Screen, model: str, open_console: bool) -> None:
     """Run the demo. Raises `NotBlendable` if the blend fell back to full prefill."""
-    show = _choose_show(screen, task)
-    with open_session(
-        screen, show.model, show.asked, NAMESPACE, show.max_tokens, REGARDLESS, dtype=show.dtype
-    ) as session:
+    show = Show.of(model)
+    asked = Asked(demo_texts(), show.question.question)
+    with open_session(screen, model, asked, NAMESPACE, MAX_TOKENS, UNCALIBRATED, dtype=show.dtype) as session:
         _require_blend(session.not_saved_because)
         with screen.step("Answering four ways") as say:
-            measurements = compare(session.engine, session.prompt, BLEND, show.max_tokens, REPEAT, say)
+            measurements = compare(session.engine, session.prompt, BLEND, MAX_TOKENS, REPEAT, say)
     for measurement in measurements:
         _require_blend(measurement.fell_back_because)
     document = demo_document(show, session, measurements)
     screen.show(document, lambda console: _render(console, show, session, measurements))
-    if task.open_console:
-        _serve_console(screen, show.model, show.dtype)
+    if open_console:
+        from kintsugi.cli.commands.serve import serve
+
+        serve(screen, console_service_spec(model, show.dtype), open_in_browser)
 
 
-def _serve_console(screen: Screen, model: ModelSource, dtype: str) -> None:
-    """Serve the model until interrupted, and open the console."""
-    from kintsugi.cli.commands.serve import serve
-
-    serve(screen, console_service_spec(model, dtype), open_in_browser)
-
-
-def console_service_spec(model: ModelSource, dtype: str) -> ServiceSpec:
+def console_service_spec(model: str, dtype: str) -> ServiceSpec:
     """Return a service on this machine that blends as the demo does, even where a full prefill is faster."""
     gateway = GatewaySpec(grpc_port=0)
     expert = EngineExpert(loading_controller=False, selector=BLEND.selector, ratio=BLEND.ratio)
     return ServiceSpec(
-        ModelSpec(model.path, model.name),
+        ModelSpec(model, display_name(model)),
         engines=EngineSpec(allow_uncalibrated=True, vllm={"dtype": dtype}, expert=expert),
         gateway=replace(gateway, http_port=free_port(gateway.host, gateway.http_port, CONSOLE_PORTS)),
     )
@@ -162,63 +127,6 @@ def open_in_browser(url: str) -> None:
     """Open a page if there is a desktop. Without one, Python might start a browser in the terminal."""
     if sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
         webbrowser.open(url)
-
-
-def _choose_show(screen: Screen, task: DemoTask) -> Show:
-    """Choose the model and the prompt. Raises `InvalidField` for options that exclude each other, and the
-    errors of `prepare_model` if the user chose the model, files or question: the bundled model knows only its
-    own words."""
-    if task.random_weights:
-        if task.model is not None:
-            raise InvalidField("random-weights", "makes a model of its own; omit --model")
-        show = _passages_show(make_random_model(screen), task)
-        return replace(show, answers=(), chosen=None, random_weights=True)
-    model = resolve_model_argument(task.model or REFERENCE.name)
-    try:
-        prepare_model(screen, model.path)
-    except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
-        if task.model is not None or task.files or task.question is not None:
-            raise
-        return replace(_bundled_show(), fallback=Fallback(type(error).__name__, str(error)))
-    return _passages_show(model, task)
-
-
-def _passages_show(model: ModelSource, task: DemoTask) -> Show:
-    """Show the user's files and question, or the bundled passages and their question."""
-    texts = [read_chunk(path) for path in task.files or ()] or demo_texts()
-    if task.files or task.question is not None:
-        return Show(model, Asked(texts, task.question or FILES_QUESTION))
-    questions = read_demo_questions()
-    shown = choose_shown(questions)
-    tally = RightAnswers.of(questions)
-    show = Show(model, Asked(texts, shown.question), answers=shown.answers)
-    if model.path != REFERENCE.name:
-        return replace(show, chosen=OTHER_MODEL_NOTE)
-    return replace(show, chosen=_describe_choice(tally), tally=tally, dtype=REFERENCE_DTYPE)
-
-
-def _describe_choice(tally: RightAnswers) -> str:
-    return (
-        f"Each of {tally.asked} questions about these passages was written before the model answered it. "
-        "They were asked in three ways that round differently: all at once, one by one, and one by one "
-        f"without AVX-512. Full prefill answers {tally.full_right} of them right every time. Of those "
-        f"{tally.full_right}, full KV reuse gets {tally.reuse_right} right at least once, the blend "
-        f"{tally.blend_right} every time. This is the first of the {tally.blend_mended} that full KV reuse "
-        "gets wrong and the blend right, every time."
-    )
-
-
-def _bundled_show() -> Show:
-    shown = showcase()
-    texts = [(f"chunk {number}", text) for number, text in enumerate(shown.chunks, start=1)]
-    return Show(
-        model=ModelSource(str(bundled_checkpoint()), BUNDLED_NAME),
-        asked=Asked(texts, shown.question, bare=False),
-        note=OUTSIDE_NOTE,  # its report covers prompts a sixth as long
-        max_tokens=1,
-        answers=(shown.answer,),
-        chosen=SMALL_MODEL_NOTE,
-    )
 
 
 def demo_texts() -> list[tuple[str, str]]:
@@ -238,14 +146,12 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
     """JSON form of the demo."""
     full_ttft_s, prompt = measurements[0].ttft_s, session.prompt
     return {
-        "model": show.model.name,
+        "model": display_name(show.model),
         "dtype": show.dtype,
-        "fallback": None if show.fallback is None else asdict(show.fallback),
-        "random_weights": show.random_weights,
         "calibrated": False,
-        "question": show.asked.question,
+        "question": show.question.question,
         "form": session.form.name.value,
-        "expected": show.answers[0] if show.answers else None,
+        "expected": show.question.answers[0],
         "chosen": show.chosen,
         "tally": None if show.tally is None else asdict(show.tally),
         "prompt_tokens": len(prompt.token_ids),
@@ -260,48 +166,33 @@ def demo_document(show: Show, session: Session, measurements: Sequence[Measureme
     }
 
 
-def _judge(measurement: Measurement, show: Show) -> bool | None:
-    """Whether the answer is right; None if unknown."""
-    return is_right(measurement.generation.text, show.answers) if show.answers else None
+def _judge(measurement: Measurement, show: Show) -> bool:
+    """Whether the answer is right."""
+    return is_right(measurement.generation.text, show.question.answers)
 
 
 def _render(console: Console, show: Show, session: Session, measurements: Sequence[Measurement]) -> None:
-    prompt = session.prompt
-    console.print()
-    if show.fallback is not None:
-        note = f"{REFERENCE.title}, which the demo runs on, is not here. The bundled model serves instead."
-        console.print(f"{note}\n{show.fallback.reason}\n", style="yellow", highlight=False, markup=False)
-    console.print(f"[bold]{len(prompt.token_ids):,} tokens[/] on {show.model.name}", highlight=False)
+    prompt, name = session.prompt, display_name(show.model)
+    console.print(f"\n[bold]{len(prompt.token_ids):,} tokens[/] on {name}", highlight=False)
     prompt_table = make_plain_table(style="dim")
     prompt_table.add_row("chunks", Text(" · ".join(chunk.title for chunk in prompt.chunks)))
-    prompt_table.add_row("question", Text(show.asked.question))
-    if show.answers:
-        prompt_table.add_row("right answer", Text(show.answers[0]))
+    prompt_table.add_row("question", Text(show.question.question))
+    prompt_table.add_row("right answer", Text(show.question.answers[0]))
     console.print(prompt_table)
     print_form(console, session.form.name)
-    right = [_judge(measurement, show) for measurement in measurements] if show.answers else None
-    print_ways(console, measurements, right, show.shows_times, show.shows_answers)
+    print_ways(console, measurements, [_judge(measurement, show) for measurement in measurements])
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
-    if show.chosen is not None:
-        console.print("\n[bold]The question[/]")
-        console.print(show.chosen, highlight=False)
-    if show.random_weights:
-        console.print(f"\n{RANDOM_WEIGHTS_NOTE}", style="yellow", highlight=False)
-    console.print(f"\n{show.note}", style="yellow", highlight=False)
-    if not show.random_weights:
-        _print_next_steps(console, show)
-
-
-def _print_next_steps(console: Console, show: Show) -> None:
+    console.print("\n[bold]The question[/]")
+    console.print(show.chosen, highlight=False)
+    console.print(f"\n{NO_REPORT_NOTE}", style="yellow", highlight=False)
     console.print("\n[bold]Next[/]")
     steps = make_plain_table()
-    steps.add_row(
-        Text("kintsugi demo --open"), f"keep it running, with a console in the browser: {CONSOLE_URL}"
-    )
-    model = ""
-    if show.fallback is None:
-        model = f" --model {show.model.path}"
-        steps.add_row(Text(f"kintsugi calibrate{model} --out report.json"), "may it be blended, and how?")
-    steps.add_row(Text(f"kintsugi serve{model}"), "serve it to gRPC and OpenAI clients")
+    for command, purpose in (
+        ("kintsugi demo --open", f"keep it running, with a console in the browser: {CONSOLE_URL}"),
+        ("kintsugi generate --compare", "ask your own question about your own files"),
+        (f"kintsugi calibrate --model {show.model} --out report.json", "may it be blended, and how?"),
+        (f"kintsugi serve --model {show.model}", "serve it to gRPC and OpenAI clients"),
+    ):
+        steps.add_row(Text(command), purpose)
     console.print(steps)

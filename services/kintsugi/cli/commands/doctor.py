@@ -18,15 +18,16 @@ from rich.text import Text
 from kintsugi.cli import extras
 from kintsugi.cli.commands.demo import demo_texts
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.methods import BlendChoice, blend_once
+from kintsugi.cli.methods import blend_once
 from kintsugi.cli.render import make_plain_table
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.session import REGARDLESS, Asked, open_session, resolve_model_argument
+from kintsugi.cli.session import UNCALIBRATED, Asked, open_session
 from kintsugi.core.errors import KintsugiError
+from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.engine.versions import WORKING, is_tested
 from kintsugi.models.passages import BUNDLED_QUESTIONS
-from kintsugi.models.reference import REFERENCE, has_pip
+from kintsugi.models.reference import REFERENCE, display_name, has_pip
 
 PYTHONS = ((3, 11), (3, 12))
 MEMORY_BYTES_MIN = 4 << 30
@@ -200,20 +201,19 @@ def _run_self_test(screen: Screen, model: str) -> Check:
     """Start an engine, which runs its self-test, store two short chunks, and blend them."""
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
-        chosen = resolve_model_argument(model)
         asked = Asked(texts, BUNDLED_QUESTIONS[0])
-        with open_session(screen, chosen, asked, "doctor", 1, REGARDLESS) as session:
+        with open_session(screen, model, asked, "doctor", 1, UNCALIBRATED) as session:
             reason = session.not_saved_because
             if reason is None:
                 with screen.step("Blending two chunks"):
-                    blend = blend_once(session.engine, session.prompt, BlendChoice("doctor"), 1)
+                    blend = blend_once(session.engine, session.prompt, KintsugiParams("doctor"), 1)
                 reason = blend.fell_back_because
     except KintsugiError as error:
         reason = " ".join(str(error).split())
     if reason is not None:
         return Check(SELF_TEST, CheckResult.FAILED, reason)
     parts = ", ".join(SELF_TEST_CHECKS)
-    detail = f"passed on {chosen.name} ({parts}); two chunks were stored and blended"
+    detail = f"passed on {display_name(model)} ({parts}); two chunks were stored and blended"
     return Check(SELF_TEST, CheckResult.OK, detail)
 
 

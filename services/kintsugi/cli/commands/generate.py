@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from kintsugi.cli.exits import ExitCode
-from kintsugi.cli.methods import BlendChoice, Measurement, Method, blend_once, compare
+from kintsugi.cli.methods import Measurement, Method, blend_once, compare
 from kintsugi.cli.options import GenerateTask
 from kintsugi.cli.render import print_accounting, print_form, print_ways
 from kintsugi.cli.screen import Screen
 from kintsugi.cli.session import (
+    UNCALIBRATED,
     UNCALIBRATED_NOTE,
     Asked,
-    ModelSource,
     Session,
-    Trust,
     open_session,
     read_chunk,
-    resolve_model_argument,
 )
-from kintsugi.core.request import KintsugiParams, parse_selector
+from kintsugi.core.request import KintsugiParams
+from kintsugi.models.reference import display_name
 from kintsugi.quality import reports
 
 NAMESPACE = "cli"
@@ -32,21 +31,19 @@ NAMESPACE = "cli"
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
     """Answer the question. Returns `NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
-    selector = None if task.selector is None else parse_selector(task.selector)
-    choice = BlendChoice(NAMESPACE, task.ratio, selector)
-    KintsugiParams(namespace=NAMESPACE, ratio=task.ratio)  # refuses bad values before an engine starts
-    trust = Trust(task.report, task.allow_uncalibrated)
-    if task.report is not None:
+    choice = KintsugiParams(NAMESPACE, ratio=task.ratio, selector=task.selector)
+    extra_config: Mapping[str, object] = UNCALIBRATED if task.allow_uncalibrated else {}
+    if task.report is not None and not task.allow_uncalibrated:
         reports.read(task.report)  # refuses an invalid report before an engine starts
+        extra_config = {"report": str(task.report.resolve())}
     asked = Asked([read_chunk(path) for path in task.chunk], task.question, task.form)
-    model = resolve_model_argument(task.model)
-    given = (asked, NAMESPACE, task.max_tokens, trust, task.context)
+    given = (task.model, asked, NAMESPACE, task.max_tokens, extra_config, task.context)
     step = "Answering four ways" if task.compare else "Answering"
-    with open_session(screen, model, *given) as session, screen.step(step) as say:
+    with open_session(screen, *given) as session, screen.step(step) as say:
         request = session.engine, session.prompt, choice, task.max_tokens
         measurements = compare(*request, 1, say) if task.compare else [blend_once(*request)]
     blend = measurements[-1]
-    document = generate_document(model, session, task, measurements)
+    document = generate_document(session, task, measurements)
     screen.show(document, lambda console: _render(console, session, measurements))
     reason = session.not_saved_because or blend.fell_back_because
     if reason is not None:
@@ -58,13 +55,13 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
 
 
 def generate_document(
-    model: ModelSource, session: Session, task: GenerateTask, measurements: Sequence[Measurement]
+    session: Session, task: GenerateTask, measurements: Sequence[Measurement]
 ) -> dict[str, Any]:
     """JSON form of the answer."""
     blend, prompt = measurements[-1], session.prompt
     assert blend.method is Method.BLEND
     document: dict[str, Any] = {
-        "model": model.name,
+        "model": display_name(task.model),
         "question": task.question,
         "form": session.form.name.value,
         "prompt_tokens": len(prompt.token_ids),
