@@ -1,4 +1,4 @@
-"""A LlamaIndex `NodeParser` that uses our chunker, and a postprocessor and a retriever that prefetch nodes.
+"""A LlamaIndex `NodeParser` that uses our chunker, and a postprocessor that prefetches nodes.
 
 The metadata of every node has its key.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -83,28 +82,6 @@ class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self._prefetcher.prefetch(_texts_of(nodes))
-        return nodes
-
-
-class KintsugiPrefetchRetriever(BaseRetriever):  # type: ignore[misc]
-    """Wraps a retriever, and prefetches its nodes before postprocessors run."""
-
-    def __init__(
-        self, retriever: BaseRetriever, client: Client, put: bool = False, ttl_s: float | None = None
-    ) -> None:
-        """``put``, ``ttl_s``: as in `KintsugiPrefetch`."""
-        super().__init__(callback_manager=retriever.callback_manager)
-        self._retriever = retriever
-        self._prefetcher = Prefetcher(client, put, ttl_s)
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = self._retriever.retrieve(query_bundle)
-        self._prefetcher.prefetch(_texts_of(nodes))
-        return nodes
-
-    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        nodes: list[NodeWithScore] = await self._retriever.aretrieve(query_bundle)
         self._prefetcher.prefetch(_texts_of(nodes))
         return nodes
 

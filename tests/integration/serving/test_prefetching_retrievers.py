@@ -17,7 +17,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.sdk.client import AsyncClient, Client, ClientOptions
 from kintsugi.sdk.langchain import KintsugiRetriever
-from kintsugi.sdk.llama_index import KintsugiPrefetch, KintsugiPrefetchRetriever
+from kintsugi.sdk.llama_index import KintsugiPrefetch
 from kintsugi.sdk.prefetching import WAITING_MAX, Prefetcher
 from tests.integration.serving.gateways import Running, running
 
@@ -75,16 +75,6 @@ def test_langchain_gets_its_documents_and_they_are_prefetched(client: Noting, is
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_llama_index_gets_its_nodes_and_they_are_prefetched(client: Noting, is_async: bool) -> None:
-    client.put_chunks(TEXTS)
-    retriever = KintsugiPrefetchRetriever(LlamaFound(), client)
-    nodes = asyncio.run(retriever.aretrieve("q")) if is_async else retriever.retrieve("q")
-    assert [node.node.get_content() for node in nodes] == TEXTS
-    assert client.noted.wait(10)
-    assert client.prefetched == [(TEXTS, 2)], "without the metadata around them"
-
-
-@pytest.mark.parametrize("is_async", [False, True])
 def test_a_postprocessor_prefetches_the_nodes_that_reach_the_prompt(client: Noting, is_async: bool) -> None:
     client.put_chunks(TEXTS)
     nodes = LlamaFound().retrieve("q")[:1]
@@ -94,7 +84,7 @@ def test_a_postprocessor_prefetches_the_nodes_that_reach_the_prompt(client: Noti
     else:
         assert processor.postprocess_nodes(nodes, query_str="q") == nodes
     assert client.noted.wait(10)
-    assert client.prefetched == [(TEXTS[:1], 1)]
+    assert client.prefetched == [(TEXTS[:1], 1)], "without the metadata around them"
 
 
 def test_what_is_not_stored_is_put_where_that_is_asked_for(client: Noting, gateway: Running) -> None:
