@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report, spread
-from kintsugi.gateway.console.assets import BYTES_MAX, read_assets
+from kintsugi.gateway.console.routes import FILES, FILES_BYTES_MAX
 from tests.fakes.console_service import ConsoleService, console_service
 
 AXE = Path(__file__).parent.parent / ".tools" / "axe.min.js"
@@ -119,7 +119,7 @@ def measure(browser: Any, service: ConsoleService, quick: bool) -> list[Figure]:
     first_paint_ms(browser, service.url)  # the first page also starts a process of the browser
     paints = [first_paint_ms(browser, service.url) for _ in range(3 if quick else PAINTS)]
     found = violations(browser, service.url)
-    assets = read_assets().values()
+    files = list(FILES.iterdir())
     return [
         Figure.at_most(
             "console_first_paint_ms",
@@ -130,10 +130,10 @@ def measure(browser: Any, service: ConsoleService, quick: bool) -> list[Figure]:
         ),
         Figure.at_most(
             "console_kib",
-            sum(len(asset.content) for asset in assets) / 1024,
-            BYTES_MAX / 1024,
+            sum(file.stat().st_size for file in files) / 1024,
+            FILES_BYTES_MAX / 1024,
             "KiB",
-            f"{len(assets)} files, not compressed",
+            f"{len(files)} files, not compressed",
         ),
         Figure.at_most("console_axe_violations", len(found), 0, "", "; ".join(found) or "none"),
         Figure.at_most(

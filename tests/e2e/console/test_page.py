@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kintsugi.gateway.access import add_grant, new_token
-from kintsugi.gateway.console.assets import read_assets
+from kintsugi.gateway.console.routes import FILES
 from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.store.protocol.access import TokenFile
 from tests.fakes.console_service import LAYERS, ConsoleService, console_service
@@ -249,7 +249,7 @@ def test_axe_finds_nothing_and_nothing_overflows(
 
 def drawing_of(view: dict[str, Any]) -> str:
     """A page that draws a view with the console's code, and nothing else."""
-    style, code = (read_assets()[name].content.decode() for name in ("blend.css", "blend.js"))
+    style, code = ((FILES / name).read_text() for name in ("blend.css", "blend.js"))
     data = json.dumps(view).replace("<", "\\u003c")
     script = f"{code}\nrenderBlend(document.getElementById('blend'), {data});"
     head = f'<!doctype html><meta charset="utf-8"><style>{style}</style>'

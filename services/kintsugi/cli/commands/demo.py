@@ -21,7 +21,7 @@ from kintsugi.core.deploy import EngineExpert, EngineSpec, GatewaySpec, ModelSpe
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.gateway.addresses import format_address, free_port
-from kintsugi.gateway.console.assets import CONSOLE_PATH
+from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.models.demo_questions import (
     DemoQuestion,
     RightAnswers,

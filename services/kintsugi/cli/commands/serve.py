@@ -32,7 +32,7 @@ from kintsugi.core.exchange import EngineInfo
 from kintsugi.core.namespaces import NamespacePrivacy, check_namespace_pattern
 from kintsugi.gateway.access import add_grant, check_exposure, new_token
 from kintsugi.gateway.addresses import format_address, free_port
-from kintsugi.gateway.console.assets import CONSOLE_PATH
+from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.gateway.fronts.grpc_server import load_gateway_tls
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator

@@ -13,37 +13,24 @@ from kintsugi.store.protocol.callers import Caller
 TENANTS_MAX = 100
 """Maximum number of listed tenants; those with most tokens come first."""
 
-_REQUESTS = ("kintsugi_gateway_requests_total", "kintsugi_http_requests_total")
-_FILL_QUEUE = "kintsugi_gateway_fill_queue_chunks"
-
 
 async def describe_live(gateway: Gateway, caller: Caller) -> dict[str, Any]:
     """Describe the service as JSON, with the tenants that the caller may use."""
+    tally = gateway.answers.tally
     return {
         "at_unix_s": time.time(),
         "store": await _describe_store(gateway),
         "gateway": {
+            "answers": tally.answers,
             "answers_under_way": gateway.answers.under_way,
             "known_chunks": len(gateway.known),
-            "tokens_discovered": gateway.answers.tally.tokens_discovered,
-            **_count(gateway),
+            "fill_queue_chunks": gateway.fill_queue_chunks,
+            "tokens_hit": tally.tokens_hit,
+            "tokens_missed": tally.tokens_missed,
+            "tokens_discovered": tally.tokens_discovered,
         },
         "tenants": _describe_tenants(gateway, caller),
     }
-
-
-def _count(gateway: Gateway) -> dict[str, float]:
-    """Return sums of the gateway's own metrics."""
-    sums = {"tokens_hit": 0.0, "tokens_missed": 0.0, "requests": 0.0, "fill_queue_chunks": 0.0}
-    for family in gateway.metrics.registry.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_chunk_tokens_total"):
-                sums[f"tokens_{sample.labels['result']}"] += sample.value
-            elif sample.name in _REQUESTS and not sample.labels.get("path", "").startswith("/console"):
-                sums["requests"] += sample.value
-            elif sample.name == _FILL_QUEUE:
-                sums["fill_queue_chunks"] = sample.value
-    return sums
 
 
 def _describe_tenants(gateway: Gateway, caller: Caller) -> list[dict[str, Any]]:

@@ -11,17 +11,19 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Send
 
-from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, PermissionDenied
+from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied
 from kintsugi.core.namespaces import narrow_by_headers
 from kintsugi.core.request import SelectorName
-from kintsugi.gateway.console.assets import CONSOLE_PATH, HEADERS, PAGE, read_assets
+from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
 from kintsugi.gateway.console.live import describe_live
 from kintsugi.gateway.fronts.endpoint import Endpoint
@@ -48,6 +50,20 @@ STREAM_TYPE = "application/x-ndjson"
 BODY_BYTES_MAX = 4 << 20
 SAMPLE_DOCUMENTS = 6
 """Maximum number of sample documents, about 3,700 tokens; the demo uses as many."""
+FILES = Path(__file__).parent / "static"
+FILES_BYTES_MAX = 400 << 10
+"""Maximum size of all files together, so that the console opens quickly over any connection."""
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+"""Headers of every file. They forbid other origins, inline scripts and styles, and text that becomes markup.
+Browsers revalidate each file; the answer is 304 if it has not changed."""
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _SELECTORS: Mapping[SelectorName, str] = {
@@ -61,12 +77,22 @@ _SELECTORS: Mapping[SelectorName, str] = {
 """Selectors that the page offers, with a description of the tokens that each selects."""
 
 
+class ConsoleFiles(StaticFiles):
+    """The page's files, with the headers that restrict their use."""
+
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(HEADERS)
+        return response
+
+
 class Console:
     """The console of one gateway. For one event loop."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._comparer = Comparer(gateway)
+        self._files = ConsoleFiles(directory=FILES)
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -79,10 +105,10 @@ class Console:
         ]
 
     async def _page(self, request: Request) -> Response:
-        return _send_file(request, PAGE)
+        return await self._files.get_response("index.html", request.scope)
 
     async def _file(self, request: Request) -> Response:
-        return _send_file(request, request.path_params["name"])
+        return await self._files.get_response(request.path_params["name"], request.scope)
 
     async def _service(self, request: Request) -> Response:
         """Describe what the page needs before the first question."""
@@ -173,16 +199,6 @@ def _parse(raw: bytes) -> Comparison:
     if len(raw) > BODY_BYTES_MAX:
         raise InvalidField("body", f"is larger than {BODY_BYTES_MAX >> 20} MiB; remove some documents")
     return Comparison.from_mapping(parse_object(raw))
-
-
-def _send_file(request: Request, name: str) -> Response:
-    asset = read_assets().get(name)
-    if asset is None:
-        raise NotFound(f"the console has no file {name!r}; open {CONSOLE_PATH}")
-    headers = {**HEADERS, "etag": asset.etag}
-    if request.headers.get("if-none-match") == asset.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(asset.content, media_type=asset.media_type, headers=headers)
 
 
 def find_samples(model: str, max_model_len: int) -> dict[str, Any]:

@@ -111,7 +111,7 @@ export class Live {
     const number = (value) => Math.round(value).toLocaleString("en");
     const looked = gateway.tokens_hit + gateway.tokens_missed;
     this.figure("answers under way", number(gateway.answers_under_way));
-    this.figure("requests of clients", number(gateway.requests));
+    this.figure("answers", number(gateway.answers));
     this.figure("chunk tokens loaded", looked ? `${(100 * gateway.tokens_hit / looked).toFixed(0)} %` : "none yet");
     this.figure("chunks waiting to be stored", number(gateway.fill_queue_chunks));
     this.figure("known texts", number(gateway.known_chunks));
