@@ -132,7 +132,7 @@ def measure_stuffing(server: Server, model: Any, bar: float | None) -> list[Figu
     for name in ("langchain", "llama_index"):
         example, namespace = _example(f"{name}_rag"), f"stuffing-{name.replace('_', '-')}"
         arguments = (server.endpoint.url, server.grpc, namespace, model, documents, STUFFED_CHUNK_TOKENS, 8)
-        before = server.metric('kintsugi_http_chunk_tokens_total{result="hit"}')
+        before = server.metric('kintsugi_gateway_chunk_tokens_total{result="hit"}')
         if name == "langchain":
             result = example.build_chain(*arguments).invoke({"input": question})
             texts = [document.page_content for document in result["context"]]
@@ -151,7 +151,7 @@ def _hits_since(server: Server, before: float) -> float:
     """The gateway counts once the answer is out: a moment after its reader has it."""
     deadline_s = time.monotonic() + METRIC_S
     while True:
-        hits = server.metric('kintsugi_http_chunk_tokens_total{result="hit"}') - before
+        hits = server.metric('kintsugi_gateway_chunk_tokens_total{result="hit"}') - before
         if hits or time.monotonic() > deadline_s:
             return hits
         time.sleep(0.1)

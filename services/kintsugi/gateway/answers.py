@@ -27,10 +27,10 @@ from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineBackend
 from kintsugi.core.namespaces import NO_PRIVACY
 from kintsugi.gateway.fill import Filler
-from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import EnginePlace, FairShares
-from kintsugi.gateway.tracing import Attribute, Timelines, TraceSpan, add_layers, describe, span
+from kintsugi.gateway.tracing import Attribute, TraceSpan, add_layers, describe, span
 
 log = logging.getLogger("kintsugi.gateway")
 
@@ -54,7 +54,7 @@ class Ask(ABC, Generic[Event]):
     """Name of the request's span."""
 
     def __init__(
-        self, metrics: FrontMetrics, method: str, namespace: str, request_id: str, trace: Mapping[str, str]
+        self, metrics: GatewayMetrics, method: str, namespace: str, request_id: str, trace: Mapping[str, str]
     ) -> None:
         """``trace``: the W3C headers that came with the request."""
         self.metrics = metrics
@@ -66,8 +66,6 @@ class Ask(ABC, Generic[Event]):
         self.trace = trace
         self.ttl_s: float | None = None
         """Maximum lifetime of chunks that are stored because the request missed them; None: no limit."""
-        self.wants_times = False
-        """Whether the caller requests the times at which layers were computed."""
         self.accounting: Mapping[str, Any] | None = None
         """The engine's accounting; None until it is read."""
         self.tokens = 0
@@ -109,11 +107,8 @@ class Ask(ABC, Generic[Event]):
         return ()
 
     @abstractmethod
-    def send(
-        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
-    ) -> AsyncGenerator[Any, None]:
-        """Send the request to an engine. ``timeline``: the engine reports when it computed each layer.
-        ``trace``: W3C headers."""
+    def send(self, backend: EngineBackend, trace: Mapping[str, str]) -> AsyncGenerator[Any, None]:
+        """Send the request to an engine. ``trace``: W3C headers."""
 
     @abstractmethod
     def read(self, item: Any) -> Sequence[Event]:
@@ -156,6 +151,7 @@ class AnswerTally:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
+        self.tokens_hit = self.tokens_missed = 0
         self.tokens_discovered = 0
         """Number of hit tokens of chunks that the request did not declare; these were discovered or put."""
 
@@ -167,7 +163,13 @@ class AnswerTally:
         if entry not in self._counts and len(self._counts) >= TALLY_MAX:
             entry = outcome, "other"
         self._counts[entry] += 1
+        self.tokens_hit += int(accounting.get("tokens_hit", 0))
+        self.tokens_missed += int(accounting.get("tokens_missed", 0))
         self.tokens_discovered += int(accounting.get("tokens_discovered", 0))
+
+    @property
+    def answers(self) -> int:
+        return self._counts.total()
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the counts as JSON, the most frequent first."""
@@ -187,7 +189,6 @@ class AnswerPipeline:
         self._backend = backend
         self._shares = shares or FairShares()
         self._filler = filler
-        self._timelines = Timelines()
         self._follow_ups: set[asyncio.Task[None]] = set()
         self.under_way = 0
         """Number of answers that are being prepared or sent."""
@@ -212,7 +213,6 @@ class AnswerPipeline:
             request.set_all(ask.describe_request())
             async with self._take_share(ask, request) as (before, place):
                 with self._track_answer(), span("gateway.engine", request.headers()) as engine:
-                    timeline = ask.wants_times or self._timelines.should_trace_layers(engine)
                     for event in before:
                         with place.lend():
                             yield event
@@ -220,7 +220,7 @@ class AnswerPipeline:
                         try:
                             ask.sent_s = time.perf_counter() - began_s
                             ask.tokens_unused = 0
-                            async with aclosing(ask.send(self._backend, timeline, engine.headers())) as items:
+                            async with aclosing(ask.send(self._backend, engine.headers())) as items:
                                 async for item in items:
                                     for event in ask.read(item):
                                         if not first_s:
@@ -229,9 +229,8 @@ class AnswerPipeline:
                                             ask.observe_first(first_s)
                                         with place.lend():
                                             yield event
-                                    if (
-                                        not is_accepted
-                                    ):  # after the first event, which must not wait for a disk
+                                    # After the first event, which must not wait for a disk.
+                                    if not is_accepted:
                                         is_accepted = True
                                         await ask.learn()
                             break

@@ -207,9 +207,14 @@ class Gateway:
         )
         filler.start()
         self.metrics.add_gauge(
-            "fill_queue_chunks", "Missed chunks awaiting a fill", lambda: len(filler.queue)
+            "fill_queue_chunks", "Missed chunks awaiting a fill", lambda: self.fill_queue_chunks
         )
         return filler
+
+    @property
+    def fill_queue_chunks(self) -> int:
+        """Number of missed chunks that wait for a fill."""
+        return 0 if self._filler is None else len(self._filler.queue)
 
     @staticmethod
     async def open(

@@ -13,40 +13,8 @@ from prometheus_client.registry import Collector
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 
-_FIRST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
+_FIRST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 _OWN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
-
-
-class FrontMetrics:
-    """Metrics of one front end's requests and answers."""
-
-    def __init__(
-        self,
-        requests: Counter,
-        first_s: Callable[[str], Histogram],
-        chunk_tokens: Counter,
-        outcomes: Counter | None = None,
-    ) -> None:
-        """``requests`` has two labels: the method and the status. ``first_s`` returns a method's
-        histogram."""
-        self._requests = requests
-        self._first_s = first_s
-        self._chunk_tokens = chunk_tokens
-        self._outcomes = outcomes
-
-    def count_request(self, method: str, status: str | int) -> None:
-        self._requests.labels(method, str(status)).inc()
-
-    def observe_first(self, method: str, first_s: float) -> None:
-        """Record the time from a request's last byte to the first piece of its answer."""
-        self._first_s(method).observe(first_s)
-
-    def count_accounting(self, accounting: Mapping[str, Any]) -> None:
-        """Count an answer by its accounting, which is empty if the engine reported none."""
-        for result in ("hit", "missed"):
-            self._chunk_tokens.labels(result).inc(int(accounting.get(f"tokens_{result}", 0)))
-        if self._outcomes is not None:
-            self._outcomes.labels(str(accounting.get("outcome", "unknown"))).inc()
 
 
 class CertificateExpiry(Collector):
@@ -102,46 +70,30 @@ class ShareMetrics(Collector):
 
 
 class GatewayMetrics:
-    """All metrics of a gateway."""
+    """All metrics of a gateway. A ``method`` is the name of an RPC or the path of an HTTP request."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
-        ttft_s = histogram(
+        self._requests = counter(
+            "kintsugi_gateway_requests",
+            "Requests by method and status: gRPC's name, or HTTP's number, which is 499 if the caller "
+            "disconnected before the answer",
+            ["method", "status"],
+        )
+        self._ttft_s = histogram(
             "kintsugi_gateway_ttft_seconds",
             "Time from a request's arrival to the first piece of its answer",
-            buckets=(*_FIRST_BUCKETS_S, 60.0),
+            ["method"],
+            buckets=_FIRST_BUCKETS_S,
         )
-        self.grpc = FrontMetrics(
-            counter(
-                "kintsugi_gateway_requests",
-                "Requests by method and gRPC status",
-                ["method", "status"],
-            ),
-            lambda method: ttft_s,
-            counter(
-                "kintsugi_gateway_chunk_tokens",
-                "Chunk tokens of prompts, by result: loaded (hit) or missed",
-                ["result"],
-            ),
-            counter("kintsugi_gateway_outcomes", "Answers by outcome of the prefill", ["outcome"]),
+        self._chunk_tokens = counter(
+            "kintsugi_gateway_chunk_tokens",
+            "Chunk tokens of prompts, by result: loaded (hit) or missed",
+            ["result"],
         )
-        self.http = FrontMetrics(
-            counter(
-                "kintsugi_http_requests",
-                "Answered requests by path and status; 499: the caller disconnected before the answer.",
-                ["path", "status"],
-            ),
-            histogram(
-                "kintsugi_http_first_piece_seconds",
-                "Time from a request's last byte to the answer's first; with streaming, to the first token.",
-                ["path"],
-                buckets=_FIRST_BUCKETS_S,
-            ).labels,
-            counter("kintsugi_http_chunk_tokens", "Tokens of chunks in prompts.", ["result"]),
-        )
-        self.http_in_flight = Gauge(
-            "kintsugi_http_requests_in_flight", "Requests being answered.", registry=registry
+        self._outcomes = counter(
+            "kintsugi_gateway_outcomes", "Answers by outcome of the prefill", ["outcome"]
         )
         self.resolve_s = histogram(
             "kintsugi_gateway_resolve_seconds",
@@ -151,6 +103,19 @@ class GatewayMetrics:
         self.certificate = CertificateExpiry()
         registry.register(self.certificate)
         self._fills = counter("kintsugi_gateway_fill_events", "Misses by decision and result", ["event"])
+
+    def count_request(self, method: str, status: str | int) -> None:
+        self._requests.labels(method, str(status)).inc()
+
+    def observe_first(self, method: str, first_s: float) -> None:
+        """Record the time from a request's last byte to the first piece of its answer."""
+        self._ttft_s.labels(method).observe(first_s)
+
+    def count_accounting(self, accounting: Mapping[str, Any]) -> None:
+        """Count an answer by its accounting, which is empty if the engine reported none."""
+        for result in ("hit", "missed"):
+            self._chunk_tokens.labels(result).inc(int(accounting.get(f"tokens_{result}", 0)))
+        self._outcomes.labels(str(accounting.get("outcome", "unknown"))).inc()
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""

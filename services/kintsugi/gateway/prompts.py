@@ -30,7 +30,6 @@ from kintsugi.gateway.tracing import (
     describe_answer,
     describe_request,
     span,
-    without_times,
 )
 from kintsugi.store.protocol.callers import Caller, Verb
 
@@ -173,8 +172,7 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
     span_name = "gateway.generate"
 
     def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
-        super().__init__(prompts.metrics.grpc, "Generate", call.namespace, call.request_id, call.trace)
-        self.wants_times = call.explain
+        super().__init__(prompts.metrics, "Generate", call.namespace, call.request_id, call.trace)
         self.is_negative_priority = call.priority < 0
         self.ttl_s = call.ttl_s
         self._prompts = prompts
@@ -223,13 +221,10 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self._prompts.metrics.resolve_s.observe(time.perf_counter() - began_s)
         return (Resolved(self.request_id, self._prompt.spans, prompt_tokens),)
 
-    def send(
-        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
-    ) -> AsyncGenerator[EngineDelta, None]:
+    def send(self, backend: EngineBackend, trace: Mapping[str, str]) -> AsyncGenerator[EngineDelta, None]:
         # Engines need unique ids, but a client may reuse one, and an earlier attempt may not have ended.
         request_id = f"{self.request_id}-{uuid.uuid4().hex[:8]}"
-        params = replace(self._request.params, timeline=timeline)
-        return backend.generate(replace(self._request, request_id=request_id, params=params, trace=trace))
+        return backend.generate(replace(self._request, request_id=request_id, trace=trace))
 
     def read(self, item: EngineDelta) -> Sequence[EngineDelta]:
         self._last = item
@@ -248,8 +243,6 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
         self.tokens_unused = self.tokens - usage.prompt_tokens - usage.completion_tokens
         if not self.shows_accounting:
             accounting, usage = {}, replace(usage, cached_tokens=0)
-        elif not self.wants_times:
-            accounting = without_times(accounting)
         return (Finished(last.finish_reason, accounting, usage, first_s * 1e3),)
 
     async def find_missed(self) -> Sequence[ToSave]:

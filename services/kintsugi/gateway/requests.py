@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kintsugi.core.errors import KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.logs import RequestLine
-from kintsugi.gateway.metrics import FrontMetrics
+from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
 from kintsugi.store.protocol.access import Access
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
@@ -61,7 +61,7 @@ class ServedRequest:
     """The RPC's name, or the path."""
     headers: Mapping[str, str]
     """HTTP headers or gRPC metadata, by their names in lower case."""
-    metrics: FrontMetrics | None
+    metrics: GatewayMetrics | None
     """None: the request is not counted."""
     status: str | int
     """The gRPC status name or HTTP status with which it ends unless an exception is raised."""

@@ -11,8 +11,7 @@ prompts and answers are never recorded.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -35,11 +34,6 @@ EXPORTERS = {
 }
 
 
-LAYERS_PER_S_MAX = 10.0
-"""Maximum rate of answers whose layers are recorded. Most samplers follow the flag of the caller's
-`traceparent`, and 32 layers make 64 spans."""
-TIMES = ("timeline", "began_unix_s")
-"""Fields of an accounting that `add_layers` reads."""
 Attribute = str | int | float | bool | Sequence[str]
 PROVIDER = "kintsugi"
 CHAT, COMPLETION = "chat", "text_completion"
@@ -104,11 +98,6 @@ class TraceSpan:
         self._span = span
         self._context = context
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether the span will be exported."""
-        return self._span.is_recording()
-
     def record_past(self, name: str, began_ns: int, ended_ns: int) -> TraceSpan:
         """Record a completed child span. Times are in nanoseconds since 1970."""
         past = trace.get_tracer("kintsugi").start_span(name, context=self._context, start_time=began_ns)
@@ -148,33 +137,6 @@ def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[Trace
         started.end()
 
 
-class Timelines:
-    """Chooses the traced answers whose layers are recorded, at a bounded rate. For one event loop."""
-
-    def __init__(self, per_s: float = LAYERS_PER_S_MAX, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._clock = clock
-        self._left = per_s
-        self._since_s = clock()
-
-    def should_trace_layers(self, request: TraceSpan) -> bool:
-        """Return whether the engine shall report when it loaded and computed each layer of a request."""
-        if not request.is_recording:
-            return False
-        now_s = self._clock()
-        self._left = min(self._per_s, self._left + (now_s - self._since_s) * self._per_s)
-        self._since_s = now_s
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
-def without_times(accounting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the accounting for a caller who did not request times."""
-    return {name: value for name, value in accounting.items() if name not in TIMES}
-
-
 def describe(request: TraceSpan, accounting: Mapping[str, Any]) -> None:
     """Set the accounting's attributes on a request's span."""
     for name in ("outcome", "reason", "selector", "ratio", "cost", "tokens_hit", "tokens_missed"):
@@ -184,12 +146,12 @@ def describe(request: TraceSpan, accounting: Mapping[str, Any]) -> None:
 
 def add_layers(engine: TraceSpan, accounting: Mapping[str, Any]) -> None:
     """Record the blend as a child of the request's `engine` span, and the loading and computation of each
-    layer as its children. Does nothing without a recording span or a timeline.
+    layer as its children. Does nothing without a timeline, which `explain` and `timeline` request.
 
     Times are from the clock of the engine's host, which may differ from the gateway's.
     """
     timeline, began_s = accounting.get("timeline"), accounting.get("began_unix_s")
-    if not engine.is_recording or not timeline or began_s is None:
+    if not timeline or began_s is None:
         return
     began_ns = int(began_s * 1e9)
 

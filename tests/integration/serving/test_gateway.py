@@ -245,7 +245,7 @@ def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.Lo
             lambda: counted(gateway, "requests_total", method="Generate", status="INVALID_ARGUMENT") == 1
         )
         assert counted(gateway, "requests_total", method="Generate", status="OK") == 1
-        assert counted(gateway, "ttft_seconds_count") == 1
+        assert counted(gateway, "ttft_seconds_count", method="Generate") == 1
         assert counted(gateway, "chunk_tokens_total", result="missed") > 0
         assert counted(gateway, "outcomes_total", outcome="declined") == 1
         assert counted(gateway, "active_requests") == 0

@@ -104,7 +104,7 @@ def test_http_answers_and_says_how_it_is(deployed: Deployed) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 2
         metrics = http.get("/metrics").text
     assert "kintsugi_gateway_active_requests" in metrics
-    assert "kintsugi_http_requests" in metrics
+    assert "kintsugi_gateway_requests" in metrics
 
 
 @pytest.mark.parametrize("deployment", [SHARD_DEPLOYMENT, ENGINE_DEPLOYMENT])

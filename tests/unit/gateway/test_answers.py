@@ -30,7 +30,7 @@ class ScriptedAsk(Ask[str]):
 
     def __init__(self, *scripts: Sequence[Item], incomplete: bool = False) -> None:
         self.counted = GatewayMetrics()
-        super().__init__(self.counted.http, "/path", "tenant", "r1", {})
+        super().__init__(self.counted, "/path", "tenant", "r1", {})
         self.scripts = [*scripts]
         self.incomplete = incomplete
         self.closed = 0
@@ -38,7 +38,7 @@ class ScriptedAsk(Ask[str]):
     async def prepare(self, trace: TraceSpan) -> Sequence[str]:
         return ("first",)
 
-    def send(self, backend: Any, timeline: bool, trace: Mapping[str, str]) -> AsyncGenerator[Item, None]:
+    def send(self, backend: Any, trace: Mapping[str, str]) -> AsyncGenerator[Item, None]:
         return self._play(self.scripts.pop(0))
 
     async def _play(self, items: Sequence[Item]) -> AsyncGenerator[Item, None]:
@@ -65,7 +65,7 @@ class ScriptedAsk(Ask[str]):
         return [CHUNK]
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.counted.registry.get_sample_value(f"kintsugi_http_{name}", labels) or 0.0
+        return self.counted.registry.get_sample_value(f"kintsugi_gateway_{name}", labels) or 0.0
 
 
 def run(body: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_an_engine_that_is_gone_before_it_answers_is_replaced_once(monkeypatch: 
     async def body() -> None:
         ask = ScriptedAsk(["", gone], ["a", "b"])
         assert await collected(ask) == ["first", "a", "b", "last"]
-        assert ask.sample("first_piece_seconds_count", path="/path") == 1
+        assert ask.sample("ttft_seconds_count", method="/path") == 1
         for scripts in (
             ([gone], [gone], ["late"]),
             (["a", gone], ["again"]),

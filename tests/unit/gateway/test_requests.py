@@ -38,7 +38,7 @@ def test_a_request_is_counted_once_with_the_status_it_ended_with() -> None:
         return metrics.registry.get_sample_value("kintsugi_gateway_requests_total", labels)
 
     for error, status in ((None, "OK"), (KeyError("x"), "INTERNAL")):
-        served = ServedRequest("Generate", headers, metrics.grpc, "OK")
+        served = ServedRequest("Generate", headers, metrics, "OK")
         assert served.trace == {"traceparent": "00-1"}
         try:
             with served.record(lambda error: "INTERNAL"):

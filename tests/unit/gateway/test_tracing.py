@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
 from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.errors import InvalidField, Unavailable
@@ -127,7 +125,6 @@ def test_where_nobody_traces_nothing_happens() -> None:
         current.set("name", 1)
         current.record_error(ValueError())
         assert current.headers() == {}
-        assert not current.is_recording
         tracing.add_layers(current, BLENDED)
 
 
@@ -153,71 +150,19 @@ def test_layers_are_below_their_blend_at_the_times_of_the_engine(exported: InMem
         assert parent.span_id == id_of(blend)
 
 
-@pytest.mark.parametrize(("sampler", "asked"), [(ALWAYS_ON, True), (ALWAYS_OFF, False)])
-def test_an_engine_is_asked_for_times_only_where_somebody_looks(
-    monkeypatch: pytest.MonkeyPatch, sampler: Sampler, asked: bool
-) -> None:
-    with recorded(monkeypatch, sampler) as exporter:
-        assert asyncio.run(_sent_to_the_engine()).params.timeline is asked
-        assert bool(exporter.get_finished_spans()) is asked
-
-
-def test_times_are_told_to_those_who_asked_for_them(exported: InMemorySpanExporter) -> None:
+def test_a_request_that_asks_for_times_has_its_layers_recorded(exported: InMemorySpanExporter) -> None:
     (told,) = asyncio.run(_accountings(1))
-    assert told["outcome"] == "blended"
-    assert not set(tracing.TIMES) & set(told)
-    assert "layer 1 compute" in {span.name for span in exported.get_finished_spans()}
+    assert "timeline" not in told
+    assert "engine.blend" not in {span.name for span in exported.get_finished_spans()}
     (explained,) = asyncio.run(_accountings(1, explain=True))
-    assert set(tracing.TIMES) <= set(explained)
+    assert len(explained["timeline"]) == 2
+    assert "layer 1 compute" in {span.name for span in exported.get_finished_spans()}
 
 
-def test_callers_who_have_themselves_traced_do_not_have_every_layer_recorded(
-    exported: InMemorySpanExporter,
-) -> None:
-    asyncio.run(_accountings(int(tracing.LAYERS_PER_S_MAX) + 50))
-    names = [span.name for span in exported.get_finished_spans()]
-    assert names.count("gateway.generate") == tracing.LAYERS_PER_S_MAX + 50
-    assert tracing.LAYERS_PER_S_MAX <= names.count("engine.blend") < tracing.LAYERS_PER_S_MAX + 50
-
-
-def test_layers_are_recorded_again_later(
-    exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 0.0
-    timelines = tracing.Timelines(per_s=2.0, clock=lambda: now_s)
-    with tracing.span("gateway.engine") as engine:
-        assert [timelines.should_trace_layers(engine) for _ in range(4)] == [True, True, False, False]
-        now_s = 0.5
-        assert [timelines.should_trace_layers(engine) for _ in range(2)] == [True, False]
-        now_s = 100.0
-        assert [timelines.should_trace_layers(engine) for _ in range(3)] == [True, True, False]
-        with recorded(monkeypatch, ALWAYS_OFF), tracing.span("gateway.engine") as unrecorded:
-            assert not timelines.should_trace_layers(unrecorded)
-
-
-@pytest.mark.parametrize("begin", ["data: ", ""])
-def test_an_openai_answer_goes_without_its_times(begin: str) -> None:
-    end = "\n\n" if begin else ""
-    for document in (
-        {"choices": ["é"], "kintsugi": BLENDED},
-        {"id": 1, "kv_transfer_params": {"kintsugi": BLENDED}},
-    ):
-        piece = Piece(f"{begin}{json.dumps(document)}{end}".encode())
-        assert piece.accounting == BLENDED
-        piece.remove_times()
-        told = piece.to_bytes()
-        assert Piece(told).accounting == {"outcome": "blended", "blend_ms": 7.5}
-        assert told.startswith(begin.encode())
-        assert told.endswith(end.encode())
-        assert {**json.loads(told.decode().removeprefix("data: ")), **document} == document
-
-
-@pytest.mark.parametrize(
-    "piece", [b"data: [DONE]\n\n", b'{"timeline": 1}', b'"timeline"', b'{"kintsugi": 1}']
-)
+@pytest.mark.parametrize("piece", [b"data: [DONE]\n\n", b'{"timeline": 1}', b'"timeline"'])
 def test_other_pieces_go_as_they_are(piece: bytes) -> None:
     read = Piece(piece)
-    read.remove_times()
+    read.remove_accounting()
     assert read.to_bytes() is piece
     assert read.accounting is None
 

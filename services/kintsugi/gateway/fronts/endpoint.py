@@ -24,7 +24,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        metrics, audit = self._gateway.metrics.http, self._gateway.audit
+        metrics, audit = self._gateway.metrics, self._gateway.audit
         served = ServedRequest(request.url.path, request.headers, metrics, 200, audit=audit)
         has_begun = False
 

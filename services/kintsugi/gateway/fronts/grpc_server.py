@@ -132,7 +132,7 @@ class KintsugiService:
         """Record one call while the block runs. An error of the block becomes the call's status. Yields the
         request, and the task that sends the initial metadata, which must precede all messages."""
         metadata = _texts(context.invocation_metadata())
-        served = ServedRequest(method, metadata, self.gateway.metrics.grpc, "OK", audit=self.gateway.audit)
+        served = ServedRequest(method, metadata, self.gateway.metrics, "OK", audit=self.gateway.audit)
         announcement = context.send_initial_metadata(((REQUEST_ID, served.request_id),))
         try:
             with served.record(grpc_status_of):

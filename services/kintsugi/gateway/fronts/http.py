@@ -127,27 +127,26 @@ class HttpFront:
 
     async def _answer(self, request: Request, served: ServedRequest, send: Send) -> None:
         """Answer a request with an engine. If the caller disconnects, the engine's work is cancelled."""
-        with self._gateway.metrics.http_in_flight.track_inprogress():
-            async with self._admit(request, served) as caller:
-                try:
-                    raw = await request.body()
-                except ClientDisconnect:
+        async with self._admit(request, served) as caller:
+            try:
+                raw = await request.body()
+            except ClientDisconnect:
+                served.status = LEFT_STATUS
+                return
+            call = await self._parse(caller, served, request.url.path, raw)
+            ask = OpenAIAsk(self._gateway.prompts, caller, call)
+            answer = asyncio.create_task(_Reply(served, send).send_answer(self._gateway, caller, ask))
+            left = asyncio.create_task(_wait_for_disconnect(request.receive))
+            try:
+                await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    await answer
+                else:
                     served.status = LEFT_STATUS
-                    return
-                call = await self._parse(caller, served, request.url.path, raw)
-                ask = OpenAIAsk(self._gateway.prompts, caller, call)
-                answer = asyncio.create_task(_Reply(served, send).send_answer(self._gateway, caller, ask))
-                left = asyncio.create_task(_wait_for_disconnect(request.receive))
-                try:
-                    await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-                    if answer.done():
-                        await answer
-                    else:
-                        served.status = LEFT_STATUS
-                finally:
-                    for task in (answer, left):
-                        task.cancel()
-                    await asyncio.gather(answer, left, return_exceptions=True)
+            finally:
+                for task in (answer, left):
+                    task.cancel()
+                await asyncio.gather(answer, left, return_exceptions=True)
 
     async def _parse(self, caller: Caller, served: ServedRequest, path: str, raw: bytes) -> OpenAICall:
         """Parse a body and find the chunks in it. Raises `InvalidField` and `PermissionDenied`."""

@@ -23,16 +23,14 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX, find_retention_s
+from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import (
-    TIMES,
     Attribute,
     count_cached,
     describe_answer,
     describe_request,
-    without_times,
 )
 from kintsugi.store.protocol.callers import Caller, Verb
 
@@ -73,8 +71,7 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
     span_name = "gateway.openai"
 
     def __init__(self, prompts: Prompts, caller: Caller, call: OpenAICall) -> None:
-        super().__init__(prompts.metrics.http, call.path, call.params.namespace, call.request_id, call.trace)
-        self.wants_times = call.params.timeline or call.params.explain
+        super().__init__(prompts.metrics, call.path, call.params.namespace, call.request_id, call.trace)
         self.ttl_s = call.params.ttl_s
         self._caller = caller
         priority = call.body.get("priority")
@@ -99,14 +96,10 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._has_one_prompt = not isinstance(prompt, list) or len(prompt) == 1 or _is_tokens(prompt)
 
     def send(
-        self, backend: EngineBackend, timeline: bool, trace: Mapping[str, str]
+        self, backend: EngineBackend, trace: Mapping[str, str]
     ) -> AsyncGenerator[OpenAIHead | bytes, None]:
-        own = self._call.params
         params = replace(
-            own,
-            # For discovered chunks. Missed chunks are filled with the request's own `ttl_s`.
-            ttl_s=find_retention_s(self._call.body) if own.ttl_s is None else own.ttl_s,
-            timeline=timeline,
+            self._call.params,
             shared=self.privacy.shared,
             chunk_tokens_multiple=self.privacy.expert.chunk_tokens_multiple,
             discover=self.privacy.discovers,
@@ -136,8 +129,6 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         self._finish_reasons += piece.finish_reasons[: ANSWERS_MAX - len(self._finish_reasons)]
         if not self.shows_accounting:
             piece.remove_accounting()
-        elif not self.wants_times:
-            piece.remove_times()
         return piece.to_bytes()
 
     def _begin(self) -> Sequence[OpenAIHead | bytes]:
@@ -240,13 +231,6 @@ class Piece:
         reported = self._details.get("cached_tokens")
         if type(reported) is int and (counted := count_cached(reported, accounting)) != reported:
             self._details["cached_tokens"] = counted
-            self._is_changed = True
-
-    def remove_times(self) -> None:
-        """Remove the times at which layers were computed, for a caller who did not request them."""
-        holder = self._find_holder()
-        if holder is not None and any(name in holder[PARAMS_KEY] for name in TIMES):
-            holder[PARAMS_KEY] = without_times(holder[PARAMS_KEY])
             self._is_changed = True
 
     def remove_accounting(self) -> None:

@@ -6,7 +6,6 @@ known chunk texts in messages, instructions, input and prompt. vLLM validates al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall
 from kintsugi.core.namespaces import NARROWING_FIELDS
-from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, TTL_S_MAX, KintsugiParams, Op, check_priority
+from kintsugi.core.request import PARAMS_KEY, SPANS_MAX, KintsugiParams, Op, check_priority
 
 SEARCHED_CHARS_MAX = 1 << 21
 """Maximum length of the text that is searched for known chunks; it exceeds any model's context."""
@@ -51,13 +50,6 @@ and no namespaces."""
 
 _GATEWAYS_OWN = ("shared", "chunk_tokens_multiple", "discover")
 """Parameters that the gateway derives from the namespace's privacy."""
-RETENTION, OPTIONS, TTL = "prompt_cache_retention", "prompt_cache_options", "ttl"
-IN_MEMORY = ("in_memory", "in-memory")
-"""Both spellings are in use: OpenAI's service has one, and the types of its client the other."""
-IN_MEMORY_S = 3600.0
-"""OpenAI's maximum lifetime of a cache in memory."""
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 @dataclass
@@ -107,7 +99,6 @@ def parse_openai_call(
     _check_whole_number(body.get("priority"), "priority")
     if body.get("priority") is not None:
         check_priority(body["priority"], allow_negative_priority)
-    find_retention_s(body)  # validates it
     if body.get("use_beam_search") not in (None, False):
         # vLLM's beam search sends the engine a request for every token of every beam, without our parameters:
         # these requests would neither be blended nor be accounted for.
@@ -249,26 +240,3 @@ def _texts(prompt: Any) -> Iterator[str]:
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one
-
-
-def find_retention_s(body: Mapping[str, Any]) -> float | None:
-    """Return the cache lifetime in seconds that an OpenAI request sets; None if it sets none. The options'
-    `ttl` takes precedence over the retention. Raises `InvalidField`."""
-    retention, options = body.get(RETENTION), body.get(OPTIONS)
-    kept_s = None
-    if retention is not None:
-        kept_s = IN_MEMORY_S if retention in IN_MEMORY else _seconds(retention, RETENTION)
-    if options is None:
-        return kept_s
-    if not isinstance(options, Mapping):
-        raise InvalidField(OPTIONS, 'must be an object such as {"ttl": "30m"}')
-    return kept_s if options.get(TTL) is None else _seconds(options[TTL], f"{OPTIONS}.{TTL}")
-
-
-def _seconds(text: Any, where: str) -> float:
-    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
-    seconds = 0.0 if match is None else int(match[1]) * _UNITS_S[match[2]]
-    if not 0.0 < seconds <= TTL_S_MAX:
-        known = f"{IN_MEMORY[0]!r}, or " if where == RETENTION else ""
-        raise InvalidField(where, f"must be {known}a time of at most ten years such as '30m' or '24h'")
-    return seconds

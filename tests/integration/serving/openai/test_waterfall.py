@@ -11,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.gateway.tracing import TIMES
 from kintsugi.models.bundled import showcase
 from kintsugi.store.protocol.callers import ANYONE
 from tests.integration.serving.openai.conftest import Served
@@ -19,6 +18,7 @@ from tests.recorded_spans import recorded
 
 pytestmark = pytest.mark.engine
 
+TIMES = {"timeline", "began_unix_s"}
 CLOCK_NS = 2_000_000
 """Two clocks of one host, each read a moment after the other."""
 
@@ -32,7 +32,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 def over_grpc(served: Served) -> None:
     show = showcase()
     segments = tuple(Segment(text=chunk) for chunk in show.chunks)
-    call = GenerateCall("spans-grpc", segments, Segment(text=show.question), {"max_tokens": 2})
+    call = GenerateCall("spans-grpc", segments, Segment(text=show.question), {"max_tokens": 2}, explain=True)
 
     async def ask() -> Mapping[str, Any]:
         async for event in served.gateway.generate(ANYONE, call):
@@ -43,19 +43,21 @@ def over_grpc(served: Served) -> None:
     served.store(call.namespace, show.chunks)
     accounting = served.run(ask())
     assert accounting["outcome"] == "blended"
-    assert not set(TIMES) & set(accounting)
+    assert set(accounting) >= TIMES
 
 
 def over_http(served: Served) -> None:
-    assert not set(TIMES) & set(blended_over_http(served, "spans-http", max_tokens=2))
+    assert set(blended_over_http(served, "spans-http", 2, {"timeline": True})) >= TIMES
 
 
-def blended_over_http(served: Served, namespace: str, max_tokens: int) -> Mapping[str, Any]:
+def blended_over_http(
+    served: Served, namespace: str, max_tokens: int, own: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """What the answer says of itself."""
     show = showcase()
     served.store(namespace, show.chunks)
     message = {"role": "user", "content": "".join(show.chunks) + show.question}
-    body = {"model": served.model, "messages": [message], "max_tokens": max_tokens}
+    body = {"model": served.model, "messages": [message], "max_tokens": max_tokens, "kintsugi": own}
     answer = served.post("/v1/chat/completions", body, namespace).json()
     accounting: Mapping[str, Any] = answer["kv_transfer_params"]["kintsugi"]
     assert accounting["outcome"] == "blended"
@@ -84,9 +86,10 @@ def test_layers_lie_within_their_request_and_load_ahead(
     assert any(_begin(later) < _end(now) for later, now in zip(loads[1:], computes, strict=False))
 
 
-def test_an_answer_that_nobody_traces_says_no_times(served: Served) -> None:
-    accounting = blended_over_http(served, "no-spans", max_tokens=1)
-    assert not set(TIMES) & set(accounting)
+def test_layers_are_recorded_only_for_who_asks(served: Served, exported: InMemorySpanExporter) -> None:
+    accounting = blended_over_http(served, "no-spans", 1, {})
+    assert not TIMES & set(accounting)
+    assert "engine.blend" not in {span.name for span in exported.get_finished_spans()}
 
 
 def _layers(spans: Mapping[str, ReadableSpan], part: str) -> list[ReadableSpan]:

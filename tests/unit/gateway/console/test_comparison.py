@@ -91,7 +91,7 @@ def test_who_does_not_read_keeps_nobody_waiting() -> None:
             comparer = comparison.Comparer(opened.gateway)
 
             def compare() -> AsyncGenerator[dict[str, Any], None]:
-                served = ServedRequest(COMPARE, {}, opened.gateway.metrics.http, 200)
+                served = ServedRequest(COMPARE, {}, opened.gateway.metrics, 200)
                 return comparer.run(lambda: ANYONE, comparison.Comparison.from_mapping(ASKED), served)
 
             async with aclosing(compare()) as unread:
@@ -128,8 +128,10 @@ def test_a_tab_that_is_closed_ends_the_work() -> None:
             }
             await HttpFront(opened.gateway).app(scope, incoming.get, send)  # type: ignore[arg-type]
             assert (opened.backend.seen.running, opened.backend.seen.ended_early) == (0, 1)
-            left = {"path": COMPARE, "status": "499"}
-            assert opened.gateway.metrics.registry.get_sample_value("kintsugi_http_requests_total", left) == 1
+            left = {"method": COMPARE, "status": "499"}
+            assert (
+                opened.gateway.metrics.registry.get_sample_value("kintsugi_gateway_requests_total", left) == 1
+            )
 
     run(body)
 

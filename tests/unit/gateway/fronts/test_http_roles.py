@@ -80,7 +80,9 @@ def test_only_who_may_list_learns_what_was_stored(stream: bool) -> None:
         expected = {**ACCOUNTED, "usage": {"prompt_tokens": 9}}
         assert json.loads(first) == (expected if stream else {**expected, "kv_transfer_params": {}})
         assert rest == (["data: [DONE]", ""] if stream else [])
-        assert 'kintsugi_http_chunk_tokens_total{result="hit"} 16.0' in metrics.text, "counted all the same"
+        assert 'kintsugi_gateway_chunk_tokens_total{result="hit"} 16.0' in metrics.text, (
+            "counted all the same"
+        )
 
     run(body)
 
@@ -138,7 +140,7 @@ def test_metrics_are_for_admins_once_verbs_are_named(token: str | None, status: 
         async with client(ScriptedBackend(), Roles()) as caller:
             response = await caller.get("/metrics", headers=bearing(token) if token else {})
             assert response.status_code == status
-            assert ("kintsugi_http" in response.text) == (status == 200)
+            assert ("kintsugi_gateway" in response.text) == (status == 200)
         async with client(ScriptedBackend(), Tokens()) as caller:  # a file of before there were verbs
             assert (await caller.get("/metrics")).status_code == 200
 
