@@ -212,7 +212,7 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
 def seeds(name: str) -> list[bytes]:
     """Well-formed input of a decoder, for a fuzzer to start from."""
     message = wire.manifest_to_wire(MANIFEST)
-    header = pb.PutChunkKVRequest(header=pb.PutHeader(manifest=message, tier="auto"))
+    header = pb.PutChunkKVRequest(header=pb.PutHeader(manifest=message, recompute_ms=1.0))
     frames = [pb.FrameHeader(chunk=0, layer=layer, size_bytes=len(FRAMES[0])) for layer in range(3)]
     lost = pb.FrameHeader(chunk=0, layer=1, lost_reason="absent")
     record = catalog_pb2.CatalogRecord(

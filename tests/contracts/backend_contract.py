@@ -212,14 +212,6 @@ class BackendContract:
         assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED]
         assert outcomes[1].reason
 
-    def test_a_tier_may_be_named(self, engines: Engines) -> None:
-        save = engines.backend.save
-        (outcome,) = engines.run(save("save", "contract", [engines.tokens(16)], tier="ram"))
-        assert outcome.state is SaveState.SAVED, outcome.reason
-        (outcome,) = engines.run(save("save", "contract", [engines.tokens(16)], tier="tape"))
-        assert outcome.state is SaveState.FAILED
-        assert "'tape' is not one of" in outcome.reason
-
     def test_an_openai_request_is_answered_head_first(self, engines: Engines) -> None:
         info = engines.run(engines.backend.info())
 

@@ -184,16 +184,6 @@ class StoreContract:
         store.erase("acme", None, 0.0)
         assert held() == ["acme/x", "acme2"]
 
-    def test_a_chunk_is_put_where_it_is_to_be_kept(self, store: ChunkStore) -> None:
-        for tokens, tier in ((range(8), "auto"), (range(9), "ram")):
-            manifest, frames = make_chunk(tokens)
-            assert store.put(manifest, frames, tier=tier)
-        assert store.tiers("acme", [manifest.key]) == ["ram"]
-        manifest, frames = make_chunk(range(10))
-        with pytest.raises(InvalidField, match="'tape' is not one of auto, ram"):
-            store.put(manifest, frames, tier="tape")
-        assert store.lookup("acme", [manifest.key]) == [None]
-
     def test_a_chunk_reads_back_as_it_was_written(self, store: ChunkStore) -> None:
         manifest, frames = make_chunk(range(40))
         assert store.put(manifest, frames) is True

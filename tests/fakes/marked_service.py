@@ -57,7 +57,6 @@ class TellingBackend(StubBackend):
         self,
         namespace: str,
         token_ids: Sequence[int],
-        tier: str,
         ttl_s: float | None,
         asked_at_s: float,
     ) -> SaveOutcome:
@@ -70,7 +69,7 @@ class TellingBackend(StubBackend):
         manifest = ChunkManifest.of(
             space, key, anchor, len(token_ids), _LAYOUT, Codec.RAW, frames, asked_at_s=asked_at_s
         )
-        await asyncio.to_thread(self._shard.put, manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
+        await asyncio.to_thread(self._shard.put, manifest, frames, ttl_s=ttl_s or 0.0)
         return SaveOutcome(SaveState.SAVED)
 
 

@@ -57,7 +57,7 @@ class StubSeen:
     saves: list[tuple[str, str, tuple[TokenIds, ...], int, str, float | None, float]] = field(
         default_factory=list
     )
-    """Request id, namespace, chunks, priority, tier, lifetime in seconds, Unix seconds when asked for."""
+    """Request id, namespace, chunks, priority, lifetime in seconds, Unix seconds when asked for."""
     running: int = 0
     """Answers in progress."""
     searched: list[OpenAICall] = field(default_factory=list)
@@ -198,13 +198,12 @@ class StubBackend(EngineBackend):
         namespace: str,
         chunks: Sequence[TokenIds],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self._check_up()
         if len(self.seen.saves) < REMEMBERED_MAX:
-            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, tier, ttl_s, asked_at_s))
+            self.seen.saves.append((request_id, namespace, tuple(chunks), priority, ttl_s, asked_at_s))
         outcomes = []
         for token_ids in chunks:
             await asyncio.sleep(self.delays.save_s)
@@ -212,7 +211,7 @@ class StubBackend(EngineBackend):
                 outcomes.append(SaveOutcome(SaveState.FAILED, "the chunk has no tokens"))
                 continue
             try:
-                outcomes.append(await self._put(namespace, token_ids, tier, ttl_s, asked_at_s))
+                outcomes.append(await self._put(namespace, token_ids, ttl_s, asked_at_s))
             except (InvalidField, NotFound) as error:
                 outcomes.append(SaveOutcome(SaveState.FAILED, str(error)))
         return outcomes
@@ -221,7 +220,6 @@ class StubBackend(EngineBackend):
         self,
         namespace: str,
         token_ids: Sequence[int],
-        tier: str,
         ttl_s: float | None,
         asked_at_s: float,
     ) -> SaveOutcome:
@@ -230,7 +228,7 @@ class StubBackend(EngineBackend):
         for copy in copies:
             assert self._store is not None
             manifest, frames = _zeros(copy, token_ids, asked_at_s)
-            self._store.put(manifest, frames, tier=tier, ttl_s=ttl_s or 0.0)
+            self._store.put(manifest, frames, ttl_s=ttl_s or 0.0)
         return SaveOutcome(SaveState.SAVED)
 
     async def openai(self, call: OpenAICall) -> AsyncGenerator[OpenAIHead | bytes, None]:

@@ -46,7 +46,10 @@ def spec(folder: Path) -> ShardSpec:
     return ShardSpec(MIB, folder / "data", ssds)
 
 
-TIERS = ("auto", "ssd0", "ssd1")
+FIRST_TIER_MS, LAST_TIER_MS = 0.0, 1e9
+"""Costs of a chunk that goes to the first SSD tier, because the cost is unknown, and to the last, because any
+tier loads the chunk in time."""
+COSTS_MS = (FIRST_TIER_MS, LAST_TIER_MS)
 DAY_S = 86400.0
 Chunk = tuple[ChunkManifest, list[bytes]]
 Putting = tuple[ChunkKey, float, Future[None]]
@@ -79,11 +82,11 @@ class Life:
                 self._put_again()
             elif way < 0.45:
                 manifest, _ = self._any_chunk()
-                put = self._shard.begin_put(manifest, PutOptions("auto", durable=True), wait_s=30.0)
+                put = self._shard.begin_put(manifest, PutOptions(durable=True), wait_s=30.0)
                 if put is not None:
                     self._shard.abort(put)
             else:
-                self._await_durable([self._put(self._any_chunk(), self._chance.choice(TIERS))])
+                self._await_durable([self._put(self._any_chunk(), self._chance.choice(COSTS_MS))])
 
     def _check_catalogs(self) -> None:
         """At rest, each tier's catalog names what the shard finds there."""
@@ -104,10 +107,12 @@ class Life:
         self._ranges[chunk[0].key] = make, chosen
         return chunk
 
-    def _put(self, chunk: Chunk, tier: str) -> Putting | None:
+    def _put(self, chunk: Chunk, recompute_ms: float) -> Putting | None:
         """Put a chunk, and do not wait until it is durable; None for one that is there."""
         manifest, frames = chunk
-        put = self._shard.begin_put(manifest, PutOptions(tier, durable=True, ttl_s=DAY_S), wait_s=30.0)
+        put = self._shard.begin_put(
+            manifest, PutOptions(durable=True, ttl_s=DAY_S, recompute_ms=recompute_ms), wait_s=30.0
+        )
         if put is None:
             return None
         for layer, frame in zip(manifest.layers, frames, strict=True):
@@ -126,7 +131,7 @@ class Life:
     def _put_again(self) -> None:
         """While chunks are written to the first tier, which makes others leave it, delete some of either and
         put them again, to any tier. Nothing is waited for in between."""
-        puts = [self._put(self._any_chunk(), "ssd0") for _ in range(4)]
+        puts = [self._put(self._any_chunk(), FIRST_TIER_MS) for _ in range(4)]
         held = sorted(entry.manifest.key for entry in self._shard.table.entries())
         held = [key for key in held if key in self._ranges]
         time.sleep(self._chance.choice((0.0, 0.001, 0.003, 0.01)))  # the writers have got somewhere
@@ -135,7 +140,7 @@ class Life:
         puts = [put for put in puts if put is not None and put[0] not in again]
         for key in again:
             make, tokens = self._ranges[key]
-            puts.append(self._put(make(tokens), self._chance.choice(TIERS)))
+            puts.append(self._put(make(tokens), self._chance.choice(COSTS_MS)))
         self._await_durable(puts)
 
     def _delete(self, keys: list[ChunkKey]) -> None:
@@ -289,7 +294,7 @@ def test_a_chunk_put_again_before_its_old_copy_is_committed_outlives_a_crash(
             return
         again.append(key := written[0][0].entry.manifest.key)
         shard.delete("acme", [key])
-        put_durably(shard, *chunks[key], PutOptions("ssd1", durable=True))
+        put_durably(shard, *chunks[key], PutOptions(durable=True, recompute_ms=LAST_TIER_MS))
         commit(writer, written, since)
         if not flushed:
             shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
@@ -318,9 +323,9 @@ def test_a_chunk_put_again_on_a_slower_tier_outlives_a_crash(tmp_path: Path) -> 
     """The faster tier, which a restart reads first, has nothing to write meanwhile."""
     manifest, frames = make_chunk(range(100))
     with closing(open_shard(spec(tmp_path / "shard"))) as shard:
-        put_durably(shard, manifest, frames, PutOptions("ssd0", durable=True, ttl_s=3600.0))
+        put_durably(shard, manifest, frames, PutOptions(durable=True, ttl_s=3600.0))
         shard.delete("acme", [manifest.key])
-        put_durably(shard, manifest, frames, PutOptions("ssd1", durable=True))
+        put_durably(shard, manifest, frames, PutOptions(durable=True, recompute_ms=LAST_TIER_MS))
         shutil.copytree(tmp_path / "shard", tmp_path / "crashed")
     with closing(open_shard(spec(tmp_path / "crashed"))) as recovered:
         assert_as_put_again(recovered, manifest.key)

@@ -216,7 +216,6 @@ class EngineBackend(ABC):
         namespace: str,
         chunks: Sequence[TokenIds],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
@@ -225,10 +224,8 @@ class EngineBackend(ABC):
         With a context, a chunk counts as saved when all its copies are saved; a failure's reason is that of
         the first failed copy.
 
-        ``tier`` is where the store keeps them: `ram`, the name of one of its SSD tiers, or `auto`: as the
-        engine's configuration of the store says. A tier that the store lacks fails the chunk. ``ttl_s``:
-        maximum time in seconds that the store keeps them; None: as configured. ``asked_at_s``: as in
-        `ChunkManifest`.
+        ``ttl_s``: maximum time in seconds that the store keeps them; None: as the engine's store is
+        configured. ``asked_at_s``: as in `ChunkManifest`.
         """
 
     @abstractmethod

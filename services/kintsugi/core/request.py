@@ -22,7 +22,6 @@ from kintsugi.core.spaces import ChunkKey, Span, check_namespace
 PARAMS_KEY = "kintsugi"
 PARAMS_VERSION = 1
 SPANS_MAX = 4096
-TIER_CHARS_MAX = 64
 TTL_S_MAX = 10 * 365 * 86_400.0
 """Ten years."""
 FOUND_CHARS_MIN = 32
@@ -184,9 +183,6 @@ class KintsugiParams:
     """Report which positions each layer computed, and what `timeline` reports."""
     timeline: StrictBool = False
     """Report when each layer was loaded and computed."""
-    tier: str = ""
-    """Where a save keeps its chunk: `auto`, `ram` or the name of an SSD tier. Empty: as the store's client
-    is configured."""
     ttl_s: StrictFloat | None = None
     """Maximum lifetime in seconds of what is stored for the request: the chunk of a save, chunks that the
     request misses and a gateway fills, and segments that it discovers. Null: no limit of its own."""
@@ -213,8 +209,6 @@ class KintsugiParams:
             check_namespace(self.shared)
         if self.chunk_tokens_multiple < 1:
             raise InvalidField("chunk_tokens_multiple", f"{self.chunk_tokens_multiple} must be at least 1")
-        if self.tier and (self.op is not Op.SAVE or len(self.tier) > TIER_CHARS_MAX):
-            raise InvalidField("tier", f"is for op=save alone and has at most {TIER_CHARS_MAX} characters")
         check_ttl(self.ttl_s)
         if self.op.prefills_chunk and (self.spans is None or len(self.spans) != 1):
             raise InvalidSpan("spans", f"op={self.op} needs exactly one span: the chunk to prefill")

@@ -467,13 +467,11 @@ class AsyncEngine(EngineBackend):
         namespace: str,
         chunks: Sequence[TokenIds],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         self.check_health()
         check_namespace(namespace)
-        kept_in = "" if tier == "auto" else tier
         copies = self.space(namespace).copies(self._config.plain_copies)
         turn = asyncio.Semaphore(SAVES_AT_ONCE)
 
@@ -486,7 +484,6 @@ class AsyncEngine(EngineBackend):
                         copy.lead_token_ids,
                         chunk,
                         namespace,
-                        tier=kept_in,
                         ttl_s=ttl_s,
                         asked_at_s=asked_at_s,
                     )

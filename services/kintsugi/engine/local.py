@@ -406,7 +406,6 @@ def save_request(
     chunk: Sequence[int],
     namespace: str,
     key: ChunkKey | None = None,
-    tier: str = "",
     ttl_s: float | None = None,
     asked_at_s: float = 0.0,
 ) -> tuple[TokenIds, KintsugiParams]:
@@ -424,7 +423,6 @@ def save_request(
         namespace,
         Op.SAVE,
         (Span(start, end, key),),
-        tier=tier,
         ttl_s=ttl_s,
         asked_at_s=asked_at_s or SaveTimes().now(namespace),
     )

@@ -56,8 +56,6 @@ class SaveJob:
     anchors: tuple[int, ...]
     chunk_start: int
     chunk_end: int
-    tier: str
-    """Tier in which the store keeps the chunk; empty: the store client's default."""
     is_audit: bool = False
     """Compare the chunk with the stored one of the same key, and store nothing."""
     ttl_s: float = 0.0

@@ -316,7 +316,6 @@ class Gateway:
         namespace: str,
         chunks: Sequence[Segment],
         *,
-        tier: str = "auto",
         wait: bool = True,
         ttl_s: float | None = None,
     ) -> list[Put]:
@@ -348,9 +347,7 @@ class Gateway:
             num_tokens = sum(len(tokens) for _, tokens in missing)
             self.shares.charge(namespace, num_tokens)
             try:
-                futures = self._saver.submit(
-                    namespace, missing, tier=tier or "auto", ttl_s=ttl_s, asked_at_s=asked_at_s
-                )
+                futures = self._saver.submit(namespace, missing, ttl_s=ttl_s, asked_at_s=asked_at_s)
             except ResourceExhausted:  # nothing is saved
                 self.shares.settle(namespace, num_tokens)
                 raise

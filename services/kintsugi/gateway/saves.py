@@ -83,7 +83,6 @@ class Saver:
         namespace: str,
         chunks: Sequence[ToSave],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[asyncio.Future[SaveOutcome]]:
@@ -113,7 +112,7 @@ class Saver:
             _Save(address, tokens, asked_at_s, loop.create_future()) for address, tokens in fresh.items()
         ]
         self._saves |= {one.address: one for one in saves}
-        call = partial(self._backend.save, priority=priority, tier=tier, ttl_s=ttl_s, asked_at_s=asked_at_s)
+        call = partial(self._backend.save, priority=priority, ttl_s=ttl_s, asked_at_s=asked_at_s)
         for batch in _batches(saves):
             task = asyncio.create_task(self._run(namespace, batch, call))
             self._tasks.add(task)

@@ -43,12 +43,11 @@ class RayBackend(EngineBackend):
         namespace: str,
         chunks: Sequence[TokenIds],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:
         outcomes: list[SaveOutcome] = await self._await_answer(
-            self._handle.save, request_id, namespace, list(chunks), priority, tier, ttl_s, asked_at_s
+            self._handle.save, request_id, namespace, list(chunks), priority, ttl_s, asked_at_s
         )
         return outcomes
 

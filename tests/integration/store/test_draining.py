@@ -26,7 +26,7 @@ def test_what_leaves_a_disk_for_a_chunk_that_is_drained_does_not_stay_in_ram_alo
         for manifest, frames in on_disk:
             put(shard, manifest, frames)
         for manifest, frames in in_ram:
-            begun = shard.begin_put(manifest, PutOptions(tier="ram"), wait_s=10.0)
+            begun = shard.begin_put(manifest, PutOptions(recompute_ms=1e-6), wait_s=10.0)
             assert begun is not None
             begun.write(0, memoryview(b"".join(frames)))
             shard.commit(begun)

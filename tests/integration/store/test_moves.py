@@ -13,7 +13,7 @@ from kintsugi.core.layout import HeadRange
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
-from kintsugi.store.shard.eviction.placement import READS_OFTEN
+from kintsugi.store.shard.eviction.room import MOVE_REST_S, READS_OFTEN
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
@@ -23,7 +23,6 @@ from kintsugi.store.shard.tiers.catalog import catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.work import MOVE_REST_S
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, read_all
 
@@ -60,7 +59,12 @@ def shard(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def put_durably(shard: Shard, start: int) -> ChunkEntry:
     manifest, frames = make_chunk(range(start, start + 400))
-    put = shard.begin_put(manifest, PutOptions("ssd0", durable=True, recompute_ms=200.0), wait_s=10.0)
+    speeds = [disk.read_bytes_per_s for disk in shard.disks]
+    for disk in shard.disks:  # as if only the first tier were fast enough
+        disk.read_bytes_per_s = 1e9 if disk is shard.disks[0] else 1.0
+    put = shard.begin_put(manifest, PutOptions(durable=True, recompute_ms=200.0), wait_s=10.0)
+    for disk, speed in zip(shard.disks, speeds, strict=True):
+        disk.read_bytes_per_s = speed
     assert put is not None
     for layer, frame in enumerate(frames):
         put.write(layer, memoryview(frame))
@@ -150,9 +154,9 @@ def test_a_chunk_that_is_read_often_leaves_a_tier_that_has_become_slow(
     # As if each had been measured: a blend of a chunk takes 30 ms, 0.3 MB from either take less.
     fast.read_bytes_per_s, slow.read_bytes_per_s = 1e9, 1e8
     with ShardServer(shard, "127.0.0.1:0") as server:
-        store = GrpcStore(server.address, GrpcOptions(ack="durable", recompute_ms_per_token=0.5))
+        store = GrpcStore(server.address, GrpcOptions(ack="durable"))
         for manifest, frames in chunks:
-            assert store.put(manifest, frames)
+            assert store.put(manifest, frames, recompute_ms=200.0)
         assert (fast.chunks, slow.chunks) == (0, 10)
 
         read = slow.slab.read

@@ -74,8 +74,6 @@ def test_everything_is_read() -> None:
         ({"version": True}, "kintsugi.version", "integer"),
         ({"explain": "maybe"}, "kintsugi.explain", "boolean"),
         ({"timeline": 1}, "kintsugi.timeline", "boolean"),
-        ({"tier": "ram"}, "tier", "op=save alone"),
-        ({"op": "save", "spans": [[0, 4]], "tier": "x" * 65}, "tier", "at most 64"),
         ({"ttl_s": 0}, "ttl_s", "above 0 and at most 315360000 seconds"),
         ({"ttl_s": -1.0}, "ttl_s", "leave it out"),
         ({"ttl_s": 1e9}, "ttl_s", "ten years"),
@@ -97,7 +95,6 @@ def test_everything_is_read() -> None:
         ({"op": "save"}, "spans", "exactly one span"),
         ({"op": "save", "spans": []}, "spans", "exactly one span"),
         ({"op": "audit"}, "spans", "op=audit needs exactly one span"),
-        ({"op": "audit", "spans": [[0, 4]], "tier": "ram"}, "tier", "op=save alone"),
         ({"op": "save", "spans": [[0, 1], [1, 2]]}, "spans", "exactly one span"),
     ],
 )
@@ -176,7 +173,6 @@ def params(draw: st.DrawFn) -> KintsugiParams:
         adaptive_mass=draw(st.none() | st.floats(0.01, 1.0)),
         explain=draw(st.booleans()),
         timeline=draw(st.booleans()),
-        tier=draw(st.sampled_from(["", "auto", "ram", "nvme"])) if op is Op.SAVE else "",
         ttl_s=draw(st.none() | st.floats(0.001, TTL_S_MAX)),
     )
 

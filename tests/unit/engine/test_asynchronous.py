@@ -297,13 +297,13 @@ def test_an_audit_is_behind_all_requests_and_no_load() -> None:
 def test_chunks_are_saved_one_by_one_and_fail_one_by_one() -> None:
     client = ScriptedClient((7,), SAVED)
     chunks = [TokenIds.of([5, 6]), TokenIds(), TokenIds.of(range(20))]
-    outcomes = asyncio.run(engine_over(client).save("s", "acme", chunks, 9, "ram", 60.0))
+    outcomes = asyncio.run(engine_over(client).save("s", "acme", chunks, 9, 60.0))
     assert [outcome.state for outcome in outcomes] == [SaveState.SAVED, SaveState.FAILED, SaveState.FAILED]
     assert "empty" in outcomes[1].reason
     ((prompt, sampling, _, more),) = client.asked
     assert prompt["prompt_token_ids"] == [0, 5, 6, 6]
     wanted = sampling.extra_args["kv_transfer_params"]["kintsugi"]
-    assert (wanted["op"], wanted["spans"], wanted["tier"]) == ("save", [[1, 3]], "ram")
+    assert (wanted["op"], wanted["spans"]) == ("save", [[1, 3]])
     assert wanted["ttl_s"] == 60.0
     assert more["priority"] == 9
 

@@ -61,7 +61,7 @@ def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: 
         outcomes = await asyncio.gather(first, once_more, again, other, later)
         assert {one.state for one in outcomes} == {"saved"}
         assert len(backend.seen.saves) == 5, "neither of those that were dropped"
-        times = [save[6] for save in backend.seen.saves if save[1] == "tenant"]
+        times = [save[5] for save in backend.seen.saves if save[1] == "tenant"]
         assert [at_s > asked_s for at_s in times] == [False, True, True]
         assert saver._waiting_tokens == 0
         await saver.close()
@@ -78,7 +78,7 @@ def test_who_wants_a_chunk_for_longer_does_not_share_the_save_of_who_does_not() 
         lasting = saver.submit("tenant", chunks(0, 1))
         assert lasting != passing
         await asyncio.gather(*passing, *lasting)
-        assert sorted([save[5] for save in backend.seen.saves], key=str) == [60.0, None]
+        assert sorted([save[4] for save in backend.seen.saves], key=str) == [60.0, None]
         assert saver._waiting_tokens == 0
         await saver.close()
 

@@ -17,7 +17,7 @@ from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.quality.effect import ShadowCounts
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.shard.eviction.reuse import Counters
+from kintsugi.store.shard.eviction.room import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi_operator.controller.metrics import OperatorMetrics
 

@@ -187,7 +187,6 @@ class IdleSaves:
             anchors_of(segment.token_ids, copy.name_key),
             len(lead),
             part.num_positions,
-            tier="",
             ttl_s=segment.ttl_s,
             asked_at_s=segment.asked_at_s,
         )

@@ -210,7 +210,6 @@ def save_job(
         anchors_of(prompt[span.start : span.end], space.name_key),
         span.start,
         span.end,
-        params.tier,
         is_audit=params.op is Op.AUDIT,
         ttl_s=params.ttl_s or 0.0,
         asked_at_s=params.asked_at_s,

@@ -540,7 +540,7 @@ class WorkerSide:
             frames,
             asked_at_s=job.asked_at_s,
         )
-        self._store.put(manifest, frames, accounting.compute_ms, job.tier, job.ttl_s)
+        self._store.put(manifest, frames, accounting.compute_ms, job.ttl_s)
         return accounting
 
     def _audit(self, job: SaveJob, frames: list[memoryview], accounting: Accounting) -> Accounting:

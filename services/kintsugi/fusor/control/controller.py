@@ -1,7 +1,7 @@
 """The loading controller decides what to load, how much to recompute, or not to blend at all. Pure.
 
 From the paper (§5, "loading controller"): the ratio at which recomputing takes as long as loading, but at
-least the ratio that quality requires. (`store.shard.eviction.placement` makes the paper's other choice, the
+least the ratio that quality requires. (`store.shard.eviction.room` makes the paper's other choice, the
 storage tier.) In addition, a chunk is recomputed if that is faster than loading it, and the prompt is
 prefilled in full if nothing beats that: on a fast accelerator behind a slow network, loading loses.
 

@@ -174,7 +174,6 @@ class KintsugiService:
             caller,
             request.namespace,
             chunks,
-            tier=request.tier,
             wait=request.wait,
             ttl_s=wire.ttl_of(request),
         )

@@ -127,12 +127,9 @@ class PutChunkRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
-    TIER_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    tier: builtins.str
-    """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
     wait: builtins.bool
     """Return once the chunk is committed, not once it is accepted."""
     ttl_s: builtins.float
@@ -147,12 +144,11 @@ class PutChunkRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         chunk: global___Content | None = ...,
-        tier: builtins.str = ...,
         wait: builtins.bool = ...,
         ttl_s: builtins.float | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunk", b"chunk", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunk", b"chunk", "namespace", b"namespace", "tier", b"tier", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunk", b"chunk", "namespace", b"namespace", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___PutChunkRequest = PutChunkRequest
@@ -180,11 +176,9 @@ class PutChunksRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
-    TIER_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    tier: builtins.str
     wait: builtins.bool
     ttl_s: builtins.float
     """Of each chunk."""
@@ -195,12 +189,11 @@ class PutChunksRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         chunks: collections.abc.Iterable[global___Content] | None = ...,
-        tier: builtins.str = ...,
         wait: builtins.bool = ...,
         ttl_s: builtins.float | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunks", b"chunks", "namespace", b"namespace", "tier", b"tier", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ttl_s", b"_ttl_s", "chunks", b"chunks", "namespace", b"namespace", "ttl_s", b"ttl_s", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___PutChunksRequest = PutChunksRequest

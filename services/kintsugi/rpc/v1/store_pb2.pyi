@@ -373,14 +373,11 @@ class PutHeader(google.protobuf.message.Message):
 
     MANIFEST_FIELD_NUMBER: builtins.int
     ACK_FIELD_NUMBER: builtins.int
-    TIER_FIELD_NUMBER: builtins.int
     RECOMPUTE_MS_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     IS_COPY_FIELD_NUMBER: builtins.int
     ERASURES_SEEN_FIELD_NUMBER: builtins.int
     ack: global___Ack.ValueType
-    tier: builtins.str
-    """`auto`, `ram` or the name of an SSD tier. Empty means `auto`."""
     recompute_ms: builtins.float
     """What computing the chunk again costs; 0: unknown."""
     ttl_s: builtins.float
@@ -398,14 +395,13 @@ class PutHeader(google.protobuf.message.Message):
         *,
         manifest: global___Manifest | None = ...,
         ack: global___Ack.ValueType = ...,
-        tier: builtins.str = ...,
         recompute_ms: builtins.float = ...,
         ttl_s: builtins.float = ...,
         is_copy: builtins.bool = ...,
         erasures_seen: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "erasures_seen", b"erasures_seen", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "tier", b"tier", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "erasures_seen", b"erasures_seen", "is_copy", b"is_copy", "manifest", b"manifest", "recompute_ms", b"recompute_ms", "ttl_s", b"ttl_s"]) -> None: ...
 
 global___PutHeader = PutHeader
 

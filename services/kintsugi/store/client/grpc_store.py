@@ -238,7 +238,6 @@ class GrpcStore(ChunkStore):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
         check_frames(manifest, [memoryview(frame).nbytes for frame in frames])
@@ -248,8 +247,7 @@ class GrpcStore(ChunkStore):
         header = pb.PutHeader(
             manifest=wire.manifest_to_wire(manifest),
             ack=_ACKS[self._options.ack],
-            tier=tier or self._options.tier,
-            recompute_ms=recompute_ms or self._options.recompute_ms_per_token * manifest.num_tokens,
+            recompute_ms=recompute_ms,
             ttl_s=ttl_s or self._options.ttl_s,
         )
         inserted = self._put(manifest, frames, header)

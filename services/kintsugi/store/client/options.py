@@ -24,10 +24,6 @@ class UrlOptions:
 
     ack: Literal["ram", "durable", ""] = ""
     """When a put returns: as soon as the chunk is in RAM, or on disk. Empty: the shard's default."""
-    tier: str = ""
-    """`auto`, `ram` or an SSD tier's name, for every chunk put. Empty: `auto`."""
-    recompute_ms_per_token: float = 0.0
-    """Prefill time per token for puts without `recompute_ms`; placement and eviction weigh it. 0: unknown."""
     same_host: bool = True
     """Read from the shard's memory if it runs on this host and shares its memory."""
     ttl_s: float = 0.0

@@ -111,11 +111,8 @@ class RamStore(ChunkStore):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        if tier not in ("", "auto", "ram"):
-            raise InvalidField("tier", f"{tier!r} is not one of auto, ram")
         if manifest.is_encrypted:
             raise InvalidField(
                 "manifest.key_id", "must be empty: this store has no keys to verify an encrypted chunk"

@@ -237,11 +237,10 @@ class ShardedStore(ChunkStore):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
         def put(store: GrpcStore) -> bool:
-            return store.put(manifest, frames, recompute_ms, tier, ttl_s)
+            return store.put(manifest, frames, recompute_ms, ttl_s)
 
         owners = self.shard_map().owners(manifest.key)
         keys = self._options.find_keys(manifest.namespace)

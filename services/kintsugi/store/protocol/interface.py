@@ -154,17 +154,15 @@ class ChunkStore(ABC):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
         """Store one chunk. `frames` holds its side frames, if any, and then its layers in order. Returns
         whether the chunk was new; a stored chunk stays unchanged, and its lifetime is extended as by
         `retain`. `recompute_ms` is the time that its prefill took, which placement and eviction weigh; 0:
-        unknown. `tier` is `auto`, `ram` or the name of an SSD tier; empty: the client's default. `ttl_s` is
-        its lifetime by the store's clock, which continues over restarts; 0: the client's default, which is
-        unlimited unless it was set. Chunks with a lifetime are evicted before chunks without one. Raises
-        `InvalidField` if frames and manifest disagree or the tier does not exist, `Corrupted` if a digest
-        does not match, and `NotFound` for a chunk that was erased after its save was requested
+        unknown. `ttl_s` is its lifetime by the store's clock, which continues over restarts; 0: the client's
+        default, which is unlimited unless it was set. Chunks with a lifetime are evicted before chunks
+        without one. Raises `InvalidField` if frames and manifest disagree, `Corrupted` if a digest does not
+        match, and `NotFound` for a chunk that was erased after its save was requested
         (`manifest.asked_at_s`)."""
 
     @abstractmethod

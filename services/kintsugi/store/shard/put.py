@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.store.shard.entry import ChunkEntry, Residence
-from kintsugi.store.shard.eviction.placement import AUTO
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 
 
@@ -32,7 +31,6 @@ def erased_meanwhile(manifest: ChunkManifest) -> NotFound:
 class PutOptions:
     """Options of a put."""
 
-    tier: str = AUTO
     durable: bool = False
     ttl_s: float = math.inf
     recompute_ms: float = 0.0

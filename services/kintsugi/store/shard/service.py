@@ -217,7 +217,6 @@ class ChunkStoreService:
             self.durable_by_default if header.ack == pb.ACK_UNSPECIFIED else header.ack == pb.ACK_DURABLE
         )
         return wire.manifest_from_wire(header.manifest), PutOptions(
-            tier=header.tier,
             durable=durable,
             ttl_s=header.ttl_s or math.inf,
             recompute_ms=header.recompute_ms,

@@ -22,10 +22,17 @@ from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
 from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
-from kintsugi.store.shard.eviction.placement import NO_SSD_TIER
-from kintsugi.store.shard.eviction.reuse import Counters, ReuseGaps
-from kintsugi.store.shard.eviction.room import Room, Transitions
-from kintsugi.store.shard.eviction.shares import NamespaceUse, Shares
+from kintsugi.store.shard.eviction.room import (
+    NO_SSD_TIER,
+    Counters,
+    NamespaceUse,
+    ReuseGaps,
+    Room,
+    Shares,
+    Transitions,
+    find_faster_queue,
+    find_queue,
+)
 from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
@@ -42,8 +49,6 @@ from kintsugi.store.shard.work import (
     WriteBatch,
     WriteJob,
     WriteQueue,
-    find_faster_queue,
-    find_queue,
     give_up,
     run_in_turn,
 )

@@ -6,7 +6,7 @@ The queues are plain data, not thread-safe: only the table calls them, under its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,16 +14,12 @@ from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.store.shard.admission import may_leave_disk
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
-from kintsugi.store.shard.eviction.placement import AUTO, READS_OFTEN, choose_tier, faster_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 
 WRITE_BATCH_BYTES_MAX = 128 << 20
 QUEUE_SHARE_MAX = 0.25
 """Largest share of RAM that may wait for one SSD tier. Beyond it, puts wait."""
-MOVE_REST_S = 600.0
-"""Minimum time between two moves of a chunk that is read often. Measured speeds vary, and a promoted chunk
-may be demoted again: a chunk must not be written back and forth at the rate of its reads."""
 FAR_SHARE_MAX = 0.25
 """Largest share of RAM for chunks that are being loaded from a bucket."""
 LOAD_STEP_BYTES = 4 << 20
@@ -112,7 +108,7 @@ class WriteQueue:
         if size_bytes > self.tier.capacity_bytes:
             raise ResourceExhausted(
                 f"a chunk of {size_bytes} bytes exceeds {self.tier.name}'s {self.tier.capacity_bytes}; "
-                "name another tier or make chunks shorter"
+                "make chunks shorter or the tier larger"
             )
 
     def is_full_for(self, size_bytes: int) -> bool:
@@ -167,16 +163,6 @@ class WriteQueue:
         return batch
 
 
-def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
-    """Return name and measured bytes per second of each queue's tier."""
-    return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
-
-
-def find_queue(queues: Sequence[WriteQueue], tier: str) -> WriteQueue | None:
-    """Return the queue of the tier with this name; None for RAM."""
-    return next((queue for queue in queues if queue.tier.name == tier), None)
-
-
 def give_up(tier: LowerTier, goal_bytes: int) -> list[Eviction]:
     """Take chunks that a tier's policy gives up, for `goal_bytes` or until no more may leave."""
     evictions: list[Eviction] = []
@@ -186,37 +172,6 @@ def give_up(tier: LowerTier, goal_bytes: int) -> list[Eviction]:
         goal_bytes -= victim.manifest.chunk_bytes
         evictions.append(Eviction(victim, victim.disk))
     return evictions
-
-
-def find_faster_queue(
-    queues: Sequence[WriteQueue],
-    entry: ChunkEntry,
-    hides_s: float,
-    now_s: float,
-    demoting: Collection[Eviction],
-) -> WriteQueue | None:
-    """Return the queue of the tier that a chunk moves to after it was read; None if it stays.
-
-    From a bucket, a chunk moves to the tier of a durable put. It stays if its SSD tier is fast enough, if it
-    is not read often, if it moved less than `MOVE_REST_S` ago, if RAM does not hold all of it, or if the
-    other tier's queue is full. It also stays while it is `demoting`: a tier's catalog can name only one copy
-    of a chunk. `hides_s`: as in `choose_tier`. `now_s`: on the clock of `ChunkEntry.moved_s`.
-    """
-    if entry.disk is None or entry.ram is None or entry.is_loading or now_s < entry.moved_s + MOVE_REST_S:
-        return None
-    if any(eviction.entry is entry for eviction in demoting):
-        return None
-    if entry.writing is not None or entry.uses < READS_OFTEN:
-        return None
-    size, speeds, held = entry.manifest.chunk_bytes, speeds_of(queues), entry.disk.tier
-    if held.is_remote:
-        target: str | None = choose_tier(AUTO, speeds, size, hides_s, durable=True)
-    else:
-        target = faster_tier(held.name, speeds, size, hides_s)
-    queue = None if target is None else find_queue(queues, target)
-    if queue is None or queue.tier.failure or size > queue.tier.capacity_bytes or queue.is_full_for(size):
-        return None
-    return queue
 
 
 @dataclass(frozen=True)

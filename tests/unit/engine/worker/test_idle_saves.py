@@ -50,7 +50,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def job(number: int) -> SaveJob:
     tokens = JobTokens(f"discovered-{number}", [number], 0, ([1],))
-    return SaveJob(tokens, SPACE, ChunkKey.of(SPACE, [number]), (), 0, 1, "", ttl_s=60.0)
+    return SaveJob(tokens, SPACE, ChunkKey.of(SPACE, [number]), (), 0, 1, ttl_s=60.0)
 
 
 def saves_of(

@@ -16,7 +16,7 @@ SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 def save(num_tokens: int, is_audit: bool = False) -> SaveJob:
     token_ids = list(range(num_tokens))
     tokens = JobTokens("save", token_ids, 0, ())
-    return SaveJob(tokens, SPACE, ChunkKey.of(SPACE, token_ids), (), 0, num_tokens, "", is_audit)
+    return SaveJob(tokens, SPACE, ChunkKey.of(SPACE, token_ids), (), 0, num_tokens, is_audit)
 
 
 def test_a_batch_is_at_least_one_chunk_and_at_most_one_unit() -> None:

@@ -75,7 +75,7 @@ class Bench:
     def save(self, discovered: bool = False) -> StepMetadata:
         token_ids = [token % VOCAB for token in range(30)]
         key = ChunkKey.of(SPACE, token_ids[PREFIX:])
-        job = SaveJob(JobTokens("asked", token_ids, 0, ([1, 2],)), SPACE, key, (), PREFIX, 30, "")
+        job = SaveJob(JobTokens("asked", token_ids, 0, ([1, 2],)), SPACE, key, (), PREFIX, 30)
         return StepMetadata(discovered=[job]) if discovered else StepMetadata(saves=[job])
 
     def step(self, metadata: StepMetadata | None = None) -> None:

@@ -37,7 +37,6 @@ class MissingBackend(ScriptedBackend):
         namespace: str,
         chunks: Sequence[TokenIds],
         priority: int = 0,
-        tier: str = "auto",
         ttl_s: float | None = None,
         asked_at_s: float = 0.0,
     ) -> list[SaveOutcome]:

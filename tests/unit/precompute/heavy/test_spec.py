@@ -160,7 +160,7 @@ def test_chunks_longer_than_the_context_are_refused() -> None:
 def test_puts_are_durable_where_the_store_has_a_disk() -> None:
     assert durable_url("grpc://h:1", False) == "grpc://h:1"
     assert durable_url("grpc://h:1", True) == "grpc://h:1?ack=durable"
-    assert durable_url("grpc://h:1?tier=ssd0", True) == "grpc://h:1?tier=ssd0&ack=durable"
+    assert durable_url("grpc://h:1?ttl_s=60", True) == "grpc://h:1?ttl_s=60&ack=durable"
     assert durable_url("grpc://h:1?ack=ram", True) == "grpc://h:1?ack=ram"
 
 

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from kintsugi.core.errors import InvalidField
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.store.protocol.tls import TlsFiles, first_expiry_s
-from kintsugi.store.shard.eviction.reuse import Counters
+from kintsugi.store.shard.eviction.room import Counters
 from kintsugi.store.shard.exporter import ShardMetrics
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)

@@ -56,7 +56,8 @@ def put(
 
 
 CHUNK = make_chunk(range(100), SPACE)[0].chunk_bytes
-ON_RAM, ON_SSD = PutOptions(tier="ram"), PutOptions(tier="ssd0")
+ON_RAM = PutOptions(recompute_ms=1e-6)
+"""No disk could load such a chunk in time."""
 
 
 def held(shard: Shard, namespace: str) -> int:
@@ -82,14 +83,14 @@ def test_a_chunk_larger_than_its_namespaces_ram_is_refused(ram_shard: Shard) -> 
 def test_what_leaves_ram_for_its_limit_goes_to_ssd(shard: Shard) -> None:
     limits(shard, "flood", ram_gib=2.5 * CHUNK / GIB)
     for tokens in range(90, 100):
-        put(shard, "flood", tokens, ON_SSD)
+        put(shard, "flood", tokens)
     assert shard.ram.bytes_by_namespace["flood"] <= 2.5 * CHUNK
     assert held(shard, "flood") == 10
 
 
 def test_a_promotion_keeps_the_limit_of_ram(shard: Shard) -> None:
     limits(shard, "flood", ram_gib=2.5 * CHUNK / GIB)
-    keys = [put(shard, "flood", tokens, ON_SSD).key for tokens in range(90, 100)]
+    keys = [put(shard, "flood", tokens).key for tokens in range(90, 100)]
     for key in keys:
         shard.prefetch("flood", [key])
         assert shard.ram.bytes_by_namespace["flood"] <= 2.5 * CHUNK
@@ -97,9 +98,9 @@ def test_a_promotion_keeps_the_limit_of_ram(shard: Shard) -> None:
 
 def test_the_limit_of_ssd_drops_the_oldest_copies(shard: Shard) -> None:
     limits(shard, "flood", ssd_gib=3.5 * CHUNK / GIB)
-    other = put(shard, "other", 100, ON_SSD)
+    other = put(shard, "other", 100)
     for tokens in range(90, 100):
-        put(shard, "flood", tokens, ON_SSD)
+        put(shard, "flood", tokens)
     (disk,) = shard.disks
     assert disk.bytes_by_namespace["flood"] <= 3.5 * CHUNK
     assert disk.bytes_by_namespace["other"] == other.chunk_bytes
@@ -109,8 +110,6 @@ def test_the_limit_of_ssd_drops_the_oldest_copies(shard: Shard) -> None:
 def test_without_ssd_chunks_stay_in_ram_and_leave_it_for_good(shard: Shard) -> None:
     limits(shard, "secret", ssd_gib=0.0)
     put(shard, "secret", 200)
-    with pytest.raises(ResourceExhausted, match="ssd_gib"):
-        put(shard, "secret", 99, ON_SSD)
     with pytest.raises(ResourceExhausted, match="ssd_gib"):
         put(shard, "secret", 98, PutOptions(durable=True))
     for tokens in range(40, 140):

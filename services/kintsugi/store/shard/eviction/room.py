@@ -1,24 +1,314 @@
-"""Makes room for a chunk that is put or loaded: decides which other chunks are forgotten or leave a tier.
+"""Decides which tier a chunk goes to, and which other chunks leave to make room for it.
 
-Call it under the table's lock. It applies its decisions through functions of the table.
+A tier is fast enough for a chunk if loading it takes no longer than the computation of its blend: the ratio
+times the chunk's prefill. `Shares` holds the limits of namespaces, and `Room` makes room in RAM. Call both
+under the table's lock; only the table changes chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
+from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
 from kintsugi.store.shard import admission
-from kintsugi.store.shard.entry import ChunkEntry, Residence
-from kintsugi.store.shard.eviction.placement import choose_tier
-from kintsugi.store.shard.eviction.reuse import ReuseGaps
-from kintsugi.store.shard.eviction.shares import Shares
+from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
 from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.work import WriteQueue, find_queue, speeds_of
+from kintsugi.store.shard.work import Eviction, WriteQueue
+
+RAM = "ram"
+READS_OFTEN = 4
+"""A chunk with at least this many uses is placed again when it is read from an SSD tier."""
+SPEED_GAIN_MIN = 1.5
+"""A chunk moves only to a tier that is faster by this factor, because measured speeds vary."""
+MOVE_REST_S = 600.0
+"""Minimum time between two moves of a chunk that is read often. Measured speeds vary, and a promoted chunk
+may be demoted again: a chunk must not be written back and forth at the rate of its reads."""
+LIFETIME_S_MIN = 60.0
+"""A chunk with a shorter lifetime is not uploaded."""
+NO_SSD_TIER = "durable needs an SSD tier; put with ack=ram, or start the shard with --ssd"
+EVICTED_MAX = 65536
+SOON_S = 600.0
+"""A chunk that is looked up again within this time should have been kept."""
+WINDOW_S = 60.0
+RETURNS_MAX = 4096
+
+
+# Placement
+
+
+def choose_tier(tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float, durable: bool) -> str:
+    """Return the tier that a chunk is written to: `ram` or the name of one of `tiers`.
+
+    `tiers`: the SSD tiers, fastest first, as names and the bytes per second of recent loads. `hides_s`: how
+    long a load of the chunk may take so that its blend hides it; 0: unknown.
+
+    The last tier (the cheapest) that is fast enough is chosen. If none is, RAM is chosen, or for a durable
+    put the first tier; if `hides_s` is unknown, the first tier. Raises `InvalidField` for a durable put to a
+    shard without SSD tiers.
+    """
+    if not tiers:
+        if durable:
+            raise InvalidField("ack", NO_SSD_TIER)
+        return RAM
+    first, _ = tiers[0]
+    if not hides_s:
+        return first
+    return cheapest_tier(tiers, chunk_bytes, hides_s) or (first if durable else RAM)
+
+
+def faster_tier(
+    held: str, tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float
+) -> str | None:
+    """Return the tier that a chunk read often moves to from tier `held`; None if it stays.
+
+    It stays if `held` is fast enough, or if `hides_s` is unknown. Otherwise it moves to the cheapest tier
+    that is fast enough, or else to the fastest, if that tier is faster by `SPEED_GAIN_MIN`.
+    """
+    speeds = dict(tiers)
+    if not hides_s or chunk_bytes <= speeds[held] * hides_s:
+        return None
+    target = cheapest_tier(tiers, chunk_bytes, hides_s) or max(speeds, key=speeds.__getitem__)
+    return target if speeds[target] >= SPEED_GAIN_MIN * speeds[held] else None
+
+
+def pays_to_keep(chunk_bytes: int, bytes_per_s: float, recompute_ms: float, left_s: float) -> bool:
+    """Return whether a chunk that leaves the SSD tiers is worth uploading: loading it takes less time than
+    computing it again, if that time is known, and its remaining lifetime is much longer. `bytes_per_s`:
+    measured on the bucket. `left_s`: the remaining lifetime, inf for a lasting chunk."""
+    load_s = chunk_bytes / bytes_per_s
+    return (not recompute_ms or load_s < recompute_ms / 1e3) and left_s > LIFETIME_S_MIN + load_s
+
+
+def cheapest_tier(tiers: Sequence[tuple[str, float]], num_bytes: int, hides_s: float) -> str | None:
+    """Return the last of `tiers`, ordered from the most to the least expensive, from which `num_bytes` load
+    within `hides_s` (paper, section 5: the loading controller's choice of a storage device). None if no tier
+    is fast enough."""
+    hiding = [name for name, bytes_per_s in tiers if num_bytes <= bytes_per_s * hides_s]
+    return hiding[-1] if hiding else None
+
+
+def speeds_of(queues: Sequence[WriteQueue]) -> list[tuple[str, float]]:
+    """Return name and measured bytes per second of each queue's tier."""
+    return [(queue.tier.name, queue.tier.read_bytes_per_s) for queue in queues]
+
+
+def find_queue(queues: Sequence[WriteQueue], tier: str) -> WriteQueue | None:
+    """Return the queue of the tier with this name; None for RAM."""
+    return next((queue for queue in queues if queue.tier.name == tier), None)
+
+
+def find_faster_queue(
+    queues: Sequence[WriteQueue],
+    entry: ChunkEntry,
+    hides_s: float,
+    now_s: float,
+    demoting: Collection[Eviction],
+) -> WriteQueue | None:
+    """Return the queue of the tier that a chunk moves to after it was read; None if it stays.
+
+    From a bucket, a chunk moves to the tier of a durable put. It stays if its SSD tier is fast enough, if it
+    is not read often, if it moved less than `MOVE_REST_S` ago, if RAM does not hold all of it, or if the
+    other tier's queue is full. It also stays while it is `demoting`: a tier's catalog can name only one copy
+    of a chunk. `hides_s`: as in `choose_tier`. `now_s`: on the clock of `ChunkEntry.moved_s`.
+    """
+    if entry.disk is None or entry.ram is None or entry.is_loading or now_s < entry.moved_s + MOVE_REST_S:
+        return None
+    if any(eviction.entry is entry for eviction in demoting):
+        return None
+    if entry.writing is not None or entry.uses < READS_OFTEN:
+        return None
+    size, speeds, held = entry.manifest.chunk_bytes, speeds_of(queues), entry.disk.tier
+    if held.is_remote:
+        target: str | None = choose_tier(speeds, size, hides_s, durable=True)
+    else:
+        target = faster_tier(held.name, speeds, size, hides_s)
+    queue = None if target is None else find_queue(queues, target)
+    if queue is None or queue.tier.failure or size > queue.tier.capacity_bytes or queue.is_full_for(size):
+        return None
+    return queue
+
+
+# Limits
+
+
+@dataclass(frozen=True)
+class NamespaceUse:
+    """Bytes that one namespace, or all namespaces that share limits, use in a shard."""
+
+    name: str
+    used_bytes: Mapping[str, int]
+    """By resource: `ram`, `ssd`, `pinned`."""
+    bytes_max: Mapping[str, float]
+
+
+class Shares:
+    """The rules, and the bytes that count against them."""
+
+    def __init__(self, ram: RamTier, lower: Sequence[LowerTier], leases: Leases) -> None:
+        """`lower`: the tiers whose bytes `ssd_gib` limits: the SSD tiers, and the bucket if there is one."""
+        self.rules: NamespaceRules = NO_RULES
+        self._ram = ram
+        self._lower = lower
+        self._leases = leases
+
+    def exceeds_ram(self, namespace: str, added_bytes: int) -> bool:
+        """Return whether `added_bytes` more would exceed the namespace's limit of RAM."""
+        limits = self.rules.limits_of(namespace)
+        return limits is not None and self._ram_bytes(namespace) + added_bytes > bytes_of(limits.ram_gib)
+
+    def _exceeds_ssd(self, namespace: str, added_bytes: int = 0) -> bool:
+        limits = self.rules.limits_of(namespace)
+        return limits is not None and self._ssd_bytes(namespace) + added_bytes > bytes_of(limits.ssd_gib)
+
+    def is_full_for(self, manifest: ChunkManifest) -> bool:
+        """Return whether the limits of its namespace let the chunk in only if others leave."""
+        exceeds = self._exceeds_ssd if self._lower else self.exceeds_ram
+        return exceeds(manifest.namespace, manifest.chunk_bytes)
+
+    def may_be_on_ssd(self, manifest: ChunkManifest) -> bool:
+        """Return whether the chunk alone fits its namespace's limit of SSD."""
+        limits = self.rules.limits_of(manifest.namespace)
+        return limits is None or manifest.chunk_bytes <= bytes_of(limits.ssd_gib)
+
+    def check_size(self, manifest: ChunkManifest) -> None:
+        """Raise `ResourceExhausted` for a chunk larger than RAM, or than its namespace's limit of RAM."""
+        if manifest.chunk_bytes > self._ram.capacity_bytes:
+            raise ResourceExhausted(
+                f"a chunk of {manifest.chunk_bytes} bytes exceeds the RAM tier's {self._ram.capacity_bytes}; "
+                "raise its capacity or make chunks shorter"
+            )
+        limits = self.rules.limits_of(manifest.namespace)
+        if limits is not None and manifest.chunk_bytes > bytes_of(limits.ram_gib):
+            raise ResourceExhausted(
+                f"a chunk of {manifest.chunk_bytes} bytes exceeds ram_gib {limits.ram_gib:g} of namespace "
+                f"{manifest.namespace!r}; make chunks shorter, or have the limit raised"
+            )
+
+    def tier_for(self, manifest: ChunkManifest, tier: str, durable: bool) -> str:
+        """Return `tier`, or RAM if the namespace's limit keeps the chunk off SSD. Raises `ResourceExhausted`
+        for a `durable` put, which requires SSD."""
+        if tier == RAM or self.may_be_on_ssd(manifest):
+            return tier
+        if durable:
+            raise _ssd_refusal(manifest)
+        return RAM
+
+    def check_write(self, entry: ChunkEntry) -> None:
+        """Raise `ResourceExhausted` for a chunk that may not be on SSD, and `Unavailable` for one that only
+        an unreachable bucket holds."""
+        if entry.ram is None:
+            raise Unavailable("the chunk is only in a bucket that does not answer; put it again later")
+        if not self.may_be_on_ssd(entry.manifest):
+            raise _ssd_refusal(entry.manifest)
+
+    def may_make_room(self, namespace: str) -> Callable[[str], bool]:
+        """Return a test of whether another namespace's chunks count against this namespace's limits."""
+        account = self.rules.account_of(namespace)
+        return lambda other: other == namespace or self.rules.account_of(other) == account
+
+    def choose_from_ssd(self, namespace: str) -> ChunkEntry | None:
+        """Return the chunk whose copy below RAM leaves next, from the slowest tier first. None if the
+        namespace is within its limit, or if no chunk may leave."""
+        if not self._exceeds_ssd(namespace):
+            return None
+        is_own = self.may_make_room(namespace)
+        for tier in reversed(self._lower):
+            victim = tier.policy.evict(
+                lambda entry: is_own(entry.manifest.namespace) and admission.may_leave_disk(entry)
+            )
+            if victim is not None:
+                tier.evictions += 1
+                return victim
+        return None
+
+    def uses(self, namespaces: Iterable[str]) -> list[NamespaceUse]:
+        """Return the uses of those namespaces that have limits, by account."""
+        limited = [name for name in namespaces if self.rules.limits_of(name) is not None]
+        by_account = {self.rules.account_of(name): name for name in limited}
+        return [self._use_of(account, name) for account, name in sorted(by_account.items())]
+
+    def _use_of(self, account: str, namespace: str) -> NamespaceUse:
+        limits = self.rules.limits_of(namespace)
+        assert limits is not None
+        pinned = sum_account(self._leases.bytes_by_namespace, namespace, self.rules)
+        return NamespaceUse(
+            account,
+            {"ram": self._ram_bytes(namespace), "ssd": self._ssd_bytes(namespace), "pinned": pinned},
+            {
+                "ram": bytes_of(limits.ram_gib),
+                "ssd": bytes_of(limits.ssd_gib),
+                "pinned": self._leases.namespace_bytes_max,
+            },
+        )
+
+    def _ram_bytes(self, namespace: str) -> int:
+        return sum_account(self._ram.bytes_by_namespace, namespace, self.rules)
+
+    def _ssd_bytes(self, namespace: str) -> int:
+        return sum(sum_account(tier.bytes_by_namespace, namespace, self.rules) for tier in self._lower)
+
+
+def _ssd_refusal(manifest: ChunkManifest) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"a chunk of {manifest.chunk_bytes} bytes exceeds ssd_gib of namespace {manifest.namespace!r}; "
+        "put it to RAM, or have the limit raised"
+    )
+
+
+# Room
+
+
+@dataclass
+class Counters:
+    """Counts since the shard started."""
+
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    expired: int = 0
+    copied: int = 0
+    """Chunks copied from other shards."""
+
+
+class ReuseGaps:
+    """Remembers recent evictions. Not thread-safe: the table holds the lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._evicted: OrderedDict[Address, float] = OrderedDict()
+        self._returns: deque[float] = deque(maxlen=RETURNS_MAX)
+        self.observe: Callable[[float], None] = lambda gap_s: None
+        """Called with each gap, in seconds."""
+
+    def record_eviction(self, address: Address) -> None:
+        self._evicted[address] = self._clock()
+        self._evicted.move_to_end(address)
+        while len(self._evicted) > EVICTED_MAX:
+            self._evicted.popitem(last=False)
+
+    def record_lookup_miss(self, address: Address) -> None:
+        left_s = self._evicted.pop(address, None)
+        if left_s is None:
+            return
+        now_s = self._clock()
+        self.observe(now_s - left_s)
+        if now_s - left_s <= SOON_S:
+            self._returns.append(now_s)
+
+    def soon_per_s(self) -> float:
+        """Return the rate, over the last `WINDOW_S`, of lookups of chunks evicted less than `SOON_S`
+        before."""
+        begin_s = self._clock() - WINDOW_S
+        return sum(at_s > begin_s for at_s in self._returns) / WINDOW_S
 
 
 @dataclass(frozen=True)
@@ -68,8 +358,8 @@ class Room:
         """Return the tier that a chunk is to be written to, and room for it in RAM, None if it has to wait.
         `hides_s`: as in `choose_tier`. Raises `InvalidField` and `ResourceExhausted`."""
         size = manifest.chunk_bytes
-        best = choose_tier(options.tier, speeds_of(self._queues), size, hides_s, options.durable)
-        tier = self._shares.tier_for(manifest, best, options)
+        best = choose_tier(speeds_of(self._queues), size, hides_s, options.durable)
+        tier = self._shares.tier_for(manifest, best, options.durable)
         queue = find_queue(self._queues, tier)
         if queue is not None:
             queue.check_size(size)

@@ -21,7 +21,7 @@ import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable
 from kintsugi.store.shard.entry import ChunkEntry, Residence
-from kintsugi.store.shard.eviction.placement import pays_to_keep
+from kintsugi.store.shard.eviction.room import pays_to_keep
 from kintsugi.store.shard.table import EntryTable
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.object_tier import ChunkUpload, ObjectTier

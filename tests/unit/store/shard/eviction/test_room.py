@@ -7,7 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kintsugi.store.shard.eviction.placement import (
+from kintsugi.store.shard.eviction.room import (
     LIFETIME_S_MIN,
     SPEED_GAIN_MIN,
     cheapest_tier,
