@@ -19,7 +19,7 @@ from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
 from kintsugi.core.namespaces import PATTERNS_MAX, NamespaceLimits, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import parse_selector
-from kintsugi.core.rules import Rule, has_items, this
+from kintsugi.core.rules import Rule, has_items, is_set, this
 from kintsugi.core.schema import load
 from kintsugi.core.settings import Settings, check, non_default_fields, setting
 
@@ -129,6 +129,14 @@ class EngineExpert(Settings):
 @dataclass(frozen=True)
 class EngineSpec(Settings):
     """A group of equal engines, on one machine and on Kubernetes alike."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ~is_set(this.replicas_max) | (this.replicas <= this.replicas_max),
+            "the largest number of engines must not be less than replicas",
+            "replicas_max",
+        ),
+    )
 
     replicas: int = setting(1, minimum=1)
     """Number of engines; the smallest number where `replicas_max` is set."""
@@ -318,10 +326,6 @@ class ServiceSpec(Settings):
         if self.engines.expert.selector is not None:
             parse_selector(self.engines.expert.selector)
         engines, store, gateway = self.engines, self.store, self.gateway
-        if engines.most < engines.replicas:
-            raise InvalidField(
-                "engines.replicas_max", f"{engines.most} is less than the {engines.replicas} replicas"
-            )
         if (most := store.expert.shards_max) is not None and most < store.shards:
             raise InvalidField("store.expert.shards_max", f"{most} is less than the {store.shards} shards")
         if store.tiers and not store.data_dir:
