@@ -1,5 +1,4 @@
-"""Pins the chunks of a corpus, retires editions that a newer model has replaced, and deletes unused
-chunks."""
+"""Pins the chunks of a corpus, and deletes editions and unused chunks."""
 
 from __future__ import annotations
 
@@ -33,19 +32,6 @@ def pin(ledger: Ledger, store_url: str, corpus: str, lease_s: float) -> tuple[in
             chunks += len(page)
             pinned += store.pin(edition.namespace, page, lease_s).chunks
         return chunks, pinned
-
-
-def retire(ledger: Ledger, store_url: str, corpus: str) -> int:
-    """Delete the corpus's editions older than the serving one, and the chunks that only they have.
-
-    Return the number of deleted chunks. Raises `NotFound` if no edition is complete, because an edition is
-    not retired before its successor serves; `Unavailable` if a shard does not answer. A second call
-    continues.
-    """
-    keep = newest_complete_edition(ledger, corpus)
-    old = [edition for edition in ledger.editions(corpus) if edition.id < keep.id]
-    with closing(open_store(store_url)) as store, ledger.exclusive(corpus):
-        return forget(ledger, store, old) + delete_orphans(ledger, store, keep.namespace)
 
 
 def forget(ledger: Ledger, store: ChunkStore, editions: Sequence[Edition]) -> int:

@@ -28,7 +28,7 @@ from kintsugi.precompute.job import survey
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.warm import forget, pin, retire
+from kintsugi.precompute.warm import forget, pin
 from kintsugi.precompute.worker import Prefiller
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys
@@ -38,6 +38,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.fakes.stub_backend import _zeros
 from tests.integration.precompute.conftest import Bench, passages, write_corpus
+from tests.integration.precompute.test_retiring import forget_replaced
 from tests.workers import worker_process_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -172,7 +173,7 @@ def test_turning_a_context_on_keeps_what_becomes_a_plain_copy(bench: Bench) -> N
     plain = bench.run()
     prepared = bench.run(context_token_ids=[7, 8, 9])
     assert prepared.chunks_filled == plain.chunks, "the plain copies are there already"
-    retire(bench.ledger, f"grpc://{bench.server.address}", "tea")
+    forget_replaced(bench.ledger, f"grpc://{bench.server.address}")
     assert len(bench.stored()) == 2 * plain.chunks
     assert bench.run(context_token_ids=[7, 8, 9]).chunks_filled == 0
 
@@ -251,7 +252,7 @@ def test_another_model_is_refused_until_it_is_meant_to_replace(bench: Bench) -> 
         bench.run(engine={"dtype": "float16"})
     assert bench.run(engine={"dtype": "float16"}, replace_model=True).chunks_filled == len(old)
     assert old < bench.stored()  # the old model still serves
-    assert retire(bench.ledger, bench.spec().store, "tea") == len(old)
+    assert forget_replaced(bench.ledger, bench.spec().store) == len(old)
     assert not old & bench.stored()
 
 

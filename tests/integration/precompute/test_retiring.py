@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.precompute.spec import JobSpec
-from kintsugi.precompute.warm import retire
+from kintsugi.precompute.warm import forget
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.shard.server import ShardServer
@@ -30,6 +30,12 @@ from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
 
 CHUNKS = 12
+
+
+def forget_replaced(ledger: Ledger, url: str) -> int:
+    """Delete all editions but the newest, as a job does that retires them. Returns the deleted chunks."""
+    with closing(open_store(url)) as store:
+        return forget(ledger, store, ledger.editions("tea")[:-1])
 
 
 def complete_edition(ledger: Ledger, space: ChunkSpace, keys: Sequence[ChunkKey]) -> None:
@@ -67,7 +73,7 @@ def test_retiring_goes_on_where_a_silent_shard_stopped_it(tmp_path: Path) -> Non
         doomed.close()
         for _ in range(2):
             with pytest.raises(Unavailable, match=f"{address} does not answer"):
-                retire(ledger, url, "tea")
+                forget_replaced(ledger, url)
         assert stays.shard.lookup("acme", keys) == [None] * CHUNKS
         assert 0 < CHUNKS - held.lookup("acme", keys).count(None) < CHUNKS
         assert len(ledger.editions("tea")) == 2, "what is not deleted is not forgotten"
@@ -75,7 +81,7 @@ def test_retiring_goes_on_where_a_silent_shard_stopped_it(tmp_path: Path) -> Non
         assert _retired(ledger, url) == CHUNKS
         assert held.lookup("acme", keys) == [None] * CHUNKS
         assert [edition.namespace for edition in ledger.editions("tea")] == ["other"]
-        assert retire(ledger, url, "tea") == 0
+        assert forget_replaced(ledger, url) == 0
 
 
 def _retired(ledger: Ledger, url: str) -> int:
@@ -83,7 +89,7 @@ def _retired(ledger: Ledger, url: str) -> int:
     deadline_s = time.monotonic() + 30
     while True:
         try:
-            return retire(ledger, url, "tea")
+            return forget_replaced(ledger, url)
         except Unavailable:
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
