@@ -179,7 +179,7 @@ class Figures:
     def __init__(self, operator: Operator) -> None:
         self.at_s = time.monotonic()
         self.requests = Counter(operator.requests())
-        self.looks = operator.metric("looks_total")
+        self.looks = operator.looks()
         stat = Path(f"/proc/{operator.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         self.cpu_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 

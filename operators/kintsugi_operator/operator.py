@@ -49,8 +49,7 @@ class OperatorOptions:
     identity: str
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty: all."""
-    health_port: int = 8080
-    metrics_port: int = 9090
+    port: int = 9090
     lease_name: str = FIELD_MANAGER
     deployment: str = ""
     """Name of the Deployment that runs this operator; empty: unknown."""
@@ -78,15 +77,13 @@ class OperatorOptions:
             help="name of the Deployment that runs this operator; deleting it deletes the Lease and releases "
             "the services",
         )
-        parser.add_argument("--health-port", type=int, default=8080, help="port of /healthz and /leader")
-        parser.add_argument("--metrics-port", type=int, default=9090, help="port of /metrics")
+        parser.add_argument("--port", type=int, default=9090, help="port of /healthz, /leader and /metrics")
         given = parser.parse_args(arguments)
         return OperatorOptions(
             lease_namespace=environ.get("POD_NAMESPACE", "default"),
             identity=environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}",
             namespaces=tuple(given.namespace),
-            health_port=given.health_port,
-            metrics_port=given.metrics_port,
+            port=given.port,
             lease_name=given.lease,
             deployment=given.deployment,
         )
@@ -145,7 +142,7 @@ async def main(settings: OperatorOptions) -> None:
 async def _serve(settings: OperatorOptions) -> None:
     configuration = await _configuration()
     metrics = OperatorMetrics()
-    runners = [await metrics.serve(port) for port in (settings.health_port, settings.metrics_port)]
+    runner = await metrics.serve(settings.port)
     try:
         async with ApiClient(configuration) as client, aiohttp.ClientSession() as session:
 
@@ -158,8 +155,7 @@ async def _serve(settings: OperatorOptions) -> None:
             names = (settings.lease_name, settings.lease_namespace, settings.identity, settings.deployment)
             await lead(Candidate(ApiServer(client), *names), work)
     finally:
-        for runner in runners:
-            await runner.cleanup()
+        await runner.cleanup()
 
 
 def _cancel_on_sigterm() -> asyncio.Event:

@@ -221,9 +221,6 @@ class FakeCluster(ApiServer):
             self.lose(POD.kind, pod, namespace)
         return self.may_evict
 
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        return self.ray if api_version == RAY_API_VERSION else self.ours
-
     def _check_open(self, namespace: str) -> None:
         if namespace in self.leaving_namespaces:
             raise Refused("POST", 403, f"namespace {namespace} is being terminated")
@@ -280,8 +277,8 @@ class FakeReads:
     async def list(self, resource: Resource, namespace: str, labels: Mapping[str, str]) -> Sequence[Manifest]:
         return self._cluster.select(resource, namespace, labels)
 
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        return self._cluster.ray if api_version == RAY_API_VERSION else self._cluster.ours
+    def serves(self, resource: Resource) -> bool:
+        return self._cluster.serves(resource)
 
 
 class FakeKubeRay:

@@ -56,15 +56,6 @@ class VolumeKind(StrEnum):
     """Generic ephemeral volumes: gone with the pod."""
 
 
-class ShardPlacement(StrEnum):
-    """Where shards run."""
-
-    BESIDE_ENGINES = "BesideEngines"
-    """Preferably on nodes with engines."""
-    APART = "Apart"
-    """Preferably on nodes without engines or other shards."""
-
-
 class ServiceType(StrEnum):
     """How the gateway is reached."""
 
@@ -198,9 +189,6 @@ class StoreExpertSpec(ManifestSettings):
     audit: bool = False
     """Have each shard record who did what in audit/shard-ID.jsonl on its data volume, which needs 1.1 GiB
     more for it (`volumes.dataGib`). Shards restart one at a time when this changes."""
-    placement: ShardPlacement = ShardPlacement.APART
-    """`BesideEngines`: preferably on nodes with engines. `Apart`: preferably on nodes without engines or
-    other shards."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +246,14 @@ class Gateways(GatewaySettings, ManifestSettings):
         "grpc_port": {"minimum": 1024},
         "http_port": {"minimum": 1024},
     }
-    RULES = (Rule(this.grpc_port != this.http_port, "grpcPort and httpPort must differ", "http_port"),)
+    RULES = (
+        Rule(this.grpc_port != this.http_port, "grpcPort and httpPort must differ", "http_port"),
+        Rule(
+            ~this.expert.require_client_certificate | (this.tls_secret != ""),
+            "tlsSecret is needed for requireClientCertificate: it holds ca.crt",
+            "tls_secret",
+        ),
+    )
 
     cpus: float = setting(1.0, minimum=0.1, maximum=64, after="replicas")
     """CPU cores of each gateway's pod."""

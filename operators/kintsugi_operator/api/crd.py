@@ -34,8 +34,7 @@ COLUMNS = {
         ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status'),
         ("Shards", "string", ".status.shards"),
         ("Engines", "string", ".status.engines"),
-        ("Calibration", "string", ".status.calibration"),
-        ("Hit rate", "number", ".status.hitRate"),
+        ("Calibrated", "string", '.status.conditions[?(@.type=="Calibrated")].reason'),
         ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason'),
         ("Age", "date", ".metadata.creationTimestamp"),
     ],
@@ -205,9 +204,7 @@ def _without_defaults(schema: Schema) -> Schema:
 
 
 def _first_line(cls: type[Any]) -> str:
-    """The description of a class: its `DESCRIPTION` if set, else the first paragraph of its docstring."""
-    if hasattr(cls, "DESCRIPTION"):
-        return str(cls.DESCRIPTION)
+    """The first paragraph of a class's docstring."""
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 

@@ -37,18 +37,6 @@ class Condition(ManifestSettings):
 
 
 @dataclass(frozen=True)
-class TierStatus(ManifestSettings):
-    """Sums over one SSD tier of all shards."""
-
-    name: str
-    """Name of the tier."""
-    bytes_used: int = setting(format="int64")
-    """Bytes that hold chunks, in steps of 64 MiB."""
-    bytes_total: int = setting(format="int64")
-    """Capacity in bytes."""
-
-
-@dataclass(frozen=True)
 class Endpoints(ManifestSettings):
     """Addresses by which clients within the cluster reach the service."""
 
@@ -114,27 +102,15 @@ class BlendServiceStatus(ManifestSettings):
     """Ready and requested shards, such as 2/3."""
     engines: str = ""
     """Ready and wanted engines of the revision that serves, such as 2/3."""
-    shards_ready: int = 0
-    """Number of shards with a ready pod."""
-    shards_desired: int = 0
-    """Number of shards that the spec requests."""
     shard_groups: int = 0
     """Number of worker groups in the store, including groups without a shard: KubeRay forgets the pods of a
     group that is removed."""
     store_image: str = ""
     """Image of the shards. A new engine image does not change it."""
-    engines_ready: bool = False
-    """Whether the revision that serves has a ready engine."""
     engine_replicas: int = 0
     """Engine pods of the revision that serves."""
     engine_selector: str = ""
     """Labels of those pods, for autoscalers that use the `scale` subresource."""
-    tiers: tuple[TierStatus, ...] = ()
-    """The store's SSD tiers."""
-    hit_rate: float | None = None
-    """Share of requested chunk tokens that engines found in the store since they started, 0 to 1."""
-    calibration: str = ""
-    """State of the calibration job: Absent, Running, Suspended, Succeeded or Failed; Off: none is wanted."""
     calibrations: tuple[CalibrationStatus, ...] = setting((), mapKey="revision")
     """Calibrations of present revisions that have ended. They are not repeated."""
     model: str = ""

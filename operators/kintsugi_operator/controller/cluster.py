@@ -65,8 +65,7 @@ RAY_JOB = Resource("RayJob", "rayjobs", RAY_API_VERSION)
 RAY_CLUSTER = Resource("RayCluster", "rayclusters", RAY_API_VERSION)
 EVENT = Resource("Event", "events")
 RAY_CRON_JOB = Resource("RayCronJob", "raycronjobs", RAY_API_VERSION)
-"""Used only to detect KubeRay 1.6 or newer, which serves this kind."""
-
+"""Shows whether KubeRay is 1.6 or newer, which serves this kind."""
 LEASE = Resource("Lease", "leases", "coordination.k8s.io/v1")
 DEPLOYMENT = Resource("Deployment", "deployments", "apps/v1")
 NAMESPACE = Resource("Namespace", "namespaces")
@@ -221,11 +220,6 @@ class ApiServer:
         except Refused:
             return False
         return found is None or "deletionTimestamp" in found["metadata"]
-
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        """Return the plural names of the kinds that the API server serves in an API version."""
-        found = await self._or_none("GET", f"/apis/{api_version}") or {}
-        return frozenset(one["name"] for one in found.get("resources") or [])
 
     async def _apply(self, manifest: Manifest, sub: str) -> Manifest:
         metadata = manifest["metadata"]

@@ -61,6 +61,8 @@ KINDS = (
     Watched(POD, ignored=("spec",)),
     # Only the digest is read: an annotation that KubeRay copies from the RayService.
     Watched(RAY_CLUSTER, ignored=("spec", "status")),
+    # No object is ours: KubeRay serves the kind since 1.6.
+    Watched(RAY_CRON_JOB),
 )
 
 
@@ -129,8 +131,6 @@ class Shelf:
         self.problem = "the first list is not complete"
         """Why the kind is still unknown."""
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._groups: dict[tuple[str, int, str], set[tuple[str, str]]] = {}
-        """Names by namespace, position in `INDEXED` and value of the label."""
 
     def pack(self, manifest: Manifest) -> Entry:
         """Make the entry of an object."""
@@ -155,7 +155,7 @@ class Shelf:
         listed = {one.name: one for one in entries}
         for name, one in list(self._entries.items()):
             if name not in listed and one.version <= version:
-                changed |= self._remove(name)
+                changed |= self._entries.pop(name).keys
         for one in listed.values():
             changed |= self._put(one)
         self.knowledge, self.version = Knowledge.LISTED, version
@@ -170,7 +170,8 @@ class Shelf:
         if event["type"] == "DELETED":
             name = (changed["metadata"]["namespace"], changed["metadata"]["name"])
             former = self._entries.get(name)
-            return self._remove(name) if former is not None and former.version <= version else frozenset()
+            if former is not None and former.version <= version:
+                return self._entries.pop(name).keys
         return frozenset()
 
     def absorb(self, stored: Manifest) -> None:
@@ -183,7 +184,6 @@ class Shelf:
         self.knowledge, self.version = Knowledge.MISSING, 0
         changed = frozenset(key for one in self._entries.values() for key in one.keys)
         self._entries.clear()
-        self._groups.clear()
         return changed
 
     def get(self, namespace: str, name: str) -> Manifest | None:
@@ -195,9 +195,13 @@ class Shelf:
     def select(self, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
         """Return a namespace's objects with all the labels, by name. Raises as `get` does."""
         self._check_known()
-        groups = [self._groups.get((namespace, INDEXED.index(k), v), set()) for k, v in labels.items()]
-        everything = {name for name in self._entries if name[0] == namespace} if not groups else groups[0]
-        return [self._entries[name].manifest() for name in sorted(everything.intersection(*groups))]
+        wanted = [(INDEXED.index(label), value) for label, value in labels.items()]
+        found = [
+            one
+            for one in self._entries.values()
+            if one.name[0] == namespace and all(one.labels[at] == value for at, value in wanted)
+        ]
+        return [one.manifest() for one in sorted(found, key=lambda one: one.name)]
 
     def all_keys(self) -> Iterator[ObjectKey]:
         """Keys of all objects."""
@@ -212,24 +216,10 @@ class Shelf:
         former = self._entries.get(entry.name)
         if former is not None and former.version >= entry.version:
             return frozenset()
-        changed = self._remove(entry.name) if former is not None else frozenset()
         self._entries[entry.name] = entry
-        for group in self._groups_of(entry):
-            self._groups.setdefault(group, set()).add(entry.name)
-        return frozenset() if former is not None and former.content == entry.content else changed | entry.keys
-
-    def _remove(self, name: tuple[str, str]) -> frozenset[ObjectKey]:
-        former = self._entries.pop(name)
-        for group in self._groups_of(former):
-            self._groups[group].discard(name)
-            if not self._groups[group]:
-                del self._groups[group]
-        return former.keys
-
-    def _groups_of(self, entry: Entry) -> Iterator[tuple[str, int, str]]:
-        for position, value in enumerate(entry.labels):
-            if value:
-                yield entry.name[0], position, value
+        if former is None:
+            return entry.keys
+        return frozenset() if former.content == entry.content else former.keys | entry.keys
 
 
 class Index:
@@ -240,8 +230,6 @@ class Index:
         self.shelves = {
             (kind.resource, where): Shelf(kind, where) for kind in KINDS for where in namespaces or ("",)
         }
-        self.is_kuberay_recent = False
-        """Whether RayCronJobs are served."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
         """Read an object; None if it does not exist."""
@@ -251,16 +239,10 @@ class Index:
         """Read the objects that have all the labels."""
         return self._shelf(resource, namespace).select(namespace, labels)
 
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]:
-        """Plural names of the kinds that the API server serves, among those that the operator reads."""
-        served = {
-            shelf.kind.resource.plural
-            for shelf in self.shelves.values()
-            if shelf.kind.resource.api_version == api_version and shelf.knowledge is not Knowledge.MISSING
-        }
-        if api_version == RAY_CRON_JOB.api_version and self.is_kuberay_recent:
-            served.add(RAY_CRON_JOB.plural)
-        return frozenset(served)
+    def serves(self, resource: Resource) -> bool:
+        """Whether the API server serves a kind, as far as the watches know."""
+        shelves = (shelf for (one, _), shelf in self.shelves.items() if one == resource)
+        return all(shelf.knowledge is not Knowledge.MISSING for shelf in shelves)
 
     def absorb(self, stored: Manifest) -> None:
         """Store the result of a write."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kintsugi.core.errors import KintsugiError
+from kintsugi_operator.objects.pods import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,11 @@ class ObjectKey(NamedTuple):
     kind: str
     namespace: str
     name: str
+
+    @staticmethod
+    def of(manifest: Manifest) -> ObjectKey:
+        """The key of an object."""
+        return ObjectKey(manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"])
 
 
 class WorkQueue:

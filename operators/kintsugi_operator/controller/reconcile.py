@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
-from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT
 from kintsugi.core.errors import InvalidField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
@@ -36,7 +35,7 @@ from kintsugi_operator.controller.finalizer import is_held, set_finalizer
 from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.owners import Owners
 from kintsugi_operator.controller.queue import ObjectKey
-from kintsugi_operator.controller.scrape import Web, figures
+from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.ownership import Claim, leave_to_owner, take_over
@@ -44,7 +43,7 @@ from kintsugi_operator.desired.plan import Desired, plan_service
 from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
-from kintsugi_operator.objects.base import RAY_API_VERSION, Owner
+from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import CALIBRATION, CORPUS
 from kintsugi_operator.objects.names import (
@@ -64,7 +63,6 @@ from kintsugi_operator.observed.changes import Change, list_changes
 from kintsugi_operator.observed.pod_failures import list_pod_failures
 from kintsugi_operator.observed.views import (
     CorpusView,
-    Figures,
     JobView,
     Observed,
     corpus_view,
@@ -84,8 +82,8 @@ S = TypeVar("S", BlendServiceStatus, CorpusPrecomputeStatus)
 SOON_S = 10.0
 """Seconds until the next look while a change is in progress."""
 LATER_S = 60.0
-"""Seconds until the next look otherwise. Watches report changes at once; this look reads the metrics of
-pods."""
+"""Seconds until the next look otherwise. Watches report changes at once; this look is for what only time
+changes, such as a schedule."""
 CONTESTED_S = 30.0
 """Seconds until the next look at a service that another operator owns."""
 UNENFORCEABLE_MAX = 10_000
@@ -100,7 +98,7 @@ class Reads(Protocol):
         self, resource: Resource, namespace: str, labels: Mapping[str, str]
     ) -> Sequence[Manifest]: ...
 
-    async def list_served_kinds(self, api_version: str) -> frozenset[str]: ...
+    def serves(self, resource: Resource) -> bool: ...
 
 
 class Reconciler:
@@ -140,7 +138,7 @@ class Reconciler:
         if claimed is None:
             # The owner exports the service's metrics: the last state that this operator saw must not raise
             # alerts.
-            self._metrics.forget(ObjectKey(BLEND_SERVICE.kind, namespace, name))
+            self._metrics.forget(ObjectKey.of(live))
             return CONTESTED_S
         (live, before), owner = claimed, _owner(live)
         if is_leaving(live):
@@ -151,7 +149,9 @@ class Reconciler:
             return await self._report_invalid(live, before, error)
         owned = await self._list(OWNED, namespace, selector(name))
         pods = await self._reads.list(POD, namespace, selector(name))
-        live = await self._hold(live, owner, owned, pods)
+        ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
+        if must_drain(ray, pods):
+            live = await set_finalizer(self._cluster, live, True)
         observed = await self._observe(owner, owned, pods)
         result = plan_service(spec, owner, before, observed, self._clock())
         if not observed.is_kuberay_installed:
@@ -276,16 +276,6 @@ class Reconciler:
         ray = [await reads.list(one, owner.namespace, tags) for one in (RAY_SERVICE, RAY_JOB)]
         return [*ray[0], *ray[1]], await reads.list(POD, owner.namespace, tags)
 
-    async def _hold(
-        self, live: Manifest, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]
-    ) -> Manifest:
-        """Set our finalizer if there is something to drain, else remove it. Returns the updated object."""
-        ray = [one for one in owned if one["kind"] in (RAY_SERVICE.kind, RAY_JOB.kind)]
-        is_wanted = must_drain(is_held(live), ray, pods)
-        if is_held(live) and not is_wanted:
-            is_wanted = must_drain(True, *await self._remaining(self._cluster, owner))
-        return await set_finalizer(self._cluster, live, is_wanted)
-
     async def _list(
         self, resources: Iterable[Resource], namespace: str, tags: dict[str, str]
     ) -> list[Manifest]:
@@ -294,7 +284,6 @@ class Reconciler:
         return [one for found in lists for one in found]
 
     async def _observe(self, owner: Owner, owned: Sequence[Manifest], pods: Sequence[Manifest]) -> Observed:
-        served = await self._reads.list_served_kinds(RAY_API_VERSION)
         shards = tuple(shard_pod(one) for one in pods if label_of(one, LABEL_ROLE) == "shard")
         engine_pods = [one for one in pods if label_of(one, LABEL_ROLE) == "engine" and not is_leaving(one)]
         services = {label_of(one, LABEL_REVISION): one for one in owned if one["kind"] == RAY_SERVICE.kind}
@@ -311,8 +300,8 @@ class Reconciler:
         grpc = ("Service", join_name(owner.name, "grpc"))
         (front,) = [one for one in owned if (one["kind"], one["metadata"]["name"]) == grpc] or [{}]
         return Observed(
-            is_kuberay_installed={one.plural for one in (RAY_SERVICE, RAY_JOB, RAY_CLUSTER)} <= served,
-            is_kuberay_recent=RAY_CRON_JOB.plural in served,
+            is_kuberay_installed=all(map(self._reads.serves, (RAY_SERVICE, RAY_JOB, RAY_CLUSTER))),
+            is_kuberay_recent=self._reads.serves(RAY_CRON_JOB),
             store=view,
             cluster_digest=cluster_digest,
             pods=shards,
@@ -324,7 +313,6 @@ class Reconciler:
             selected=(front.get("spec", {}).get("selector") or {}).get(LABEL_REVISION, ""),
             calibrations={label_of(one, LABEL_REVISION): job_view(one) for one in jobs},
             corpora=await self._corpora(owner),
-            figures=await self._figures(pods),
             home=self._home,
         )
 
@@ -335,15 +323,6 @@ class Reconciler:
             for one in found
             if one["spec"].get("service") == owner.name and not is_leaving(one)
         )
-
-    async def _figures(self, pods: Sequence[Manifest]) -> Figures:
-        async def pages(role: str, port: int) -> list[str]:
-            chosen = [one.get("status") or {} for one in pods if label_of(one, LABEL_ROLE) == role]
-            hosts = [f"[{ip}]" if ":" in ip else ip for one in chosen if (ip := one.get("podIP"))]
-            return await self._web.fetch_all(f"http://{host}:{port}/metrics" for host in hosts)
-
-        shards, engines = pages("shard", SHARD_METRICS_PORT), pages("engine", ENGINE_METRICS_PORT)
-        return figures(*await asyncio.gather(shards, engines))
 
     async def _target(self, namespace: str, service: str) -> Target | None:
         """The service of a corpus, with the revision that its spec requests; None without a valid service."""
@@ -430,14 +409,13 @@ class Reconciler:
         has changed since it was read."""
         generation = int(live["metadata"].get("generation", 0))
         now = self._clock()
-        self._metrics.see(live, before.observed_generation, before.conditions, now)
         given = conditions or after.conditions
         merged = c.merge_conditions(before.conditions, given, generation, c.timestamp(now))
+        self._metrics.see(ObjectKey.of(live), merged)
         written = replace(after, observed_generation=generation, conditions=merged)
         if written == before:
             return
         await self._cluster.apply_status(live, to_manifest(written))
-        self._metrics.see(live, generation, merged, self._clock())
         await self._events.record(live, list_changes(before, written))
 
 

@@ -22,11 +22,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api.manifest import API_VERSION
-from kintsugi_operator.controller.cluster import GONE, NOT_FOUND, RAY_CRON_JOB, ApiServer, Refused
+from kintsugi_operator.controller.cluster import GONE, NOT_FOUND, ApiServer, Refused
 from kintsugi_operator.controller.index import Entry, Index, Knowledge, Shelf
 from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.objects.base import RAY_API_VERSION
@@ -37,8 +37,6 @@ REOPEN_S = 0.5
 """Delay before a watch that has ended is opened again."""
 MISSING_S = 10.0
 """Delay before the next request for a kind that is not served."""
-RECENT_S = 600.0
-"""Delay before the next request for KubeRay's version."""
 BACKOFF_S_MIN, BACKOFF_S_MAX = 1.0, 60.0
 REMEDIES = {API_VERSION: "apply the chart's CRDs", RAY_API_VERSION: "install KubeRay 1.6 or newer"}
 """What a person has to do if a group is not served. Other groups belong to Kubernetes and always exist."""
@@ -140,11 +138,8 @@ class Watches:
     """Keeps all shelves up to date, and passes the keys of changed objects to `on_change`."""
 
     def __init__(self, cluster: ApiServer, index: Index, on_change: Changed) -> None:
-        self._cluster = cluster
         self._index = index
         self._on_change = on_change
-        self._ray_changed = asyncio.Event()
-        self._knows_kuberay = asyncio.Event()
         self._watches = [
             Watch(cluster, shelf, on_change, self._take_served) for shelf in index.shelves.values()
         ]
@@ -152,32 +147,14 @@ class Watches:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._poll_kuberay())
             for one in self._watches:
                 tasks.create_task(one.run())
 
     async def wait(self) -> None:
         """Wait until each kind is listed, is not served, or could not be read."""
-        for has_answer in (*(one.has_answer for one in self._watches), self._knows_kuberay):
-            await has_answer.wait()
+        for one in self._watches:
+            await one.has_answer.wait()
 
     def _take_served(self) -> None:
         """Schedule a look at all objects, because any of them may depend on the kind."""
-        self._ray_changed.set()
         self._on_change(self._index.keys())
-
-    async def _poll_kuberay(self) -> None:
-        """Find out whether KubeRay is recent. RayCronJobs themselves are not read, so no right to them is
-        needed."""
-        while True:
-            self._ray_changed.clear()
-            with suppress(Refused, Unavailable):  # the watches log it
-                is_recent = RAY_CRON_JOB.plural in await self._cluster.list_served_kinds(RAY_API_VERSION)
-                if is_recent != self._index.is_kuberay_recent:
-                    self._index.is_kuberay_recent = is_recent
-                    self._on_change(self._index.keys())
-            self._knows_kuberay.set()
-            delay_s = RECENT_S if self._index.is_kuberay_recent else MISSING_S
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self._ray_changed.wait()

@@ -217,18 +217,11 @@ def _status(
     ready = ready_shards(spec.store.shards, observed.pods)
     active = observed.services.get(rollout.active)
     engines_ready = active is not None and active.is_ready
-    job = observed.calibrations.get(calibrated_revision(rollout))
     return BlendServiceStatus(
         shards=f"{ready}/{spec.store.shards}",
         engines=_engine_count(spec, observed, rollout.active),
-        shards_ready=ready,
-        shards_desired=spec.store.shards,
-        engines_ready=engines_ready,
         engine_replicas=observed.engines.get(rollout.active, 0),
         engine_selector=_engine_selector(owner, rollout.active),
-        tiers=observed.figures.tiers,
-        hit_rate=observed.figures.hit_rate,
-        calibration=str(job.state) if job is not None else ("Absent" if spec.engines.calibrate else "Off"),
         model=model.name or model.path.rstrip("/").rsplit("/", 1)[-1],
         endpoints=endpoints(spec, owner.name, owner.namespace),
         rollout=rollout,

@@ -27,14 +27,9 @@ class Teardown:
         return not self.message
 
 
-def must_drain(is_held: bool, ray: Sequence[Manifest], pods: Sequence[Manifest]) -> bool:
-    """Whether a service needs the finalizer: from the first ready part until nothing is left.
-
-    A part that was never ready has answered no request and stored no chunk. `is_held`: whether the service
-    has the finalizer now.
-    """
-    if is_held:
-        return not next_teardown(ray, pods, 0.0).is_done
+def must_drain(ray: Sequence[Manifest], pods: Sequence[Manifest]) -> bool:
+    """Whether a service needs the finalizer: one of its parts is ready. A part that was never ready has
+    answered no request and stored no chunk."""
     is_working = any(label_of(one, LABEL_ROLE) in ("shard", "engine") and is_pod_ready(one) for one in pods)
     return is_working or any(ray_service_view(one).is_ready for one in ray)
 

@@ -94,10 +94,6 @@ def check_service(spec: BlendServiceSpec) -> None:
     _check_egress(spec.expert.egress)
     for role, template in spec.expert.pod_templates.items():
         check_pod_template(template, f"spec.expert.podTemplates.{role}")
-    if spec.gateway.expert.require_client_certificate and not spec.gateway.tls_secret:
-        raise InvalidField(
-            "spec.gateway.tlsSecret", "is needed for requireClientCertificate: it holds ca.crt"
-        )
 
 
 def check_corpus(spec: CorpusPrecomputeSpec) -> None:
@@ -112,8 +108,6 @@ def _check_engines(engines: Engines) -> None:
         raise InvalidField(
             "spec.engines.expert.sharedMemory", "counts towards memory: make it smaller than that"
         )
-    if engines.most < engines.replicas:
-        raise InvalidField("spec.engines.replicasMax", "must not be less than replicas")
     ranks = engines.vllm.get("tensor_parallel_size", 1)
     if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:
         raise InvalidField(

@@ -25,7 +25,7 @@ from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy
 from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, EnginesExpert, Model
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
-from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name, selector
+from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name
 from kintsugi_operator.objects.pods import (
     STORE_KEYS,
     STORE_TLS,
@@ -35,10 +35,7 @@ from kintsugi_operator.objects.pods import (
     TOKENS,
     Manifest,
     Volume,
-    affinity,
-    avoid,
     secret,
-    secret_key,
 )
 
 DIRECTORY_PORT = 7410
@@ -161,7 +158,7 @@ def store_tls_volumes(spec: BlendServiceSpec) -> list[Volume]:
 def shard_secrets(spec: BlendServiceSpec) -> list[Volume]:
     """Secrets of a shard: certificates, its clients' tokens, and its own token for other shards."""
     name = spec.store.tokens_secret
-    tokens = [secret_key("store-tokens", STORE_TOKENS, name, TOKENS_KEY, TOKENS_KEY)] if name else []
+    tokens = [secret("store-tokens", STORE_TOKENS, name, {TOKENS_KEY: TOKENS_KEY})] if name else []
     return [*store_tls_volumes(spec), *tokens, *_own_token(spec, CLIENT_KEY)]
 
 
@@ -175,13 +172,7 @@ def client_secrets(spec: BlendServiceSpec, key: str = CLIENT_KEY) -> list[Volume
 
 def _own_token(spec: BlendServiceSpec, key: str) -> list[Volume]:
     name = spec.store.tokens_secret
-    return [secret_key("store-token", STORE_TOKEN, name, key, CLIENT_KEY)] if name else []
-
-
-def spread_heads(service: str) -> Manifest:
-    """Affinity that prefers different nodes for a service's heads: a lost node then stops only one Ray
-    cluster."""
-    return affinity(away=avoid(selector(service, role="head")))
+    return [secret("store-token", STORE_TOKEN, name, {key: CLIENT_KEY})] if name else []
 
 
 def pod_basics(

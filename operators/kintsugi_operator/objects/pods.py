@@ -73,16 +73,12 @@ def scratch(name: str, path: str, size: str, in_memory: bool = False) -> Volume:
     return Volume(name, path, {"emptyDir": {**medium, "sizeLimit": size}})
 
 
-def secret(name: str, path: str, secret_name: str) -> Volume:
-    """A Secret's keys as files that only the pod's group may read."""
-    return Volume(name, path, {"secret": {"secretName": secret_name, "defaultMode": 0o440}}, read_only=True)
-
-
-def secret_key(name: str, path: str, secret_name: str, key: str, file: str) -> Volume:
-    """One key of a Secret as a file that only the pod's group may read."""
-    items = [{"key": key, "path": file}]
-    source = {"secret": {"secretName": secret_name, "items": items, "defaultMode": 0o440}}
-    return Volume(name, path, source, read_only=True)
+def secret(name: str, path: str, secret_name: str, items: Mapping[str, str] | None = None) -> Volume:
+    """A Secret's keys as files that only the pod's group may read. `items`: files by key; None: all keys."""
+    source: Manifest = {"secretName": secret_name, "defaultMode": 0o440}
+    if items is not None:
+        source["items"] = [{"key": key, "path": file} for key, file in items.items()]
+    return Volume(name, path, {"secret": source}, read_only=True)
 
 
 def claim_volume(name: str, path: str, claim: str, read_only: bool = False) -> Volume:
@@ -103,27 +99,21 @@ def claim_spec(gib: float, storage_class: str) -> Manifest:
     return {"accessModes": ["ReadWriteOnce"], "resources": {"requests": requests}, **named}
 
 
-def affinity_term(weight: int, labels: Mapping[str, str], topology: str = HOSTNAME) -> Manifest:
-    """A preference for or against the nodes, or zones, of pods with these labels."""
-    match = {"matchLabels": dict(labels)}
-    return {"weight": weight, "podAffinityTerm": {"topologyKey": topology, "labelSelector": match}}
+def spread(labels: Mapping[str, str], apart_from: Mapping[str, str] | None = None) -> Manifest:
+    """An affinity that prefers other nodes and zones than those of pods with these labels, and nodes without
+    pods that have the labels `apart_from`.
 
-
-def avoid(labels: Mapping[str, str]) -> list[Manifest]:
-    """Terms of an anti-affinity to the nodes and zones of pods with these labels.
-
-    Topology spread constraints are not used: for zones, they have no effect on nodes without a zone.
+    It has preferences alone: a pod on the wrong node is better than an unschedulable pod. Topology spread
+    constraints are not used: for zones, they have no effect on nodes without a zone.
     """
-    return [affinity_term(100, labels), affinity_term(50, labels, ZONE)]
-
-
-def affinity(near: Sequence[Manifest] = (), away: Sequence[Manifest] = ()) -> Manifest:
-    """An affinity of preferences alone: a pod on the wrong node is better than an unschedulable pod."""
-    return {
-        kind: {"preferredDuringSchedulingIgnoredDuringExecution": list(terms)}
-        for kind, terms in (("podAffinity", near), ("podAntiAffinity", away))
-        if terms
-    }
+    chosen = [(100, HOSTNAME, labels), (50, ZONE, labels)]
+    if apart_from is not None:
+        chosen.append((50, HOSTNAME, apart_from))
+    terms = []
+    for weight, topology, match in chosen:
+        term = {"topologyKey": topology, "labelSelector": {"matchLabels": dict(match)}}
+        terms.append({"weight": weight, "podAffinityTerm": term})
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from kintsugi_operator.objects.deployed import (
     client_secrets,
     pod_basics,
     service_config,
-    spread_heads,
     store_tls_volumes,
     store_url,
 )
@@ -44,12 +43,11 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
-    affinity,
-    avoid,
     claim_volume,
     process_health,
     scratch,
     secret,
+    spread,
     template,
 )
 
@@ -150,7 +148,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Man
             cpus=1,
             memory="4Gi",
             volumes=store_tls_volumes(spec),
-            affinity=spread_heads(owner.name),
+            affinity=spread(selector(owner.name, role="head")),
             more=spec.pod_template("heads"),
             is_head=True,
             has_autoscaler=True,
@@ -174,7 +172,7 @@ def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> 
 
 def _spread(owner: Owner, revision: EngineRevision, role: str) -> Manifest:
     """Affinity that prefers different nodes for a revision's engines, or its gateways."""
-    return affinity(away=avoid(selector(owner.name, part=PART, role=role, revision=revision.name)))
+    return spread(selector(owner.name, part=PART, role=role, revision=revision.name))
 
 
 def _gateways(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kintsugi.core.deploy import SHARD_METRICS_PORT, SHARD_PORT
-from kintsugi_operator.api.blend_service import BlendServiceSpec, ShardPlacement, VolumeKind
+from kintsugi_operator.api.blend_service import BlendServiceSpec, VolumeKind
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
     Owner,
@@ -28,7 +28,6 @@ from kintsugi_operator.objects.deployed import (
     TIERS,
     pod_basics,
     shard_secrets,
-    spread_heads,
     store_config,
     store_tls_volumes,
 )
@@ -44,14 +43,12 @@ from kintsugi_operator.objects.pods import (
     Manifest,
     Pod,
     Volume,
-    affinity,
-    affinity_term,
-    avoid,
     claim_spec,
     claim_volume,
     ephemeral,
     mebibytes,
     process_health,
+    spread,
     template,
 )
 
@@ -152,7 +149,7 @@ def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
             memory="3Gi",
             ports={"directory": DIRECTORY_PORT},
             volumes=store_tls_volumes(spec),
-            affinity=spread_heads(owner.name),
+            affinity=spread(selector(owner.name, role="head")),
             more=spec.pod_template("heads"),
             is_head=True,
         )
@@ -168,7 +165,9 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
             volumes=[*_volumes(spec, owner, index), *shard_secrets(spec)],
             readiness=process_health("shard-metrics"),
-            affinity=_affinity(spec, owner.name),
+            affinity=spread(
+                selector(owner.name, role="shard"), apart_from=selector(owner.name, role="engine")
+            ),
             more=spec.pod_template("store"),
         )
     )
@@ -188,12 +187,3 @@ def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
         else:
             volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))
     return volumes
-
-
-def _affinity(spec: BlendServiceSpec, name: str) -> Manifest:
-    """Affinity that prefers nodes without other shards, and with or without engines."""
-    shards = avoid(selector(name, role="shard"))
-    engines = affinity_term(50, selector(name, role="engine"))
-    if spec.store.expert.placement is ShardPlacement.BESIDE_ENGINES:
-        return affinity(near=[engines], away=shards)
-    return affinity(away=[*shards, engines])

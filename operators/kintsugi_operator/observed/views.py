@@ -10,7 +10,6 @@ from typing import Any
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi_operator.api.manifest import from_manifest
-from kintsugi_operator.api.status import TierStatus
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import ANNOTATION_DIGEST, LABEL_REVISION, LABEL_SHARD, LABEL_TEMPLATE
 from kintsugi_operator.objects.pods import Manifest
@@ -73,14 +72,6 @@ class ShardPod:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Figures from the metrics of shards and engines."""
-
-    tiers: tuple[TierStatus, ...] = ()
-    hit_rate: float | None = None
-
-
-@dataclass(frozen=True)
 class CorpusView:
     """The progress of one of the service's CorpusPrecomputes."""
 
@@ -117,7 +108,6 @@ class Observed:
     calibrations: Mapping[str, JobView] = field(default_factory=dict)
     """By revision."""
     corpora: tuple[CorpusView, ...] = ()
-    figures: Figures = field(default_factory=Figures)
     home: str = ""
     """Namespace of the operator's own pods; empty: unknown."""
 

@@ -325,7 +325,7 @@ class ServiceSpec(Settings):
         codec_named(self.model.codec)
         if self.engines.expert.selector is not None:
             parse_selector(self.engines.expert.selector)
-        engines, store, gateway = self.engines, self.store, self.gateway
+        store, gateway = self.store, self.gateway
         if (most := store.expert.shards_max) is not None and most < store.shards:
             raise InvalidField("store.expert.shards_max", f"{most} is less than the {store.shards} shards")
         if store.tiers and not store.data_dir:

@@ -43,6 +43,7 @@ from kintsugi_operator.controller.cluster import (
     Refused,
     Resource,
 )
+from kintsugi_operator.controller.metrics import WRITES
 from kintsugi_operator.objects.pods import Manifest
 
 T = TypeVar("T")
@@ -130,7 +131,11 @@ class Kube:
 
     def is_served(self, resource: Resource) -> bool:
         """Whether the API server knows the kind."""
-        return resource.plural in self._runner.run(self._server.list_served_kinds(resource.api_version))
+        try:
+            served = self.request("GET", f"/apis/{resource.api_version}")["resources"]
+        except Refused:
+            return False
+        return any(one["name"] == resource.plural for one in served)
 
     def service_addresses(self) -> int | None:
         """How many Services there may be; None where the API server does not say (before Kubernetes 1.33)."""
@@ -224,7 +229,7 @@ class Operator:
     ) -> None:
         """`home`: the namespace of its pod, if it is not the team's. `options`: others than to watch the
         team's namespace alone."""
-        self.health_port, self.metrics_port = free_port(), free_port()
+        self.port = free_port()
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"operator-{team.namespace}-{identity}.log"
         # Where tests run in a pod, these would lead to that pod's own cluster.
         here = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_SERVICE_")}
@@ -234,13 +239,13 @@ class Operator:
             environ["KUBECONFIG"] = str(kubeconfig)
         command = [sys.executable, "-m", "kintsugi_operator"]
         command += options if options is not None else [f"--namespace={team.namespace}"]
-        command += [f"--health-port={self.health_port}", f"--metrics-port={self.metrics_port}"]
+        command.append(f"--port={self.port}")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
 
     def is_leader(self) -> bool:
         try:
-            url = f"http://127.0.0.1:{self.health_port}/leader"
+            url = f"http://127.0.0.1:{self.port}/leader"
             with urllib.request.urlopen(url, timeout=2) as answer:
                 return bool(json.load(answer)["leader"])
         except urllib.error.HTTPError as error:
@@ -252,9 +257,15 @@ class Operator:
     def wait_until_it_leads(self) -> None:
         until(self.is_leader, "the operator leads", self.said)
 
-    def metric(self, name: str) -> int:
-        (found,) = [one for one in self._samples(f"kintsugi_operator_{name}") if not one.labels]
+    def looks(self) -> int:
+        """Number of looks at objects so far."""
+        (found,) = self._samples("kintsugi_operator_reconcile_seconds_count")
         return int(found.value)
+
+    def writes(self) -> int:
+        """Number of writes to the API server so far; the Lease's apart."""
+        requests = self.requests()
+        return sum(requests[verb] for verb in WRITES)
 
     def requests(self) -> dict[str, int]:
         """Number of requests to the API server so far, by verb; the Lease's apart."""
@@ -263,7 +274,7 @@ class Operator:
         }
 
     def _samples(self, name: str) -> list[Sample]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return [sample for family in families for sample in family.samples if sample.name == name]
 

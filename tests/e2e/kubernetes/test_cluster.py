@@ -82,10 +82,10 @@ def at_rest(team: Team, operator: Operator) -> None:
 
 
 def quiet_look(team: Team, operator: Operator) -> bool:
-    writes, looks = operator.metric("writes_total"), operator.metric("looks_total")
+    writes, looks = operator.writes(), operator.looks()
     team.touch()
-    until(lambda: operator.metric("looks_total") > looks, "a look", operator.said)
-    return operator.metric("writes_total") == writes
+    until(lambda: operator.looks() > looks, "a look", operator.said)
+    return operator.writes() == writes
 
 
 def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team: Team) -> None:
@@ -116,6 +116,7 @@ def test_installing_gives_both_kinds_with_status_and_columns(cluster: Kube, team
         ({"gateway": {"insecure": False}}, "tokensSecret is mandatory"),
         ({"store": {"shards": 2, "replication": 3}}, "replication must not exceed shards"),
         ({"engines": {"replicas": 0}}, "spec.engines.replicas"),
+        ({"engines": {"replicas": 3, "replicasMax": 2}}, "the largest number of engines"),
         ({"store": {"shards": 0}}, "spec.store.shards"),
         ({"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}}, "tiers"),
         ({"network": {"policies": False}}, "store.tlsSecret"),
@@ -279,8 +280,8 @@ def test_a_shard_may_be_evicted_and_not_two(team: Team, operator: Operator) -> N
 def test_at_rest_nothing_is_asked(team: Team, operator: Operator) -> None:
     serving(team)
     at_rest(team, operator)
-    requests, looks = operator.requests(), operator.metric("looks_total")
-    until(lambda: operator.metric("looks_total") >= looks + 3, "looks", operator.said)
+    requests, looks = operator.requests(), operator.looks()
+    until(lambda: operator.looks() >= looks + 3, "looks", operator.said)
     # A watch may end at any time; it goes on without a list.
     assert operator.requests() | {"watch": 0} == requests | {"watch": 0}
     assert requests["list"] == len(KINDS)
@@ -488,7 +489,7 @@ def test_of_two_operators_one_leads(team: Team, operator: Operator) -> None:
         team.wait_for(RAY_SERVICE, "acme-store")
         assert operator.is_leader()
         assert not second.is_leader()
-        assert second.metric("writes_total") == 0
+        assert second.writes() == 0
         operator.kill()
         second.wait_until_it_leads()
         team.make(store={"shards": 2})
@@ -581,10 +582,10 @@ def test_a_hundred_services_at_rest_write_nothing(team: Team, operator: Operator
             f"service-{index}",
             operator.said,
         )
-    looks = operator.metric("looks_total")
-    until(lambda: operator.metric("looks_total") > looks + 300, "all are at rest", within_s=300)
-    writes, looks = operator.metric("writes_total"), operator.metric("looks_total")
-    until(lambda: operator.metric("looks_total") > looks + 100, "each is looked at again", within_s=300)
-    assert operator.metric("writes_total") == writes
+    looks = operator.looks()
+    until(lambda: operator.looks() > looks + 300, "all are at rest", within_s=300)
+    writes, looks = operator.writes(), operator.looks()
+    until(lambda: operator.looks() > looks + 100, "each is looked at again", within_s=300)
+    assert operator.writes() == writes
     pages = int(Path(f"/proc/{operator.process.pid}/statm").read_text().split()[1])
     assert pages * 4096 < 110 << 20

@@ -115,9 +115,9 @@ def test_two_operators_do_not_fight(team: Team, elsewhere: str, operator: Operat
         assert said["status"] == "False"
         assert f"{elsewhere}/{FIELD_MANAGER}" in said["message"]
         at_rest(team, operator)
-        writes = wide.metric("writes_total")
+        writes = wide.writes()
         at_rest(team, operator)
-        assert wide.metric("writes_total") == writes
+        assert wide.writes() == writes
         assert team.status()["operator"]["lease"] == f"{team.namespace}/{FIELD_MANAGER}"
         operator.kill()
         until(

@@ -65,22 +65,6 @@ def test_what_was_never_ready_goes_without_an_operator(world: World) -> None:
     assert "second-store" not in world.cluster.named("RayService")
 
 
-def test_a_service_of_which_nothing_is_left_is_not_held(world: World) -> None:
-    assert is_held(world)
-    world.cluster.lose("RayService", f"acme-{OLD}")
-    world.cluster.lose("RayService", "acme-store")
-    for job in world.cluster.named("RayJob"):
-        world.cluster.lose("RayJob", job)
-    world.lose_pods("store")
-    world.look()
-    assert is_held(world)
-    for name in world.cluster.named("RayService"):
-        world.cluster.lose("RayService", name)
-    world.lose_pods("")
-    world.look()
-    assert not is_held(world)
-
-
 def test_a_namespace_is_not_held_by_an_operator_elsewhere() -> None:
     """Nothing can be made there any more, and its pods are deleted anyway."""
     world = world_of(WIDE)

@@ -27,22 +27,17 @@ from tests.unit.operator.test_reconcile import OLD, World, run
 from tests.unit.operator.test_shell import started, until
 
 KUBERAY = (RAY_SERVICE, RAY_JOB, RAY_CLUSTER, RAY_CRON_JOB)
-TIERS = (
-    'kintsugi_store_tier_used_bytes{tier="nvme"} 4e9\nkintsugi_store_tier_capacity_bytes{tier="nvme"} 1e10\n'
-)
-HITS = "kintsugi_blend_tokens_hit_total 75\nkintsugi_blend_tokens_missed_total 25\n"
 
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> FakeWeb:
-    """Metrics of pods. Looks and questions come soon."""
+    """No job has a log. Looks and questions come soon."""
     monkeypatch.setattr("kintsugi_operator.controller.reconcile.SOON_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.controller.reconcile.LATER_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.controller.watch.REOPEN_S", 0.01)
     monkeypatch.setattr("kintsugi_operator.controller.watch.MISSING_S", 0.05)
     monkeypatch.setattr("kintsugi_operator.controller.watch.BACKOFF_S_MIN", 0.01)
-    pages = {"http://10.0.0.9:7480/metrics": TIERS, "http://10.0.0.9:7580/metrics": HITS}
-    web = FakeWeb(pages)
+    web = FakeWeb()
     monkeypatch.setattr("kintsugi_operator.operator.Web", lambda session: web)
     return web
 
@@ -88,7 +83,7 @@ def test_a_service_is_made_without_lists(world: World) -> None:
             await until(lambda: "second-store" in names(it) and f"second-{OLD}" in names(it))
             await it.looks(20)
             assert (world.cluster.writes - applied)["apply RayService"] == 2
-            assert it.metrics.count("failures") == 0
+            assert "kintsugi_operator_reconcile_failures_total{" not in it.metrics.text()
             assert sum(count for (verb, _), count in it.server.requests.items() if verb == "list") == len(
                 KINDS
             )
@@ -102,12 +97,12 @@ def test_a_changed_object_is_looked_at_when_it_changes(world: World, monkeypatch
 
     async def main() -> None:
         async with operated(world) as it:
-            await until(lambda: it.metrics.count("looks") >= 1)
+            await until(lambda: it.looked >= 1)
             world.cluster.lose("NetworkPolicy", "acme-deny")
             await until(lambda: "acme-deny" in world.cluster.named("NetworkPolicy"))
             for name in [one for one in world.cluster.named("Pod") if "store" in one]:
                 world.cluster.lose("Pod", name)
-            await until(lambda: it.service["status"]["shardsReady"] == 0)
+            await until(lambda: it.service["status"]["shards"] == "0/1")
 
     run(main())
 
@@ -183,16 +178,14 @@ def test_kuberay_may_go_and_come_back(world: World, monkeypatch: pytest.MonkeyPa
         async with operated(world) as it:
             await it.looks()
             status = it.service["status"]
-            assert (status["hitRate"], len(status["tiers"]), status["shardsReady"]) == (0.75, 1, 1)
+            assert status["shards"] == "1/1"
             rollout = status["rollout"]
             for kind in KUBERAY:
                 world.cluster.uninstall(kind)
             world.lose_pods("")
-            await until(lambda: "hitRate" not in it.service["status"])
             await until(lambda: world.condition("KubeRayReady")["reason"] == "Missing")
             status = it.service["status"]
-            assert status.get("tiers", []) == []
-            assert not status.get("shardsReady")
+            assert status["shards"] == "0/1"
             assert status["rollout"] == rollout
             assert {one: world.condition(one)["status"] for one in ("Ready", "StoreReady")} == {
                 "Ready": "False",

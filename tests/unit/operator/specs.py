@@ -118,7 +118,6 @@ def stores(draw: st.DrawFn) -> dict[str, Any]:
                 "kind": draw(st.sampled_from(["Persistent", "Ephemeral"])),
                 "retain": draw(st.booleans()),
             },
-            "placement": draw(st.sampled_from(["BesideEngines", "Apart"])),
             "bucketPort": draw(st.sampled_from([443, 9000])),
         },
         **({"image": draw(images)} if draw(st.booleans()) else {}),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.rules import camel
 from kintsugi.core.spaces import check_namespace
-from kintsugi_operator.api.blend_service import BlendServiceSpec
+from kintsugi_operator.api.blend_service import BlendServiceSpec, Engines
 from kintsugi_operator.api.corpus_precompute import CorpusPrecomputeSpec
 from kintsugi_operator.api.crd import crds
 from kintsugi_operator.api.manifest import from_manifest, to_manifest
@@ -79,7 +79,10 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
     [
         ({"gateway": {"tokensSecret": ""}}, "spec: gateway.tokensSecret is mandatory"),
         ({"network": {"policies": False}}, "spec: without network.policies the store needs store.tlsSecret"),
-        ({"engines": {"replicas": 3, "replicasMax": 2}}, "spec.engines.replicasMax: must not be less than"),
+        (
+            {"engines": {"replicas": 3, "replicasMax": 2}},
+            "spec.engines.replicasMax: the largest number of engines",
+        ),
         ({"engines": {"replicas": 0}}, "spec.engines.replicas: 0 must be at least 1"),
         (
             {"store": {"bucketUrl": "s3://chunks"}},
@@ -224,6 +227,16 @@ def test_every_rule_of_the_types_is_in_the_crd() -> None:
     tiers = spec["properties"]["store"]["properties"]["tiers"]
     assert tiers["x-kubernetes-list-map-keys"] == ["name"]
     assert "oldSelf" in tiers["items"]["x-kubernetes-validations"][0]["rule"]
+
+
+def test_the_api_server_compares_the_two_numbers_of_engines_at_little_cost() -> None:
+    """Also where an autoscaler writes `replicas`. Comparisons of numbers cost the API server next to nothing;
+    loops, patterns and conversions of text might exceed its budget."""
+    spec = crds()["blendservices"]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    (rule,) = spec["properties"]["engines"]["x-kubernetes-validations"]
+    assert rule["rule"] == "!has(self.replicasMax) || self.replicas <= self.replicasMax"
+    for replicas, most, is_valid in ((1, None, True), (2, 2, True), (1, 4, True), (3, 2, False)):
+        assert Engines.RULES[0].is_kept_by(Engines(replicas=replicas, replicas_max=most)) is is_valid
 
 
 def test_rules_speak_of_fields_that_are_there() -> None:

@@ -76,7 +76,6 @@ def test_what_is_not_there_is_none() -> None:
     assert talk(Conversation(), lambda server: server.get(BLEND_SERVICE, "team", "acme")) is None
     assert talk(Conversation(), lambda server: server.list(CLAIM, "team", {})) == []
     assert talk(Conversation(), lambda server: server.delete(CLAIM, "team", "gone")) is None
-    assert talk(Conversation(), lambda server: server.list_served_kinds("ray.io/v1")) == frozenset()
 
 
 def test_a_refusal_carries_the_servers_words() -> None:
@@ -98,13 +97,6 @@ def test_an_eviction_may_be_forbidden_for_now() -> None:
     assert talk(Conversation(), lambda server: server.evict("team", "p"))
     with pytest.raises(Refused):
         talk(Conversation({("POST", path): (403, {})}), lambda server: server.evict("team", "p"))
-
-
-def test_what_is_served_is_discovered() -> None:
-    resources = [{"name": "rayservices"}, {"name": "rayservices/status"}]
-    conversation = Conversation({("GET", "/apis/ray.io/v1"): (200, {"resources": resources})})
-    served = talk(conversation, lambda server: server.list_served_kinds("ray.io/v1"))
-    assert served == {"rayservices", "rayservices/status"}
 
 
 def test_nobody_there_is_unavailable() -> None:

@@ -15,12 +15,12 @@ from kintsugi_operator.controller.cluster import (
     CORPUS_PRECOMPUTE,
     POD,
     RAY_CLUSTER,
+    RAY_JOB,
     RAY_SERVICE,
     SERVICE,
 )
 from kintsugi_operator.controller.index import KINDS, Index, Knowledge, Shelf, Watched
 from kintsugi_operator.controller.queue import ObjectKey
-from kintsugi_operator.objects.base import RAY_API_VERSION
 from kintsugi_operator.objects.names import LABEL_CORPUS, LABEL_SERVICE
 from kintsugi_operator.objects.pods import Manifest
 
@@ -199,13 +199,10 @@ def test_the_index_reads_as_the_api_server_does() -> None:
         found = await index.list(SERVICE, "team", {LABEL_SERVICE: "acme"})
         assert [one["metadata"]["name"] for one in found] == ["a"]
         assert await index.get(SERVICE, "team", "somebody's") is None
-        served = await index.list_served_kinds(RAY_API_VERSION)
-        assert served == {"rayservices", "rayjobs", "rayclusters"}
-        index.is_kuberay_recent = True
+        assert index.serves(RAY_CLUSTER)
         index.shelves[RAY_CLUSTER, "team"].miss()
-        index.shelves[RAY_CLUSTER, "other"].miss()
-        served = await index.list_served_kinds(RAY_API_VERSION)
-        assert served == {"rayservices", "rayjobs", "raycronjobs"}
+        assert not index.serves(RAY_CLUSTER)
+        assert index.serves(RAY_JOB)
 
     asyncio.run(main())
     assert index.keys() == {ACME}

@@ -16,13 +16,11 @@ from kintsugi_operator.controller.cluster import Refused
 from kintsugi_operator.controller.finalizer import set_finalizer
 from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.reconcile import Reconciler
-from kintsugi_operator.controller.scrape import figures
 from kintsugi_operator.desired.compare import drift
 from kintsugi_operator.desired.rollout import RETIRE_AFTER_S
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.names import FINALIZER, LABEL_REVISION
 from kintsugi_operator.objects.pods import Manifest
-from kintsugi_operator.observed.views import Figures
 from kintsugi_operator.operator import OperatorOptions
 from tests.fakes.cluster import FakeCluster, FakeKubeRay, FakeReads, FakeWeb
 from tests.unit.operator.specs import NOW, merged, spec_of
@@ -350,7 +348,7 @@ def test_shards_are_added_and_taken_away(world: World) -> None:
     world.look()
     world.kuberay.serve("acme-store")
     world.settle()
-    assert world.cluster.find("BlendService", "acme")["status"]["shardsReady"] == 3
+    assert world.cluster.find("BlendService", "acme")["status"]["shards"] == "3/3"
     world.make(store={"shards": 1})
     world.settle()
     cluster = world.cluster.find("RayCluster", "acme-store-c1")
@@ -465,32 +463,6 @@ def test_a_changed_object_is_not_overwritten_unseen(world: World) -> None:
     live["metadata"]["resourceVersion"] = "999"
     with pytest.raises(Refused, match="modified"):
         run(set_finalizer(world.cluster, stale, True))
-
-
-def test_figures_come_from_metrics(world: World) -> None:
-    world.up(store={"tiers": [{"name": "nvme", "gib": 10}]})
-    page = (
-        'kintsugi_store_tier_used_bytes{tier="nvme"} 4e9\n'
-        'kintsugi_store_tier_capacity_bytes{tier="nvme"} 1e10\n'
-    )
-    world.web.pages["http://10.0.0.9:7480/metrics"] = page
-    world.web.pages["http://10.0.0.9:7580/metrics"] = (
-        'kintsugi_blend_tokens_hit_total{engine="0"} 75\nkintsugi_blend_tokens_missed_total{engine="0"} 25\n'
-    )
-    world.look()
-    status = world.cluster.find("BlendService", "acme")["status"]
-    assert status["tiers"] == [{"name": "nvme", "bytesUsed": 59 << 26, "bytesTotal": 10**10}]
-    assert status["hitRate"] == 0.75
-    before = world.cluster.writes.copy()
-    world.web.pages["http://10.0.0.9:7480/metrics"] = page.replace("4e9", "4.001e9")
-    world.look()
-    assert world.cluster.writes == before
-
-
-def test_a_page_that_is_no_metrics_is_passed_over() -> None:
-    engine = 'x 1\nkintsugi_blend_tokens_hit_total{engine="0"} %s\nkintsugi_blend_tokens_missed_total 1\n'
-    pages = ["", "<html>no metrics</html>", engine % "what", engine % "3"]
-    assert figures(["kintsugi_store_tier_used_bytes{tier="], pages) == Figures((), 0.6)
 
 
 def test_a_corpus_is_filled_and_waited_for(world: World) -> None:

@@ -277,7 +277,7 @@ def test_probes_and_metrics(unused_port: int) -> None:
                 assert (await session.get(f"{url}/leader")).status == 200
                 text = await (await session.get(f"{url}/metrics")).text()
                 assert "kintsugi_operator_leader 1" in text
-                assert "kintsugi_operator_writes_total 2.0" in text
+                assert 'kintsugi_operator_requests_total{verb="patch"} 1.0' in text
                 assert 'kintsugi_operator_requests_total{verb="watch"} 1.0' in text
         finally:
             await runner.cleanup()
@@ -350,7 +350,7 @@ def test_a_standby_ends_when_it_is_told_to(tmp_path: Path, unused_port: int) -> 
 
 @contextlib.asynccontextmanager
 async def started(
-    url: str, folder: Path, health_port: int, namespace: str = "team", log: Path | None = None
+    url: str, folder: Path, port: int, namespace: str = "team", log: Path | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The operator's process, for an API server. Killed if it has not ended by itself."""
     config = {
@@ -362,7 +362,7 @@ async def started(
     (folder / "config").write_text(json.dumps(config))
     environ = {**os.environ, "KUBECONFIG": str(folder / "config"), "POD_NAMESPACE": namespace}
     environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "POD_NAME": "operator-0"}
-    arguments = [f"--namespace={namespace}", "--lease=l", "--metrics-port=0", f"--health-port={health_port}"]
+    arguments = [f"--namespace={namespace}", "--lease=l", f"--port={port}"]
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log is not None else None
         process = await asyncio.create_subprocess_exec(

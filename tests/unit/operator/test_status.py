@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator.api.crd import COLUMNS, crds
 from kintsugi_operator.api.manifest import from_manifest
-from kintsugi_operator.api.status import BlendServiceStatus
-from kintsugi_operator.controller.events import BURST, REFILL_S, EventRecorder
+from kintsugi_operator.api.status import BlendServiceStatus, Condition, ConditionStatus
+from kintsugi_operator.controller.events import REPEAT_S, EventRecorder
 from kintsugi_operator.controller.metrics import OBJECTS_MAX, OperatorMetrics
 from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.objects.deployed import EngineRevision
@@ -217,8 +216,6 @@ def test_events_tell_what_happened_to_a_service_and_nothing_is_told_at_rest(worl
     world.look()
     reasons = [reason for _, reason in events(world)[told:]]
     assert reasons == ["SpecRefused", "SpecAccepted", "ServingWithoutStore", "StoreDegraded"]
-    counts = {one["reason"]: one["count"] for key, one in world.cluster.objects.items() if key[0] == "Event"}
-    assert (counts["Serving"], counts["StoreReady"]) == (3, 2), "what repeats is one Event that counts"
 
 
 def test_events_are_ones_that_kubernetes_takes(world: World) -> None:
@@ -260,7 +257,7 @@ def test_events_tell_of_a_model_that_is_changed_and_of_a_service_that_is_drained
     assert events(world)[-2:] == [("Normal", "Draining"), ("Normal", "Drained")]
 
 
-def test_an_object_that_flaps_causes_a_bounded_number_of_writes(world: World) -> None:
+def test_an_object_that_flaps_has_one_event_which_is_seldom_written(world: World) -> None:
     live = world.make()
     recorder = EventRecorder(world.cluster, world._clock)
 
@@ -270,9 +267,11 @@ def test_an_object_that_flaps_causes_a_bounded_number_of_writes(world: World) ->
             run(recorder.record(live, [Change("NotReady", f"attempt {index}", is_warning=True)]))
         return world.cluster.writes["apply Event"] - before
 
-    assert tell(100) == BURST
-    world.now += timedelta(seconds=3 * REFILL_S)
-    assert tell(100) == 3
+    assert tell(100) == 1
+    world.now += timedelta(seconds=REPEAT_S)
+    run(recorder.record(live, [Change("NotReady", "later", is_warning=True)]))
+    (event,) = [one for (kind, *_), one in world.cluster.objects.items() if kind == "Event"]
+    assert event["message"] == "later"
 
 
 def test_an_event_that_is_refused_does_not_stop_the_work(
@@ -299,34 +298,16 @@ ACME = '{kind="BlendService",name="acme",namespace="default"'
 def test_each_object_has_metrics_until_it_is_gone(world: World) -> None:
     metrics = OperatorMetrics()
     world.reconciler = world.restart(metrics)
-    world.make()["metadata"]["creationTimestamp"] = (world.now - timedelta(seconds=5)).isoformat()
+    world.make()
     world.settle()
-    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {}
-    world.now += timedelta(seconds=30)
+    shown = f"{ACME.replace('{', '{condition=%s,')}}}" % '"Ready"'
+    assert samples(metrics, "kintsugi_operator_condition")[shown] == 0.0
     world.kuberay.serve("acme-store")
     world.kuberay.serve(f"acme-{OLD}")
     world.settle()
-    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {f"{ACME}}}": 35.0}
-    assert samples(metrics, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 0.0}
-    held = samples(metrics, "kintsugi_operator_condition")
-    assert {value for labels, value in held.items() if 'condition="Ready"' in labels} == {1.0}
+    assert samples(metrics, "kintsugi_operator_condition")[shown] == 1.0
     metrics.forget(ObjectKey("BlendService", "default", "acme"))
     assert "acme" not in metrics.text()
-
-
-def test_a_status_that_cannot_be_written_lags(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = OperatorMetrics()
-    world.reconciler = world.restart(metrics)
-    world.up()
-    change_spec(world, store={"shards": 2})
-
-    async def silent(live: Manifest, status: Manifest) -> None:
-        raise Unavailable("no answer")
-
-    monkeypatch.setattr(world.cluster, "apply_status", silent)
-    with pytest.raises(Unavailable):
-        world.look()
-    assert samples(metrics, "kintsugi_operator_generation_lag") == {f"{ACME}}}": 1.0}
 
 
 def test_looks_are_timed_and_failures_named() -> None:
@@ -337,26 +318,16 @@ def test_looks_are_timed_and_failures_named() -> None:
         raise Unavailable("no answer")
     with pytest.raises(ValueError), metrics.time_look(key):
         raise ValueError("ours")
-    assert (metrics.count("looks"), metrics.count("failures")) == (3, 2)
-    labels = '{kind="BlendService",name="acme",namespace="team"}'
-    assert samples(metrics, "kintsugi_operator_reconcile_seconds_count") == {labels: 3}
-    assert samples(metrics, "kintsugi_operator_reconcile_failures_total") == {labels: 2}
-    (error,) = samples(metrics, "kintsugi_operator_last_error_timestamp_seconds")
-    assert 'error="ValueError"' in error
+    assert "kintsugi_operator_reconcile_seconds_count 3.0" in metrics.text()
+    labels = 'kind="BlendService",name="acme",namespace="team"}'
+    assert samples(metrics, "kintsugi_operator_reconcile_failures_total") == {
+        f'{{error="Unavailable",{labels}': 1,
+        f'{{error="ValueError",{labels}': 1,
+    }
 
 
 def test_the_number_of_objects_with_metrics_is_bounded() -> None:
-    metrics = OperatorMetrics()
+    metrics, ready = OperatorMetrics(), Condition("Ready", ConditionStatus.TRUE, "Serving")
     for index in range(OBJECTS_MAX + 10):
-        with metrics.time_look(ObjectKey("BlendService", "team", str(index))):
-            pass
-    assert len(samples(metrics, "kintsugi_operator_generation_lag")) == OBJECTS_MAX
-    assert len(samples(metrics, "kintsugi_operator_reconcile_seconds_count")) == OBJECTS_MAX
-
-
-def test_a_ready_object_that_a_new_operator_finds_has_no_time_to_ready(world: World) -> None:
-    world.up()
-    metrics = OperatorMetrics()
-    world.reconciler = world.restart(metrics)
-    asyncio.run(world.reconciler.service("default", "acme"))
-    assert samples(metrics, "kintsugi_operator_time_to_ready_seconds") == {}
+        metrics.see(ObjectKey("BlendService", "team", str(index)), [ready])
+    assert len(samples(metrics, "kintsugi_operator_condition")) == OBJECTS_MAX
