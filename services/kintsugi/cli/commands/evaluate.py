@@ -22,7 +22,7 @@ from kintsugi.core.request import parse_selector
 from kintsugi.core.schema import STRICT, load
 from kintsugi.models.context import tokenize_context
 from kintsugi.models.prompt_form import load_form
-from kintsugi.models.reference import REFERENCE, is_reference
+from kintsugi.models.reference import find_packaged
 from kintsugi.quality import grid
 from kintsugi.quality.evaluate import (
     Axes,
@@ -58,7 +58,8 @@ class Evaluation:
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
     """Measure and print. If an engine fails, the results of earlier engines are kept."""
     prepare_model(screen, task.model)
-    model = REFERENCE.title if is_reference(task.model) else task.model
+    packaged = find_packaged(task.model)
+    model = packaged.title if packaged else task.model
     found = Evaluation(model, str(task.questions), task.form.value, [], [], [], None)
     try:
         _measure(screen, task, found)

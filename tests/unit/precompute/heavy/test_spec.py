@@ -102,7 +102,7 @@ def test_the_reference_model_is_fetched_by_each_machine(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     model = build_package(tmp_path)
-    monkeypatch.setattr(reference, "REFERENCE", model)
+    monkeypatch.setattr(reference, "MODELS", {model.name: model})
     asked = JobSpec("/x/docs", model.name, "grpc://h:1", "acme", chunking=ChunkingConfig(64))
     assert asked.model_folder == model.name
     facts = ModelFacts.of(asked)
