@@ -15,7 +15,7 @@ from kintsugi.cli.extras import ENGINE, PRECOMPUTE, SERVING, SERVING_HERE, STORE
 from kintsugi.cli.options import CalibrateTask, EvaluateTask, GenerateTask, Model, ServeTask
 from kintsugi.cli.runner import command
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.service.facts import ServiceLink
+from kintsugi.cli.service_facts import ServiceLink
 from kintsugi.core.errors import InvalidField
 from kintsugi.models.reference import REFERENCE
 from kintsugi.store.protocol.callers import Verb

@@ -1,17 +1,102 @@
-"""`kintsugi status`: shows a running service, and what would improve it."""
+"""`kintsugi status`: shows what a service runs, what it blends, why not, and what would help."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from kintsugi import __version__
 from kintsugi.cli.exits import ExitCode
+from kintsugi.cli.render import format_bytes, format_count
 from kintsugi.cli.screen import Screen
-from kintsugi.cli.service.facts import Contact, ServiceFacts, ServiceLink, ask_service
-from kintsugi.cli.service.status import ServiceStatus, describe_status
+from kintsugi.cli.service_facts import (
+    AnswerCount,
+    Contact,
+    ServiceFacts,
+    ServiceLink,
+    StoreFacts,
+    ask_service,
+)
+from kintsugi.core.accounting import Outcome, label_of_reason
+from kintsugi.models.reference import REFERENCE
+
+MENTIONED_SHARE = 0.1
+"""Minimum share of the answers for a reason to be mentioned."""
+
+_NEXT = {
+    Contact.REFUSED: (
+        f"start one here: kintsugi serve --model {REFERENCE.name}",
+        "if one runs elsewhere, name it: kintsugi status --url http://HOST:PORT",
+    ),
+    Contact.SILENT: ("if it is still starting, try again in a minute; otherwise read its log",),
+    Contact.UNTRUSTED: ("name the authority of its certificate with --tls-ca, or use http:// in --url",),
+    Contact.FOREIGN: (
+        "name the gateway's HTTP port, which kintsugi serve prints as OpenAI; this may be its gRPC port",
+        "if the gateway serves TLS, use https:// in --url",
+    ),
+    Contact.UNAUTHENTICATED: (
+        "pass a token with --api-key or in OPENAI_API_KEY",
+        "an operator makes one: kintsugi token NAME --namespace NAMESPACE --file TOKENS_FILE",
+    ),
+    Contact.FAILED: ("check --url, and read the gateway's log",),
+}
+
+_CALIBRATE = "kintsugi calibrate --model MODEL --store URL"
+_BLENDING_OFF = {
+    "not_calibrated": f"calibrate: {_CALIBRATE} (kintsugi serve calibrates automatically)",
+    "calibration_outdated": f"calibrate again: {_CALIBRATE}",
+    "calibration_unreadable": f"calibrate again: {_CALIBRATE}",
+    "calibration_of_another": f"calibrate again for this model, prefix and version: {_CALIBRATE}",
+    "calibration_failed": "calibrate on questions like those you serve: kintsugi calibrate --questions FILE",
+    "drift": f"answers drifted since the calibration: find the cause, then calibrate again: {_CALIBRATE}",
+    "weights_changed": "restart the engines: their weights changed while they ran",
+}
+_BLENDING_OFF_ELSE = "see what is missing: kintsugi doctor --model MODEL"
+
+_NO_CHUNK = "no_chunk_cached"
+_DISCOVER = (
+    "discover passages that recur, if the callers of a namespace may learn of each other's texts "
+    "(docs/TENANTS.md): kintsugi serve --discover default, or privacy: {default: {discover: true}}; default "
+    "is the namespace of requests that name none"
+)
+_CALIBRATE_SEGMENTS = (
+    "no discovered chunk was hit yet: passages that recur are saved while the engine is idle, and blended if "
+    "a calibration covers them: kintsugi calibrate --segments"
+)
+_NOT_BLENDED = {
+    _NO_CHUNK: "store passages that recur: kintsugi precompute SOURCE, or the client's put_chunks",
+    "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE, "
+    "with --segments where chunks are discovered",
+    "loading_is_slower": "use a faster store, or do nothing: loading these chunks takes longer than prefill",
+    "blending_is_slower": "do nothing: a prefill of such short prompts is faster",
+    "store_unavailable": "see which shards answer: kintsugi status --url URL",
+    "store_timeout": "see which shards answer: kintsugi status --url URL",
+    "foreign_prefix": "begin prompts with the system prompt that chunks are prefilled after",
+    "prompt_logprobs": "do not request logprobs of prompt tokens: they need a full prefill",
+    "busy": "add engines (--engines): lookups wait for the store",
+}
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """The output of `kintsugi status`."""
+
+    running: bool
+    """Whether a gateway and an engine answered."""
+    url: str
+    contact: Contact
+    runs: list[tuple[str, str]] = field(default_factory=list)
+    """(part, description) pairs."""
+    blending: str = ""
+    """`on`, or why not; empty: unknown."""
+    why_not: list[str] = field(default_factory=list)
+    """Why answers were not blended, the most frequent reason first."""
+    helps: list[str] = field(default_factory=list)
+    """What would help, each with a command where there is one."""
 
 
 def run(screen: Screen, link: ServiceLink) -> ExitCode:
@@ -28,6 +113,147 @@ def run(screen: Screen, link: ServiceLink) -> ExitCode:
 def status_document(facts: ServiceFacts, status: ServiceStatus) -> dict[str, Any]:
     """JSON form: the status, and under `facts` the facts that it was derived from."""
     return {**asdict(status), "runs": dict(status.runs), "facts": asdict(facts)}
+
+
+def describe_status(facts: ServiceFacts) -> ServiceStatus:
+    """Describe what runs, what is blended, why not, and what would help."""
+    if facts.contact is not Contact.ANSWERED:
+        return ServiceStatus(
+            False,
+            facts.url,
+            facts.contact,
+            runs=[("gateway", facts.detail)],
+            helps=list(_NEXT[facts.contact]),
+        )
+    engines = facts.engines
+    runs = [("gateway", f"Kintsugi {facts.version}")]
+    if engines is None or engines.error is not None:
+        runs.append(("engines", "none" if engines is None else str(engines.error)))
+        runs += _describe_store(facts.store)
+        return ServiceStatus(
+            False,
+            facts.url,
+            facts.contact,
+            runs,
+            helps=["wait until an engine has started; if none does, read the log of kintsugi serve"],
+        )
+    version = f"vLLM {engines.vllm}" if engines.vllm else ""
+    known = (engines.model, f"{engines.max_model_len:,} tokens", engines.form, version)
+    runs.append(("engines", ", ".join(filter(None, known))))
+    runs.append(("token", _describe_caller(facts)))
+    runs += _describe_store(facts.store)
+    if facts.answers is not None:
+        runs.append(("answers", describe_answers(facts.answers)))
+    runs += _describe_discovery(facts)
+    helps = []
+    if engines.blending != "on":
+        helps.append(advise_on_gate(engines.blending))
+    helps += [] if facts.store is None else _advise_on_store(facts.store)
+    frequent = find_frequent_reasons(facts.answers or ())
+    helps += [_NOT_BLENDED[one.reason] for one in frequent if one.reason in _NOT_BLENDED]
+    if _NOT_BLENDED[_NO_CHUNK] in helps:
+        helps += _advise_on_discovery(facts)
+    helps += _advise_on_versions(facts)
+    return ServiceStatus(
+        True,
+        facts.url,
+        facts.contact,
+        runs,
+        engines.blending,
+        [f"{one.reason}: {format_count(one.count, 'answer')}" for one in frequent],
+        list(dict.fromkeys(helps)),
+    )
+
+
+def advise_on_gate(blending: str) -> str:
+    """Return advice for turning blending on; ``blending`` says why it is off."""
+    return _BLENDING_OFF.get(label_of_reason(blending), _BLENDING_OFF_ELSE)
+
+
+def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
+    """Return the reasons, frequent enough to matter, why answers were not blended; most frequent first."""
+    total = sum(one.count for one in answers)
+    other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.SAVED, Outcome.AUDITED)
+    found = [
+        one
+        for one in answers
+        if one.outcome not in other and one.reason != "none" and one.count >= MENTIONED_SHARE * total
+    ]
+    return sorted(found, key=lambda one: -one.count)
+
+
+def describe_answers(answers: Sequence[AnswerCount]) -> str:
+    """Format as `14 since the gateway started: 9 blended, 5 declined`."""
+    totals: dict[str, int] = {}
+    for one in answers:
+        totals[one.outcome] = totals.get(one.outcome, 0) + one.count
+    if not totals:
+        return "none yet"
+    parts = ", ".join(f"{count:,} {outcome}" for outcome, count in totals.items())
+    return f"{sum(totals.values()):,} since the gateway started: {parts}"
+
+
+def _describe_store(store: StoreFacts | None) -> list[tuple[str, str]]:
+    """Format as `2 shards, 120 chunks, 1.2 GiB of 4 GiB`."""
+    if store is None:
+        return []
+    if store.error is not None:
+        return [("store", store.error)]
+    away = f" ({', '.join(store.shards_away)} did not answer)" if store.shards_away else ""
+    return [
+        (
+            "store",
+            f"{format_count(store.shards, 'shard')}{away}, {format_count(store.chunks, 'chunk')}, "
+            f"{format_bytes(store.bytes_used)} of {format_bytes(store.bytes_capacity)}",
+        )
+    ]
+
+
+def _advise_on_store(store: StoreFacts) -> list[str]:
+    if store.error is not None or not store.shards:
+        return ["start a shard, or read the log of kintsugi serve: without a shard nothing is blended"]
+    if store.shards_away:
+        return [
+            f"check the shard {store.shards_away[0]}: kintsugi store status --store grpc://{store.shards_away[0]}"
+        ]
+    if not store.chunks:
+        return [_NOT_BLENDED[_NO_CHUNK]]
+    return []
+
+
+def _describe_caller(facts: ServiceFacts) -> str:
+    caller = facts.caller
+    if not facts.has_tokens or caller is None:
+        return "none needed: every client that can connect may call the gateway"
+    hidden = "" if facts.store is not None else "; shards and answers need the verb admin in *"
+    return f"{caller.name}: {', '.join(caller.verbs)} in {', '.join(caller.namespaces)}{hidden}"
+
+
+def _advise_on_versions(facts: ServiceFacts) -> list[str]:
+    found = {"kintsugi here": __version__, "gateway": facts.version}
+    if facts.engines is not None and facts.engines.version:
+        found["engines"] = facts.engines.version
+    if len(set(found.values())) == 1:
+        return []
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
+    return [f"install one version everywhere: {shown}"]
+
+
+def _advise_on_discovery(facts: ServiceFacts) -> list[str]:
+    if facts.discovering is None or facts.tokens_discovered:
+        return []
+    return [_CALIBRATE_SEGMENTS if facts.discovering else _DISCOVER]
+
+
+def _describe_discovery(facts: ServiceFacts) -> list[tuple[str, str]]:
+    """Format as `on in default; 1,234 tokens hit that their prompts did not declare`."""
+    if facts.discovering is None:
+        return []
+    if not facts.discovering and not facts.tokens_discovered:
+        return [("discovery", "off")]
+    names = ", ".join(facts.discovering)
+    hit = f"{facts.tokens_discovered or 0:,} tokens hit that their prompts did not declare"
+    return [("discovery", f"on in {names}; {hit}" if names else f"off; {hit}")]
 
 
 def _render(console: Console, status: ServiceStatus) -> None:

@@ -7,7 +7,6 @@ the service; its cross-tenant fields need the metrics permission.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -181,7 +180,6 @@ async def describe_service(gateway: Gateway, caller: Caller) -> dict[str, Any]:
     engines, store = await asyncio.gather(_describe_engines(gateway), describe_store)
     return {
         "version": __version__,
-        "time_s": time.time(),
         "has_tokens": gateway.access.has_tokens,
         "caller": describe_caller(caller),
         "engines": engines,

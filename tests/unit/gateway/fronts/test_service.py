@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import httpx
 import pytest
 
 from kintsugi import __version__
-from kintsugi.cli.service.facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
-from kintsugi.cli.service.status import describe_status
+from kintsugi.cli.commands.status import describe_status
+from kintsugi.cli.service_facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
 from kintsugi.gateway import recent_info
@@ -44,7 +43,6 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
                     assert (await caller.post(CHAT_PATH, json=CHAT)).status_code == 200
             link = ServiceLink(url=f"http://{server.address}/v1")
             facts = await asyncio.to_thread(ask_service, link)
-            behind = await asyncio.to_thread(ask_service, link, lambda: time.time() - 90.0)
         finally:
             await server.stop()
         assert facts.contact is Contact.ANSWERED, facts.detail
@@ -57,8 +55,6 @@ def test_the_commands_read_what_a_gateway_tells() -> None:
             AnswerCount("blended", "none", 1),
         )
         assert (facts.tokens_discovered, facts.discovering) == (70, ())
-        assert abs(facts.clock_ahead_s) < 2.0
-        assert 88.0 < behind.clock_ahead_s < 92.0
         status = describe_status(facts)
         assert status.running
         assert dict(status.runs)["engines"] == "scripted, 4,096 tokens"

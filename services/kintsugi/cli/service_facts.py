@@ -1,15 +1,12 @@
-"""Requests facts about a service from its gateway. `status` draws conclusions from these `ServiceFacts`."""
+"""Requests the facts about a service from its gateway. `kintsugi status` describes them."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
 import ssl
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
+from pydantic import TypeAdapter
 
 from kintsugi.core.errors import InvalidField
 
@@ -25,6 +23,8 @@ PATH = "/v1/kintsugi/service"
 TIMEOUT_S = 15.0
 """Longer than a gateway waits for its engines and shards."""
 ANSWER_BYTES_MAX = 1 << 20
+REQUIRED = {"version", "caller", "engines", "store"}
+"""Fields that every gateway sends."""
 
 
 class Contact(StrEnum):
@@ -35,20 +35,18 @@ class Contact(StrEnum):
     """Nothing listens at the address."""
     SILENT = "silent"
     """No answer within `TIMEOUT_S`."""
-    UNKNOWN_HOST = "unknown_host"
     UNTRUSTED = "untrusted"
     """TLS failed."""
-    NOT_HTTP = "not_http"
-    """A server listens but does not speak HTTP."""
     FOREIGN = "foreign"
-    """An HTTP server that is not a Kintsugi gateway."""
+    """A server that is not the HTTP port of a Kintsugi gateway."""
     UNAUTHENTICATED = "unauthenticated"
     FAILED = "failed"
+    """Any other error; `ServiceFacts.detail` names it."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about one of the engines, which are all alike."""
+    """Facts about one of the engines, which are all equal."""
 
     error: str | None
     """Why no engine answers; all other fields are then empty."""
@@ -104,9 +102,7 @@ class ServiceFacts:
     detail: str = ""
     """The error message."""
     version: str = ""
-    round_trip_s: float = 0.0
-    clock_ahead_s: float = 0.0
-    """By how much the gateway's clock is ahead of ours; uncertain by half of `round_trip_s`."""
+    """Version of Kintsugi that the gateway runs."""
     has_tokens: bool = False
     caller: CallerFacts | None = None
     engines: EngineFacts | None = None
@@ -154,12 +150,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def ask_service(link: ServiceLink, clock_s: Callable[[], float] = time.time) -> ServiceFacts:
-    """Request the facts about a service. Raises `InvalidField` for invalid options; a failing service is a
-    fact."""
+def ask_service(link: ServiceLink) -> ServiceFacts:
+    """Request the facts about a service. Raises `InvalidField` for invalid options; other errors are in the
+    result. Unknown fields of the answer are ignored: a later gateway may send more."""
     url = parse_url(link.url)
     headers = {"authorization": f"Bearer {link.api_key}"} if link.api_key else {}
-    began_s = clock_s()
     try:
         https = urllib.request.HTTPSHandler(context=_trust(link.tls_ca))
         opener = urllib.request.build_opener(_NoRedirects, https)
@@ -169,11 +164,13 @@ def ask_service(link: ServiceLink, clock_s: Callable[[], float] = time.time) -> 
     except (OSError, http.client.HTTPException, ValueError) as error:
         contact, detail = _classify(error)
         return ServiceFacts(url, contact, detail)
-    ended_s = clock_s()
     try:
-        return _read(url, json.loads(body), began_s, ended_s)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ServiceFacts(url, Contact.FOREIGN, "it answers, but not as a gateway of Kintsugi does")
+        document = {**json.loads(body), "url": url, "contact": Contact.ANSWERED}
+        if not document.keys() >= REQUIRED:
+            raise ValueError("no gateway's answer")
+        return TypeAdapter(ServiceFacts).validate_python(document)
+    except (ValueError, TypeError):
+        return ServiceFacts(url, Contact.FOREIGN, "the server's answer is not that of a Kintsugi gateway")
 
 
 def _trust(authority: Path | None) -> ssl.SSLContext | None:
@@ -183,7 +180,7 @@ def _trust(authority: Path | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:
-        raise InvalidField("tls_ca", f"{authority} is no PEM file of an authority ({error})") from error
+        raise InvalidField("tls_ca", f"{authority} is not a PEM file of an authority ({error})") from error
 
 
 def _classify(error: Exception) -> tuple[Contact, str]:
@@ -198,10 +195,9 @@ def _classify(error: Exception) -> tuple[Contact, str]:
     kinds: tuple[tuple[type[BaseException], Contact], ...] = (
         (ssl.SSLError, Contact.UNTRUSTED),
         (ConnectionRefusedError, Contact.REFUSED),
-        (socket.gaierror, Contact.UNKNOWN_HOST),
         (TimeoutError, Contact.SILENT),
-        (ConnectionResetError, Contact.NOT_HTTP),
-        (http.client.HTTPException, Contact.NOT_HTTP),
+        (ConnectionResetError, Contact.FOREIGN),
+        (http.client.HTTPException, Contact.FOREIGN),
     )
     for kind, contact in kinds:
         if isinstance(cause, kind):
@@ -215,35 +211,3 @@ def _message_of(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-def _read(url: str, document: Mapping[str, Any], began_s: float, ended_s: float) -> ServiceFacts:
-    """Parse the gateway's answer. Fields that a later gateway adds are ignored."""
-    caller, engines, store = document["caller"], document["engines"], document["store"]
-    answers, discovering = document["answers"], document["discovering"]
-    return ServiceFacts(
-        url,
-        Contact.ANSWERED,
-        version=document["version"],
-        round_trip_s=ended_s - began_s,
-        clock_ahead_s=document["time_s"] - (began_s + ended_s) / 2,
-        has_tokens=document["has_tokens"],
-        caller=CallerFacts(caller["name"], tuple(caller["namespaces"]), tuple(caller["verbs"])),
-        engines=_pick(EngineFacts, engines),
-        store=None if store is None else _pick(StoreFacts, store),
-        answers=None if answers is None else tuple(_pick(AnswerCount, one) for one in answers),
-        tokens_discovered=document["tokens_discovered"],
-        discovering=None if discovering is None else tuple(discovering),
-    )
-
-
-def _pick(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Make a dataclass from the values that match its fields."""
-    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-            if name in names
-        }
-    )
