@@ -23,7 +23,7 @@ from unittest.mock import patch
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kintsugi.cli.backup import INDEX, _read_index
+from kintsugi.cli.commands.backup import INDEX, read_index
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.layout import TOKENS_MAX
 from kintsugi.core.report import _digest, _parse_report
@@ -183,7 +183,7 @@ def kept_document(data: bytes) -> None:
     with contextlib.suppress(KintsugiError):
         Home(path).close()
     with contextlib.suppress(KintsugiError):
-        _read_index(path)
+        read_index(path)
     with contextlib.suppress(InvalidField):
         FileDirectory(path / "shards.json")
     with contextlib.suppress(KintsugiError):

@@ -103,12 +103,12 @@ def facts_of(accounting: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def format_bytes(size: float) -> str:
-    """Format as `512 B` or `1.5 GiB`, with four significant digits."""
+    """Format as `512 B` or `1.5 GiB`, with three significant digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
+        if size < 1000:
+            return f"{size:.3g} {unit}"
         size /= 1024
-    return f"{size:.4g} TiB"
+    return f"{size:,.3g} TiB" if size < 1000 else f"{size:,.0f} TiB"
 
 
 def format_milliseconds(seconds: float) -> str:

@@ -16,6 +16,10 @@ from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 
 SLAB_FILL_MAX = 0.9
 """Usable share of an SSD tier: above it the allocator fragments and eviction runs all the time."""
+HOT_SHARE = 0.1
+"""Share of the corpus that RAM holds."""
+COST = 0.2
+"""Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
 ENGINE_DTYPES = {"float32": "bfloat16"}
 """The dtype that vLLM uses with `auto`, by a checkpoint's dtype."""
 
@@ -112,19 +116,6 @@ class SizingWorkload:
     chunk_tokens: int = 512
     chunks_per_prompt: int = 6
     replication: int = 1
-    hot_share: float = 0.1
-    """Share of the corpus that is to be in RAM."""
-    cost: float = 0.2
-    """Share of a full prefill's token-layers that a blend computes, as `kintsugi calibrate` reports it."""
-
-    def __post_init__(self) -> None:
-        for name in ("corpus_tokens", "chunk_tokens", "chunks_per_prompt", "replication"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, f"{getattr(self, name)} is not positive")
-        if not 0 <= self.hot_share <= 1:
-            raise InvalidField("hot_share", f"{self.hot_share} is outside [0, 1]")
-        if not 0 < self.cost < 1:
-            raise InvalidField("cost", f"{self.cost} is outside (0, 1); at 1 a blend is a full prefill")
 
     @property
     def prompt_tokens(self) -> int:
@@ -156,7 +147,7 @@ def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSiz
         codec=codec,
         bytes_per_token=chunk_bytes / work.chunk_tokens,
         corpus_bytes=corpus_bytes,
-        ram_bytes=round(corpus_bytes * work.hot_share),
+        ram_bytes=round(corpus_bytes * HOT_SHARE),
         ssd_bytes=round(corpus_bytes / SLAB_FILL_MAX),
         prompt_bytes=chunk_bytes * work.chunks_per_prompt,
     )

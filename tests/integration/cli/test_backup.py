@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kintsugi.cli.commands.backup import UNSURE_S
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
-from kintsugi.cli.replaying import UNSURE_S
 from kintsugi.core.errors import NotFound
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
 from kintsugi.gateway.texts.known_chunks import KnownChunks
@@ -181,25 +181,25 @@ def test_a_damaged_backup_restores_nothing(tmp_path: Path, backup: Path) -> None
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     result = kintsugi("restore", backup, *folders(tmp_path / "fresh"))
-    assert (result.exit_code, "is not what was backed up" in result.output) == (5, True)
+    assert (result.exit_code, "does not match its digest" in result.output) == (5, True)
     assert not (tmp_path / "fresh").exists()
 
 
 def test_nothing_is_overwritten(tmp_path: Path, backup: Path) -> None:
     used = folders(tmp_path / "used")
     result = kintsugi("restore", backup, *used)
-    assert (result.exit_code, "is in the way" in result.output) == (2, True)
+    assert (result.exit_code, "exists; stop its owner" in result.output) == (2, True)
     result = kintsugi("backup", backup, *used)
     assert (result.exit_code, "name a new folder" in result.output) == (2, True)
 
 
 def test_a_backup_and_folders_that_do_not_fit_are_explained(tmp_path: Path, backup: Path) -> None:
     result = kintsugi("restore", backup, "--state", tmp_path / "fresh")
-    assert (result.exit_code, "gateway/chunks.sqlite has no place" in result.output) == (2, True)
+    assert (result.exit_code, "gateway/chunks.sqlite has no destination" in result.output) == (2, True)
     result = kintsugi("restore", tmp_path, "--state", tmp_path / "fresh")
     assert "holds no backup.json" in result.output
     result = kintsugi("backup", tmp_path / "other", *folders(tmp_path / "nowhere"))
-    assert "is there" in result.output
+    assert "no file to back up" in result.output
     result = kintsugi("backup", tmp_path / "other")
     assert "name at least one of" in result.output
     assert not (tmp_path / "other").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.cli.backup import INDEX, _read_index
+from kintsugi.cli.commands.backup import INDEX, read_index
 from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import FileDirectory
 from kintsugi.store.client.erasing import read_cursor
@@ -16,7 +16,7 @@ from kintsugi.store.shard.tiers.home import Home
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "identity of a tier": ("kintsugi.json", lambda path: Home(path.parent)),
     "shard map": ("map.json", FileDirectory),
-    "index of a backup": (INDEX, lambda path: _read_index(path.parent)),
+    "index of a backup": (INDEX, lambda path: read_index(path.parent)),
     "cursor of erasures": ("cursor", lambda path: read_cursor(path.read_text())),
 }
 

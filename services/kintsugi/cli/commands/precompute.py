@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Column, Table
-from typer.core import TyperGroup
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
@@ -49,25 +48,7 @@ LEASE_S = 86_400.0
 DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
 
-class RunByDefault(TyperGroup):
-    """Reads `kintsugi precompute SOURCE` as `kintsugi precompute run SOURCE`."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        known = args and (args[0] in self.commands or args[0] == "--help")
-        return super().resolve_command(ctx, args if known else ["run", *args])
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] != "--help":
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    cls=RunByDefault,
-    no_args_is_help=True,
-    help="Prefill a corpus into the store: kintsugi precompute SOURCE --model M --namespace N. "
-    "Write ./NAME for a folder whose name is one of the commands below.",
-)
+app = typer.Typer(help="Prefill a corpus into the store.", no_args_is_help=True)
 
 StoreUrl = Annotated[str, typer.Option("--store", help="URL of the store.")]
 CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +12,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
 from kintsugi.cli.models import prepare_model
-from kintsugi.cli.render import make_figures_table
+from kintsugi.cli.render import format_bytes, make_figures_table
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import Codec
 from kintsugi.core.sizing import (
-    CodecSize,
-    LoadingPace,
+    COST,
+    HOT_SHARE,
     ModelSize,
     SizingWorkload,
     blend_s,
@@ -28,10 +28,6 @@ from kintsugi.core.sizing import (
 )
 from kintsugi.models.checkpoint import read_config
 
-HOT_SHARE = 0.1
-"""Share of the corpus that RAM holds."""
-COST = 0.2
-"""Share of a full prefill that a blend computes."""
 UTILISATION = 0.6
 """Share of a device's peak that prefill reaches, typical of large matrix products on recent GPUs."""
 
@@ -60,54 +56,33 @@ def parse_speed(text: str) -> float:
     return speed
 
 
-@dataclass(frozen=True)
-class Prefill:
-    """How long a full prefill of one prompt's chunks takes, and where that figure comes from."""
-
-    seconds: float
-    source: str
-
-
-def prefill_of(model: ModelSize, work: SizingWorkload, tokens_per_s: float | None, tflops: float) -> Prefill:
-    """Return the time of a full prefill, from a measured rate or from the device's peak. Raises
-    `InvalidField`."""
+def prefill_of(
+    model: ModelSize, prompt_tokens: int, tokens_per_s: float | None, tflops: float
+) -> tuple[float, str]:
+    """Return how many seconds a full prefill of one prompt's chunks takes, and where that figure comes from:
+    a measured rate or the device's peak. Raises `InvalidField`."""
     if tokens_per_s is not None:
         if not tokens_per_s > 0:
             raise InvalidField("prefill_tokens_per_s", f"{tokens_per_s} is not positive")
-        return Prefill(work.prompt_tokens / tokens_per_s, f"measured: {tokens_per_s:g} tokens/s")
+        return prompt_tokens / tokens_per_s, f"measured: {tokens_per_s:g} tokens/s"
     if not tflops > 0:
         raise InvalidField("tflops", f"{tflops} is not positive")
-    seconds = model.prefill_flops(work.prompt_tokens) / (tflops * 1e12 * UTILISATION)
-    return Prefill(seconds, f"assumed: {UTILISATION:.0%} of a peak of {tflops:g} TFLOP/s")
+    seconds = model.prefill_flops(prompt_tokens) / (tflops * 1e12 * UTILISATION)
+    return seconds, f"assumed: {UTILISATION:.0%} of a peak of {tflops:g} TFLOP/s"
 
 
-@dataclass(frozen=True)
-class CodecRow:
-    """One codec's figures."""
-
-    size: CodecSize
-    pace: LoadingPace
-    blend_s: float
-    """Time of a blend at the given bandwidth."""
-
-    def to_mapping(self, full_s: float) -> dict[str, Any]:
-        """JSON form; ``full_s`` is the time of a full prefill."""
-        return {
-            **dataclasses.asdict(self.size),
-            "codec": self.size.codec.name.lower(),
-            **dataclasses.asdict(self.pace),
-            "blend_s": self.blend_s,
-            "pays": self.blend_s < full_s,
-        }
-
-
-def rows_of(model: ModelSize, work: SizingWorkload, prefill: Prefill, bytes_per_s: float) -> list[CodecRow]:
-    """Return one row for each codec that can store the model's KV, in the order of their ids."""
+def rows_of(
+    model: ModelSize, work: SizingWorkload, full_s: float, bytes_per_s: float
+) -> list[dict[str, Any]]:
+    """Return the figures of each codec that can store the model's KV, in the order of their ids."""
     rows = []
     for codec in filter(model.layout.holds, Codec):
         size = codec_size(model.layout, codec, work)
-        timed = (size.prompt_bytes, model.layout.num_layers, prefill.seconds, work.cost)
-        rows.append(CodecRow(size, pace_to_hide_loading(*timed), blend_s(*timed, bytes_per_s)))
+        timed = (size.prompt_bytes, model.layout.num_layers, full_s, COST)
+        fastest_s = blend_s(*timed, bytes_per_s)
+        pace = dataclasses.asdict(pace_to_hide_loading(*timed))
+        figures = {**dataclasses.asdict(size), "codec": codec.name.lower(), **pace}
+        rows.append({**figures, "blend_s": fastest_s, "pays": fastest_s < full_s})
     return rows
 
 
@@ -127,72 +102,53 @@ def size(
     ] = 989.0,
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
-    work = SizingWorkload(
-        parse_count("corpus_tokens", corpus_tokens),
-        chunk_tokens,
-        chunks,
-        replication,
-        HOT_SHARE,
-        COST,
-    )
+    work = SizingWorkload(parse_count("corpus_tokens", corpus_tokens), chunk_tokens, chunks, replication)
     bytes_per_s = parse_speed(bandwidth)
     prepare_model(screen, model)
     shape = model_size(read_config(model), "auto")
-    prefill = prefill_of(shape, work, prefill_tokens_per_s, tflops)
-    rows = rows_of(shape, work, prefill, bytes_per_s)
+    full_s, source = prefill_of(shape, work.prompt_tokens, prefill_tokens_per_s, tflops)
     document = {
         "model": model,
         "dtype": shape.layout.dtype,
-        "corpus_tokens": work.corpus_tokens,
+        **dataclasses.asdict(work),
         "prompt_tokens": work.prompt_tokens,
-        "replication": work.replication,
-        "hot_share": work.hot_share,
-        "cost": work.cost,
+        "hot_share": HOT_SHARE,
+        "cost": COST,
         "bandwidth_bytes_per_s": bytes_per_s,
-        "full_prefill_s": prefill.seconds,
-        "full_prefill_source": prefill.source,
-        "codecs": [row.to_mapping(prefill.seconds) for row in rows],
+        "full_prefill_s": full_s,
+        "full_prefill_source": source,
+        "codecs": rows_of(shape, work, full_s, bytes_per_s),
     }
-    screen.show(document, lambda console: render(console, work, prefill, bytes_per_s, rows))
+    screen.show(document, lambda console: render(console, document))
 
 
 HEADINGS = ("codec", "B/token", "corpus", "RAM", "SSD", "pays", "hides", "ms", "wins")
 
 
-def render(
-    console: Console, work: SizingWorkload, prefill: Prefill, bytes_per_s: float, rows: list[CodecRow]
-) -> None:
-    """Print a table of codecs, and the assumptions below it."""
+def render(console: Console, document: Mapping[str, Any]) -> None:
+    """Print a table of codecs, and the assumptions below it. ``document``: the JSON form."""
     table = make_figures_table(HEADINGS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in rows:
+    for row in document["codecs"]:
         table.add_row(
-            row.size.codec.name.lower(),
-            f"{row.size.bytes_per_token:,.0f}",
-            *(_bytes(number) for number in (row.size.corpus_bytes, row.size.ram_bytes, row.size.ssd_bytes)),
-            _gbits(row.pace.pays_bytes_per_s),
-            _gbits(row.pace.hides_bytes_per_s),
-            f"{row.blend_s * 1e3:,.0f}",
-            "blend" if row.blend_s < prefill.seconds else "prefill",
+            row["codec"],
+            f"{row['bytes_per_token']:,.0f}",
+            *(format_bytes(row[name]) for name in ("corpus_bytes", "ram_bytes", "ssd_bytes")),
+            _gbits(row["pays_bytes_per_s"]),
+            _gbits(row["hides_bytes_per_s"]),
+            f"{row['blend_s'] * 1e3:,.0f}",
+            "blend" if row["pays"] else "prefill",
         )
     console.print(table)
     console.print(
-        f"pays, hides: Gbit/s above which a blend beats a full prefill, and above which it hides loading · "
-        f"ms: blend at {_gbits(bytes_per_s)} Gbit/s · wins: at that speed\n"
-        f"A prompt has {work.chunks_per_prompt} chunks of {work.chunk_tokens} tokens. Its full prefill takes "
-        f"{prefill.seconds * 1e3:,.0f} ms ({prefill.source}); a blend computes {work.cost:g} of it. "
-        f"RAM holds {work.hot_share:.0%} of the corpus, SSD all of it; bytes are sums over all shards, with "
-        f"each chunk on {work.replication}. Times are lower bounds.",
+        "pays, hides: Gbit/s above which a blend beats a full prefill, and above which it hides loading · "
+        f"ms: blend at {_gbits(document['bandwidth_bytes_per_s'])} Gbit/s · wins: at that speed\n"
+        f"A prompt has {document['chunks_per_prompt']} chunks of {document['chunk_tokens']} tokens. Its full "
+        f"prefill takes {document['full_prefill_s'] * 1e3:,.0f} ms ({document['full_prefill_source']}); a "
+        f"blend computes {COST:g} of it. RAM holds {HOT_SHARE:.0%} of the corpus, SSD all of it; bytes are "
+        f"sums over all shards, with each chunk on {document['replication']}. Times are lower bounds.",
         style="dim",
         highlight=False,
     )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:,.3g} TiB" if number < 1000 else f"{number:,.0f} TiB"
 
 
 def _gbits(bytes_per_s: float) -> str:

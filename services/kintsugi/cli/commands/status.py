@@ -68,7 +68,7 @@ _CALIBRATE_SEGMENTS = (
     "a calibration covers them: kintsugi calibrate --segments"
 )
 _NOT_BLENDED = {
-    _NO_CHUNK: "store passages that recur: kintsugi precompute SOURCE, or the client's put_chunks",
+    _NO_CHUNK: "store passages that recur: kintsugi precompute run SOURCE, or the client's put_chunks",
     "outside_calibration": "calibrate on prompts like those you serve: kintsugi calibrate --questions FILE, "
     "with --segments where chunks are discovered",
     "loading_is_slower": "use a faster store, or do nothing: loading these chunks takes longer than prefill",
