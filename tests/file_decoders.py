@@ -28,7 +28,7 @@ from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFoun
 from kintsugi.core.layout import TOKENS_MAX
 from kintsugi.core.report import _digest, _parse_report
 from kintsugi.core.spaces import KEY_BYTES, ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.gateway.texts import chunk_table
+from kintsugi.gateway.texts import known_chunks
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.models import checkpoint
 from kintsugi.precompute.database import Database
@@ -141,7 +141,7 @@ def known_texts_row(data: bytes) -> None:
     database._db.deserialize(sound)
     if not _change_column(database._db, _TEXTS_COLUMNS, data):
         return
-    with patch.object(chunk_table, "Database", lambda *arguments: database):
+    with patch.object(known_chunks, "Database", lambda *arguments: database):
         known = _attempt(KnownChunks)
     if known is None:
         return
@@ -156,7 +156,7 @@ def known_texts_row(data: bytes) -> None:
 
 
 def _is_checksummed(key: ChunkKey, value: Any, tokens: bytes) -> bool:
-    return bool(tokens) and value == chunk_table._checksum(("acme", key), tokens) + tokens
+    return bool(tokens) and value == known_chunks._checksum(("acme", key), tokens) + tokens
 
 
 @cache

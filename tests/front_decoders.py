@@ -23,7 +23,7 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.core.layout import Codec, HeadRange, KVLayout
 from kintsugi.core.request import KintsugiParams
 from kintsugi.fusor.codecs import decode_frame
-from kintsugi.gateway.fronts import limits, wire
+from kintsugi.gateway.fronts import grpc_service, limits
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.precompute.sources.files import FileRange, Format
 from kintsugi.precompute.sources.parser_process import LENGTH, _read_anything, _send
@@ -46,7 +46,7 @@ ROOT = "https://docs.example/public"
 def generate_request(data: bytes) -> None:
     """A `Generate` of gRPC: a typed call, or `InvalidField`."""
     with contextlib.suppress(DecodeError, InvalidField):
-        call = wire.call_of(pb.GenerateRequest.FromString(data), "id", {})
+        call = grpc_service.call_of(pb.GenerateRequest.FromString(data), "id", {})
         json.dumps(call.sampling, default=repr)
 
 
@@ -54,7 +54,7 @@ def put_request(data: bytes) -> None:
     """A `PutChunks` of gRPC: texts or tokens, or `InvalidField`."""
     with contextlib.suppress(DecodeError, InvalidField):
         request = pb.PutChunksRequest.FromString(data)
-        assert len(wire.segments_of(request.chunks, "chunks")) == len(request.chunks)
+        assert len(grpc_service.segments_of(request.chunks, "chunks")) == len(request.chunks)
 
 
 def openai_body(data: bytes) -> None:

@@ -250,8 +250,6 @@ class GatewayExpert(Settings):
 
     fill_on_miss: bool = True
     """Prefill and store a chunk that the store lacks after the answer; if false, it stays missing."""
-    allow_negative_priority: bool = False
-    """Allow requests a priority below 0, with which they run before all requests without one."""
     engine_places: int | None = setting(None, minimum=1, maximum=65536)
     """Requests that each gateway has engines answer at a time. Further ones wait in a queue in which
     namespaces take turns by their weights; unset: none wait."""

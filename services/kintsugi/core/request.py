@@ -30,14 +30,12 @@ where it is marked: otherwise every "the" would be tokenised separately. The eng
 by tokens, is `spaces.ANCHOR_TOKENS`."""
 
 
-def check_priority(priority: int, allow_negative_priority: bool) -> int:
-    """Return vLLM's priority, where lower runs first. Raises `InvalidField` for a negative priority if these
-    are not allowed."""
-    if priority < 0 and not allow_negative_priority:
+def check_priority(priority: int) -> int:
+    """Return vLLM's priority, where lower runs first. Raises `InvalidField` for a priority below 0, which
+    would run before all requests that name none."""
+    if priority < 0:
         raise InvalidField(
-            "priority",
-            f"{priority} goes before everybody else's: leave it out, or send 0 or more to give way; whoever "
-            "runs the gateway may allow it with gateway.expert.allow_negative_priority",
+            "priority", f"{priority} is below 0; leave it out, or send a number above 0 to run after others"
         )
     return priority
 

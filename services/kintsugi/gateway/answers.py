@@ -74,8 +74,6 @@ class Ask(ABC, Generic[Event]):
         """Part of `tokens` that is the prompt's."""
         self.tokens_unused = 0
         """Part of `tokens` that the answer did not need, set when it ends."""
-        self.is_negative_priority = False
-        """Whether the request goes before those that wait for an engine."""
         self.privacy = NO_PRIVACY
         """The privacy of its namespace."""
         self.hides_chunks = False
@@ -273,7 +271,7 @@ class AnswerPipeline:
             self._shares.charge(ask.namespace, ask.tokens)
             ask.tokens_unused = ask.tokens  # until an engine has the request
             try:
-                async with self._shares.place(ask.namespace, ask.tokens, ask.is_negative_priority) as place:
+                async with self._shares.place(ask.namespace, ask.tokens) as place:
                     yield before, place
             finally:
                 self._shares.settle(ask.namespace, ask.tokens_unused)
@@ -299,7 +297,7 @@ class AnswerPipeline:
 
     async def _suspect_missed(self, ask: Ask[Any], filler: Filler) -> None:
         try:
-            filler.suspect(ask.namespace, await ask.find_missed(), ask.ttl_s)
+            await filler.suspect(ask.namespace, await ask.find_missed(), ask.ttl_s)
         except KintsugiError as error:
             log.info("misses of request %s are not filled: %s", ask.request_id, error)
 

@@ -20,8 +20,8 @@ from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import longest_ttl
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.saves import Saver, ToSave
+from kintsugi.gateway.spaces import Copies
 
 log = logging.getLogger(__name__)
 
@@ -199,32 +199,22 @@ class Filler:
         self._saver = saver
         self._idle = idle
         self._observe = observe
-        self._unchecked: dict[Address, Miss] = {}
-        """Chunks of requests that missed some of their chunks; the store has not been asked yet which."""
-        self._unchecked_tokens = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="kintsugi-fill")
 
-    def suspect(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None = None) -> None:
-        """Look up chunks some of which a request missed, and fill the missing ones when they are due.
-        ``ttl_s``: maximum lifetime of the stored chunks, in seconds."""
+    async def suspect(self, namespace: str, chunks: Sequence[ToSave], ttl_s: float | None = None) -> None:
+        """Count the misses of a request that missed some of ``chunks``: those that the store lacks now. Fill
+        them when they are due. ``ttl_s``: maximum lifetime of the stored chunks, in seconds. Raises
+        `Unavailable`."""
+        if not chunks:
+            return
         asked_at_s = self._saver.times.now(namespace)
-        config = self.queue.config
-        for key, tokens in chunks:
-            address = (namespace, key)
-            if (known := self._unchecked.get(address)) is not None:
-                self._unchecked[address] = Miss(tokens, longest_ttl(known.ttl_s, ttl_s), asked_at_s)
-            elif (
-                len(self._unchecked) >= config.queue_max
-                or self._unchecked_tokens + len(tokens) > config.queue_tokens_max
-            ):
-                self._observe(MissDecision.FULL)
-            else:
-                self._unchecked[address] = Miss(tokens, ttl_s, asked_at_s)
-                self._unchecked_tokens += len(tokens)
+        for key, tokens in await self._copies.find_missing(namespace, chunks):
+            decision = self.queue.record_miss((namespace, key), tokens, time.monotonic(), ttl_s, asked_at_s)
+            self._observe(decision)
         self._wake.set()
 
     def wake(self) -> None:
@@ -235,18 +225,15 @@ class Filler:
     def forget(self, namespace: str, keys: Collection[ChunkKey] | None) -> None:
         """Forget missed chunks; None: all chunks of the namespace and its parts."""
         if keys is None:
-            known = {*self._unchecked, *self.queue.known()}
-            gone = [address for address in known if is_within(address[0], namespace)]
+            gone = [address for address in self.queue.known() if is_within(address[0], namespace)]
         else:
             gone = [(namespace, key) for key in keys]
         for address in gone:
-            if (unchecked := self._unchecked.pop(address, None)) is not None:
-                self._unchecked_tokens -= len(unchecked.tokens)
             self.queue.forget(address)
 
     async def _run(self) -> None:
         while True:
-            due_s = 0.0 if self._unchecked else self.queue.due_in_s(self._idle(), time.monotonic())
+            due_s = self.queue.due_in_s(self._idle(), time.monotonic())
             if due_s != 0.0:
                 self._wake.clear()
                 try:
@@ -255,29 +242,9 @@ class Filler:
                     continue  # a chunk has waited for `patience_s`
                 continue
             try:
-                await self._check()
-                if self.queue.due_in_s(self._idle(), time.monotonic()) == 0.0:
-                    await self._fill()
+                await self._fill()
             except Exception:
                 log.exception("filling failed; the next chunks are still filled")
-
-    async def _check(self) -> None:
-        """Count the misses of the chunks that the store lacks."""
-        unchecked, self._unchecked, self._unchecked_tokens = self._unchecked, {}, 0
-        by_namespace: dict[str, list[ToSave]] = {}
-        for (namespace, key), one in unchecked.items():
-            by_namespace.setdefault(namespace, []).append((key, one.tokens))
-        for namespace, chunks in by_namespace.items():
-            try:
-                missing = await self._copies.find_missing(namespace, chunks)
-            except KintsugiError as error:
-                log.debug("%d misses are not filled: the store does not answer (%s)", len(chunks), error)
-                continue
-            for key, tokens in missing:
-                one, now_s = unchecked[namespace, key], time.monotonic()
-                self._observe(
-                    self.queue.record_miss((namespace, key), tokens, now_s, one.ttl_s, one.asked_at_s)
-                )
 
     async def _fill(self) -> None:
         """Save the next batch."""

@@ -30,15 +30,14 @@ from kintsugi.core.namespaces import NO_RULES, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.answers import AnswerPipeline, Ask, Event, padding_s
-from kintsugi.gateway.copies import Copies
 from kintsugi.gateway.erasing import Eraser, Receipt
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
-from kintsugi.gateway.recent_info import Recent, Spaces
 from kintsugi.gateway.residency import ChunkResidence, Residency
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
+from kintsugi.gateway.spaces import Copies, Recent, Spaces
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import disjoint
 from kintsugi.gateway.texts.learning import Detokenize, Learner
@@ -127,7 +126,6 @@ class Gateway:
         audit: AuditLog | None = None,
         limits: GatewayLimits | None = None,
         fill: FillConfig | None = None,
-        allow_negative_priority: bool = False,
         tokenizer: str = "",
         token_chars_max: int | None = None,
         rules: NamespaceRules | None = None,
@@ -135,7 +133,7 @@ class Gateway:
     ) -> None:
         """``tokenize`` returns a text's ids without special tokens; the longest token has ``token_chars_max``
         characters. With ``detokenize``, the texts of ``documents`` are found in messages. ``fill`` None:
-        misses are not filled. ``allow_negative_priority``: requests may have a priority below 0.
+        misses are not filled.
         ``tokenizer``: digest of the tokenizer; empty: any engine is accepted. ``audit`` is closed with the
         gateway; None: nothing is audited. ``rules``: the service's rules; rules in the tokens file take
         precedence. ``engine_places``: maximum number of concurrent requests to engines; None: no limit."""
@@ -144,7 +142,6 @@ class Gateway:
         self.access = access or Access()
         self.audit = audit
         self.limits = limits or GatewayLimits()
-        self.allow_negative_priority = allow_negative_priority
         self._rules = NO_RULES if rules is None else rules
         self._read_rules = NO_RULES
         self._effective_rules = self._rules
@@ -168,7 +165,6 @@ class Gateway:
             self._resolver,
             self.metrics,
             segments_max=self.limits.segments_max,
-            allow_negative_priority=allow_negative_priority,
         )
         self._saver = Saver(backend, shares=self.shares)
         self._copies = Copies(self.spaces, self._store, self._shared_with)
@@ -248,7 +244,6 @@ class Gateway:
             access=open_access(spec.tokens_file),
             audit=open_audit(spec.expert.audit_dir, "gateway"),
             fill=FillConfig() if spec.expert.fill_on_miss else None,
-            allow_negative_priority=spec.expert.allow_negative_priority,
             tokenizer=tokenizer_digest(model_folder),
             token_chars_max=chunker.token_chars_max,
             rules=rules,

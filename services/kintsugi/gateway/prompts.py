@@ -19,9 +19,9 @@ from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priori
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.answers import Ask
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.gateway.recent_info import Spaces
 from kintsugi.gateway.requests import choose_request_id
 from kintsugi.gateway.saves import ToSave
+from kintsugi.gateway.spaces import Spaces
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.gateway.tracing import (
     Attribute,
@@ -91,14 +91,12 @@ class Prompts:
         metrics: GatewayMetrics,
         *,
         segments_max: int,
-        allow_negative_priority: bool = False,
     ) -> None:
         """``segments_max``: maximum number of segments in one prompt."""
         self.metrics = metrics
         self.spaces = spaces
         self._resolver = resolver
         self._segments_max = segments_max
-        self._allow_negative_priority = allow_negative_priority
 
     async def resolve(self, call: GenerateCall) -> tuple[ResolvedPrompt, EngineRequest]:
         """Return the prompt, and the request for an engine, which `PromptAsk.send` completes.
@@ -137,7 +135,7 @@ class Prompts:
             prompt.token_ids,
             params,
             {"max_tokens": MAX_TOKENS_DEFAULT, **call.sampling},
-            check_priority(call.priority, self._allow_negative_priority),
+            check_priority(call.priority),
             fingerprint=space.fingerprint.hex,
             measurement=call.measurement,
         )
@@ -173,7 +171,6 @@ class PromptAsk(Ask[Resolved | EngineDelta | Finished]):
 
     def __init__(self, prompts: Prompts, caller: Caller, call: GenerateCall) -> None:
         super().__init__(prompts.metrics, "Generate", call.namespace, call.request_id, call.trace)
-        self.is_negative_priority = call.priority < 0
         self.ttl_s = call.ttl_s
         self._prompts = prompts
         self._caller = caller

@@ -151,8 +151,8 @@ class FairShares:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._taken = 0
-        self._queue: list[tuple[int, float, int, _Waiter]] = []
-        """A heap: requests with a negative priority first, then by virtual start, then by arrival."""
+        self._queue: list[tuple[float, int, _Waiter]] = []
+        """A heap: by virtual start, then by arrival."""
         self._queued = 0
         self._virtual = 0.0
         self._arrivals = itertools.count()
@@ -220,14 +220,12 @@ class FairShares:
                 account.tokens.take(-unused)
 
     @asynccontextmanager
-    async def place(
-        self, namespace: str, tokens: int, is_negative_priority: bool = False
-    ) -> AsyncIterator[EnginePlace]:
+    async def place(self, namespace: str, tokens: int) -> AsyncIterator[EnginePlace]:
         """Wait for a place at the engines, and hold it while the block runs. Raises `ResourceExhausted`."""
         if self._places is None:
             yield NO_PLACE
             return
-        await self._wait_for_place(namespace, tokens, is_negative_priority)
+        await self._wait_for_place(namespace, tokens)
         began_s = self._clock()
         place = EnginePlace(self._release_place)
         try:
@@ -236,7 +234,7 @@ class FairShares:
             self._service_s += SERVICE_WEIGHT * (self._clock() - began_s - self._service_s)
             place.release()
 
-    async def _wait_for_place(self, namespace: str, tokens: int, is_negative_priority: bool) -> None:
+    async def _wait_for_place(self, namespace: str, tokens: int) -> None:
         assert self._places is not None
         account = self._account(namespace)
         assert account is not None
@@ -252,7 +250,7 @@ class FairShares:
         waiter = _Waiter(account, begins, cost, asyncio.get_running_loop().create_future())
         account.waiting.append(waiter)
         self._queued += 1
-        heapq.heappush(self._queue, (0 if is_negative_priority else 1, begins, next(self._arrivals), waiter))
+        heapq.heappush(self._queue, (begins, next(self._arrivals), waiter))
         try:
             await waiter.place
         except asyncio.CancelledError:
@@ -299,7 +297,7 @@ class FairShares:
         """Pass the place to the next waiting request."""
         self._taken -= 1
         while self._queue:
-            _, begins, _, waiter = heapq.heappop(self._queue)
+            begins, _, waiter = heapq.heappop(self._queue)
             if waiter.place.done():
                 continue
             self._leave_queue(waiter)

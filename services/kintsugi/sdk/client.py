@@ -92,7 +92,7 @@ class GenerateOptions(TypedDict, total=False):
     no_blend: bool
     """Run a full prefill."""
     priority: int
-    """vLLM's priority: lower values run first; values below 0 only if the gateway allows them."""
+    """vLLM's priority: lower values run first. Not below 0, the default."""
     model: str
     """A name of the model that must answer: the operator's, its folder or its hub name. `NotFound` for
     another model. Default: any model."""

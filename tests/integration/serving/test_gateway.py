@@ -22,7 +22,7 @@ from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, TokenIds, token_bytes
-from kintsugi.gateway import recent_info
+from kintsugi.gateway import spaces
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
 from kintsugi.gateway.fronts.grpc_server import GatewayServer, load_gateway_tls
@@ -118,7 +118,7 @@ def test_a_store_that_does_not_say_makes_nothing_look_missing(monkeypatch: pytes
             client.generate(PASSAGES, QUESTION)
         filler = gateway.gateway._filler
         assert filler is not None
-        assert gateway.eventually(lambda: not filler._unchecked)
+        assert gateway.eventually(lambda: not gateway.gateway.answers._follow_ups)
         assert len(filler.queue) == 0
 
 
@@ -257,9 +257,9 @@ def test_requests_are_counted_and_logged_without_what_they_say(caplog: pytest.Lo
     assert "secret" not in caplog.text
 
 
-def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
+def test_nobody_goes_before_others() -> None:
     with running() as gateway, Client(gateway.address, NAMESPACE) as client:
-        with pytest.raises(InvalidField, match="leave it out, or send 0 or more"):
+        with pytest.raises(InvalidField, match="leave it out, or send a number above 0"):
             client.generate(PASSAGES, QUESTION, priority=-1)
         assert not gateway.backend.seen.requests
         client.generate(PASSAGES, QUESTION, priority=7)
@@ -267,12 +267,9 @@ def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
 
 
 def test_what_comes_with_a_request_reaches_the_engine() -> None:
-    with (
-        running(Setup(gateway={"allow_negative_priority": True})) as gateway,
-        Client(gateway.address, NAMESPACE) as client,
-    ):
+    with running() as gateway, Client(gateway.address, NAMESPACE) as client:
         sampling = Sampling(4, temperature=0.0, stop=["x"], top_k=0, ignore_eos=False, extra={"n": 1})
-        client.generate(PASSAGES, QUESTION, sampling=sampling, ratio=0.25, selector="query", priority=-3)
+        client.generate(PASSAGES, QUESTION, sampling=sampling, ratio=0.25, selector="query", priority=3)
         (request,) = gateway.backend.seen.requests
         assert request.sampling == {
             "max_tokens": 4,
@@ -282,7 +279,7 @@ def test_what_comes_with_a_request_reaches_the_engine() -> None:
             "ignore_eos": False,
             "n": 1,
         }
-        assert (request.params.ratio, request.params.selector, request.priority) == (0.25, "query", -3)
+        assert (request.params.ratio, request.params.selector, request.priority) == (0.25, "query", 3)
         assert request.params.namespace == NAMESPACE
         assert request.prompt_token_ids[0] == 1, "the prefix that chunks were prefilled behind"
         assert request.fingerprint == gateway.backend.space(NAMESPACE).fingerprint.hex
@@ -528,7 +525,7 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its token ids mean something else to the engines of the model that is being replaced."""
-    monkeypatch.setattr(recent_info, "INFO_TTL_S", 0.0)
+    monkeypatch.setattr(spaces, "INFO_TTL_S", 0.0)
 
     async def replaced() -> None:
         backend = StubBackend()

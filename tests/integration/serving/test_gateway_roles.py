@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from kintsugi.gateway import erasing
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.requests import METHOD_VERBS
+from kintsugi.gateway.saves import ToSave
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.transport import ClientOptions
@@ -115,7 +116,11 @@ def test_misses_are_filled_for_who_may_put(tmp_path: Path, monkeypatch: pytest.M
     with running(Setup(gateway={"access": TokenFile(file), "fill": FillConfig()})) as served:
         missed: list[int] = []
         filler = served.gateway._filler
-        monkeypatch.setattr(filler, "suspect", lambda namespace, chunks, ttl_s: missed.append(len(chunks)))
+
+        async def suspect(namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
+            missed.append(len(chunks))
+
+        monkeypatch.setattr(filler, "suspect", suspect)
         for count, name in enumerate(("reader", "writer"), 1):
             with Client(served.address, "docs", token=tokens[name]) as client:
                 client.generate(["a chunk"], "why?")

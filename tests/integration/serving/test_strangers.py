@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kintsugi.gateway.fronts import grpc_server
+from kintsugi.gateway.fronts import grpc_server, grpc_service
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.store.protocol.access import TokenFile
@@ -156,7 +156,7 @@ def test_a_request_without_a_message_is_refused(serve: Any) -> None:
 
 
 def test_a_message_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "BODY_READ_S", 0.05)
+    monkeypatch.setattr(grpc_service, "BODY_READ_S", 0.05)
 
     async def body(greedy: Caller, modest: Caller, stranger: Caller) -> None:
         for method in (TOKENIZE, WATCH):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_an_engine_that_is_gone_before_it_answers_is_replaced_once(monkeypatch: 
 
 def test_an_answer_is_under_way_until_it_ends_however_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        filler = MagicMock()
+        filler = MagicMock(suspect=AsyncMock())
         answering = AnswerPipeline(MagicMock(), filler)
         ask = ScriptedAsk(["a", "b"])
         async with aclosing(answering.stream(ask)) as events:
@@ -121,7 +121,7 @@ def test_an_answer_is_under_way_until_it_ends_however_it_does(monkeypatch: pytes
 
 def test_misses_are_handed_on_behind_the_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        filler = MagicMock()
+        filler = MagicMock(suspect=AsyncMock())
         answering = AnswerPipeline(MagicMock(), filler)
         async with aclosing(answering.stream(ScriptedAsk(["a", {"chunks_missed": 1}]))) as events:
             async for event in events:

@@ -56,7 +56,7 @@ def test_a_record_is_one_line_and_comes_once(
 def test_a_requests_fields_stand_beside_the_lines(logger: logging.Logger) -> None:
     written = io.StringIO()
     write_json_lines(written)
-    served = ServedRequest("Generate", {"x-request-id": "r1"}, GatewayMetrics().grpc, "OK")
+    served = ServedRequest("Generate", {"x-request-id": "r1"}, GatewayMetrics(), "OK")
     served.namespace = "n" * 10_000
     with pytest.raises(InvalidField), served.record(grpc_status_of):
         raise InvalidField("ratio", "x" * 10_000)

@@ -110,14 +110,14 @@ class Engine:
         self._ends: list[asyncio.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def ask(self, namespace: str, tokens: int = 100, may_overtake: bool = False) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._hold(namespace, tokens, may_overtake))
+    async def ask(self, namespace: str, tokens: int = 100) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._hold(namespace, tokens))
         self.tasks.append(task)
         await asyncio.sleep(0)
         return task
 
-    async def _hold(self, namespace: str, tokens: int, may_overtake: bool) -> None:
-        async with self.shares.place(namespace, tokens, may_overtake):
+    async def _hold(self, namespace: str, tokens: int) -> None:
+        async with self.shares.place(namespace, tokens):
             end = asyncio.Event()
             self.began.append(namespace)
             self._ends.append(end)
@@ -183,17 +183,6 @@ def test_an_idle_namespace_saves_no_turns_up() -> None:
         engine.began.clear()
         await engine.end(8)
         assert 3 <= engine.began.count("late") <= 5
-
-    run(test, places=1)
-
-
-def test_a_request_that_may_overtake_goes_next() -> None:
-    async def test(engine: Engine) -> None:
-        for name in ("a", "a", "b"):
-            await engine.ask(name)
-        await engine.ask("urgent", may_overtake=True)
-        await engine.end()
-        assert engine.began == ["a", "urgent"]
 
     run(test, places=1)
 
@@ -271,7 +260,7 @@ def test_a_full_queue_whose_newest_caller_is_leaving(monkeypatch: pytest.MonkeyP
 
     async def test(engine: Engine) -> None:
         flood = [await engine.ask("flood") for _ in range(3)]
-        calm = asyncio.create_task(engine._hold("calm", 100, False))
+        calm = asyncio.create_task(engine._hold("calm", 100))
         engine.tasks.append(calm)
         flood[2].cancel()  # it notices only after the other has asked
         for _ in range(4):

@@ -27,7 +27,7 @@ from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.endpoint import Endpoint
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem
 from kintsugi.gateway.fronts.identity import check_no_page, identify
-from kintsugi.gateway.fronts.limits import SLOTS, Quota, RequestLimits, parse_object, run_beside
+from kintsugi.gateway.fronts.limits import RequestLimits, parse_object, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.service_routes import (
@@ -38,7 +38,7 @@ from kintsugi.gateway.fronts.service_routes import (
     router_routes,
 )
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
+from kintsugi.gateway.requests import REQUEST_ID, SLOTS, Quota, ServedRequest
 from kintsugi.store.protocol.callers import Caller, Verb
 
 NAMESPACE_HEADER = "x-kintsugi-namespace"
@@ -162,7 +162,6 @@ class HttpFront:
                 namespace,
                 lambda text: self._gateway.find_known_texts(namespace, text),
                 served.trace,
-                self._gateway.allow_negative_priority,
             )
             if call.params.explain or call.params.timeline:
                 caller.require(Verb.LIST)

@@ -74,8 +74,6 @@ class OpenAIAsk(Ask[OpenAIHead | bytes]):
         super().__init__(prompts.metrics, call.path, call.params.namespace, call.request_id, call.trace)
         self.ttl_s = call.params.ttl_s
         self._caller = caller
-        priority = call.body.get("priority")
-        self.is_negative_priority = isinstance(priority, int) and priority < 0
         # Until an engine has reported its model's limit, a caller's number is not trusted.
         info = prompts.spaces.known_info
         answer_tokens_max = ANSWER_TOKENS_ASSUMED if info is None else info.max_model_len

@@ -83,10 +83,8 @@ def parse_openai_call(
     namespace: str,
     find: Finder,
     trace: Mapping[str, str] | None = None,
-    allow_negative_priority: bool = False,
 ) -> OpenAICall:
-    """Parse the JSON object of an OpenAI request; ``body`` is not changed. ``allow_negative_priority``: the
-    priority may be below 0.
+    """Parse the JSON object of an OpenAI request; ``body`` is not changed.
 
     Raises `InvalidField` for invalid fields of ours. Malformed messages are passed to vLLM.
     """
@@ -98,7 +96,7 @@ def parse_openai_call(
         _check_whole_number(body.get(name), name)
     _check_whole_number(body.get("priority"), "priority")
     if body.get("priority") is not None:
-        check_priority(body["priority"], allow_negative_priority)
+        check_priority(body["priority"])
     if body.get("use_beam_search") not in (None, False):
         # vLLM's beam search sends the engine a request for every token of every beam, without our parameters:
         # these requests would neither be blended nor be accounted for.

@@ -15,7 +15,7 @@ import pytest
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway import recent_info
+from kintsugi.gateway import spaces
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.http import HttpFront
@@ -242,14 +242,12 @@ def test_half_a_surrogate_pair_is_no_text(raw: bytes) -> None:
     run(body)
 
 
-def test_nobody_goes_before_others_unless_that_is_allowed() -> None:
+def test_nobody_goes_before_others() -> None:
     async def body() -> None:
         backend = ScriptedBackend()
         urgent = {**CHAT, "priority": -1}
         refused = await post(backend, urgent)
         assert (refused.status_code, error_of(refused)["param"], backend.calls) == (400, "priority", [])
-        async with client(backend, allow_negative_priority=True) as caller:
-            assert (await caller.post(CHAT_PATH, json=urgent)).status_code == 200
 
     run(body)
 
@@ -441,7 +439,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
         gateway = gateway_over(backend, access=Tokens(), known=known, fill=FillConfig())
         assert gateway._filler is not None
 
-        def suspect(namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
+        async def suspect(namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
             missed.append((namespace, tuple(tokens for _, tokens in chunks)))
 
         monkeypatch.setattr(gateway._filler, "suspect", suspect)
@@ -460,7 +458,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
             backend.info_error = errors.Unavailable("whatever becomes of it, the answer is out")
             assert await ask(caller) == 0
             backend.info_error = None
-            monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+            monkeypatch.setattr(spaces, "RECENT_S", 0.0)
             assert await ask(caller) == 1
             assert missed == [("acme", (TokenIds.of([ord(letter) for letter in text]),))]
             accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
@@ -475,7 +473,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
 
 def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(recent_info, "RECENT_S", 0.0)
+        monkeypatch.setattr(spaces, "RECENT_S", 0.0)
         backend = ScriptedBackend()
         async with client(backend) as caller:
             (model,) = (await caller.get("/v1/models")).json()["data"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,7 @@ from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
+from kintsugi.gateway.saves import ToSave
 from kintsugi.store.protocol.access import Access, TokenFile
 from kintsugi.store.protocol.audit import AuditLog
 from kintsugi.store.protocol.callers import Caller, Verb
@@ -95,9 +96,11 @@ def test_misses_are_filled_for_who_may_put(monkeypatch: pytest.MonkeyPatch) -> N
         backend = ScriptedBackend(lambda call: answered("fine", {"tokens_missed": 3}))
         gateway = gateway_over(backend, access=Roles(), fill=FillConfig())
         missed: list[int] = []
-        monkeypatch.setattr(
-            gateway._filler, "suspect", lambda namespace, chunks, ttl_s: missed.append(len(chunks))
-        )
+
+        async def suspect(namespace: str, chunks: Sequence[ToSave], ttl_s: float | None) -> None:
+            missed.append(len(chunks))
+
+        monkeypatch.setattr(gateway._filler, "suspect", suspect)
         transport = httpx.ASGITransport(HttpFront(gateway).app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as caller:
             for token in ("generate", "generate+put"):

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import KintsugiError, ResourceExhausted
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.errors import Problem
-from kintsugi.gateway.fronts.limits import SLOTS, Quota, RequestLimits
+from kintsugi.gateway.fronts.limits import RequestLimits
 from kintsugi.gateway.gateway import GatewayLimits
+from kintsugi.gateway.requests import SLOTS, Quota
 from kintsugi.store.protocol import callers
 
 

@@ -167,17 +167,13 @@ def test_a_misspelt_constraint_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("priority", [-1, -(1 << 62), "-3", -3.0, 1.0, [1]])
-def test_nobody_goes_before_others_unless_that_is_allowed(priority: Any) -> None:
+def test_nobody_goes_before_others(priority: Any) -> None:
     with pytest.raises(InvalidField) as caught:
         parsed(chat("q", priority=priority))
     assert caught.value.field == "priority"
     for fine in (0, 5, None):
         body = chat("q", priority=fine)
         assert parsed(body).body == body
-    allowed = parse_openai_call(
-        "r1", CHAT_PATH, chat("q", priority=-1), "acme", find, allow_negative_priority=True
-    )
-    assert allowed.body["priority"] == -1
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETIONS_PATH])

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.request import OPTION_NAMES, BlendOptions, SelectorName
-from kintsugi.gateway.fronts.wire import call_of
+from kintsugi.gateway.fronts.grpc_service import call_of
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 
 QUESTION = pb.Content(text="Why?")

@@ -15,7 +15,7 @@ import xxhash
 
 from kintsugi.core.errors import Corrupted, Unavailable, VersionMismatch
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
-from kintsugi.gateway.texts import chunk_table
+from kintsugi.gateway.texts import known_chunks
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import ALIKE_TRIED_MAX, COMPARISONS_MAX
 
@@ -351,7 +351,7 @@ def test_a_long_text_is_searched_in_milliseconds() -> None:
 def test_eviction_asks_indexes_however_many_namespaces_there_are() -> None:
     known = KnownChunks()
     with known._table._writes.open_read() as database:
-        plan = database.execute(f"EXPLAIN QUERY PLAN {chunk_table._LARGEST}", (1, 1)).fetchall()
+        plan = database.execute(f"EXPLAIN QUERY PLAN {known_chunks._LARGEST}", (1, 1)).fetchall()
     scans = [line for *_, line in plan if line.startswith("SCAN share")]
     assert len(scans) == 2
     assert all("USING" in line and "INDEX" in line for line in scans)

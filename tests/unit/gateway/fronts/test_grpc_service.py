@@ -12,8 +12,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from kintsugi.core.exchange import Usage
-from kintsugi.gateway.fronts.grpc_server import SERVICE, KintsugiService
-from kintsugi.gateway.fronts.wire import event_to_wire
+from kintsugi.gateway.fronts.grpc_service import SERVICE, KintsugiService, event_to_wire
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished
 from kintsugi.rpc.v1 import gateway_pb2 as pb
