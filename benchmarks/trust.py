@@ -1,4 +1,4 @@
-"""Whether the cache can be trusted: crashes, damage, erasure, side channels, neighbours, hostile input.
+"""Whether the cache can be trusted: crashes, damage, erasure, timing, neighbours, hostile input, chunks.
 
     python benchmarks/trust.py [--quick] [--only SECTION,…] [--seed N] [--state FOLDER] [--minutes N] [--save]
 
@@ -29,6 +29,7 @@ from benchmarks.support.trust import (
     fuzz,
     kill9,
     neighbours,
+    pieces,
     rounds,
     timing,
 )
@@ -42,6 +43,7 @@ SECTIONS: sections.Sections = {
     "neighbours": neighbours.measure,
     "encryption": encryption.measure,
     "fuzz": fuzz.measure,
+    "pieces": pieces.measure,
 }
 
 

@@ -4,7 +4,8 @@
     python examples/langchain_rag.py --model FOLDER --question "…" document.txt another.txt
 
 Only two steps are specific to Kintsugi: `KintsugiTextSplitter` cuts the documents, and `put_chunks` stores
-the pieces. The chain pastes their texts into a message, and the gateway recognises them there.
+the pieces. The chain pastes their texts into a message, and the gateway recognises them there. The message
+goes on after them, because many chat templates remove white space at the end of a message.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kintsugi.sdk.langchain import KintsugiTextSplitter
 DIMENSIONS = 512
 CHUNKS = 6
 PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Answer from these passages:\n\n{context}"), ("human", "{input}")]
+    [("system", "{context}\n\nAnswer from the passages above."), ("human", "{input}")]
 )
 
 

@@ -1,10 +1,10 @@
-"""LlamaIndex: an unmodified query engine over blended chunks.
+"""LlamaIndex: a query engine over blended chunks.
 
     kintsugi serve --model FOLDER
     python examples/llama_index_rag.py --model FOLDER --question "…" document.txt another.txt
 
 `KintsugiNodeParser` cuts the nodes, and `put_chunks` stores their texts. The query engine pastes the texts
-into a message, and the gateway recognises them there.
+into a message, and the gateway recognises them there: `KintsugiPromptHelper` keeps their white space.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document, VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import MetadataMode
 from llama_index.llms.openai_like import OpenAILike
@@ -24,7 +24,7 @@ from llama_index.llms.openai_like import OpenAILike
 from kintsugi import Client
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
-from kintsugi.sdk.llama_index import KintsugiNodeParser
+from kintsugi.sdk.llama_index import KintsugiNodeParser, KintsugiPromptHelper
 
 DIMENSIONS = 512
 CHUNKS = 6
@@ -78,7 +78,10 @@ def build_query_engine(
         default_headers={"X-Kintsugi-Namespace": namespace},
     )
     index = VectorStoreIndex(nodes, embed_model=WordCounts())
-    return index.as_query_engine(llm=llm, similarity_top_k=CHUNKS)
+    synthesizer = get_response_synthesizer(
+        llm=llm, prompt_helper=KintsugiPromptHelper.from_llm_metadata(llm.metadata)
+    )
+    return index.as_query_engine(llm=llm, similarity_top_k=CHUNKS, response_synthesizer=synthesizer)
 
 
 def main() -> None:

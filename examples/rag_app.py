@@ -81,9 +81,12 @@ class RagApp:
     ) -> tuple[Answer, list[Passage]]:
         """Return the answer and the retrieved chunks."""
         passages = self.retrieve(question, chunks)
-        before = [Plain(instructions)] if instructions else []
-        segments = [*before, *(passage.text for passage in passages)]
-        return self._client.generate(segments, question, max_tokens=max_tokens), passages
+        segments: list[str | Plain] = [Plain(instructions)] if instructions else []
+        for passage in passages:
+            # Segments are joined as they are. A piece keeps its line end, but it may be cut inside a line.
+            segments += [passage.text] if passage.text.endswith("\n") else [passage.text, Plain("\n")]
+        ending = f"\nQuestion: {question}\nAnswer:"
+        return self._client.generate(segments, ending, max_tokens=max_tokens), passages
 
     def close(self) -> None:
         self._database.close()

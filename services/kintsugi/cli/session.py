@@ -12,7 +12,7 @@ from kintsugi.cli.models import prepare_model
 from kintsugi.cli.render import format_count
 from kintsugi.cli.screen import Screen
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt
+from kintsugi.core.prompt import FormName, PromptChunk, RagPrompt, end_line
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.context import NONE, tokenize_context
 from kintsugi.models.prompt_form import PromptForm, load_form
@@ -66,7 +66,7 @@ def read_chunk(path: Path) -> tuple[str, str]:
         raise InvalidField("chunk", f"{path} is not UTF-8 text; convert it first") from None
     if not text.strip():
         raise InvalidField("chunk", f"{path} is empty; name a file with text")
-    return path.name, text
+    return path.name, end_line(text)
 
 
 def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:

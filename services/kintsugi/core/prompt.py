@@ -28,6 +28,11 @@ class FormName(StrEnum):
     """The tokenizer's special tokens, the chunks and the question, without a template."""
 
 
+def end_line(text: str) -> str:
+    """Add a line end to a text that has none, so that the next text of the prompt begins on its own line."""
+    return text if text.endswith("\n") else f"{text}\n"
+
+
 @dataclass(frozen=True)
 class PromptChunk:
     """A piece of text that is prefilled once and used in many prompts."""

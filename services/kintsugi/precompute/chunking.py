@@ -2,6 +2,13 @@
 
 A chunk's key is computed over its token ids, and a segment of a prompt is tokenised alone. Therefore the same
 model folder and the same `ChunkingConfig` produce exactly the keys that a request looks up.
+
+Without an overlap, the texts of a document's chunks, joined, are the document. A chunk keeps its line ends;
+the space before a word and the indentation of a line begin the next chunk. The tokenizers of Llama 3, Qwen 3
+and Gemma 3 then make nearly the same tokens of the chunks as of the whole document: 0.0 to 0.05 tokens differ
+per cut. With all white space at the end of the chunk before it would be 0.3 to 0.8, at the beginning of the
+next chunk 0.0 to 1.0.
+
 `semantic-text-splitter` finds the boundaries (Unicode sentences and words, runs of newlines, Markdown's
 structure). Its version is part of `ChunkingConfig.identity`, because another version may cut elsewhere.
 Tokens are counted with the model's own tokenizer, without special tokens.
@@ -12,10 +19,11 @@ Needs the extra `chunking`. Does not use torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +41,8 @@ SECTION_CHARS = 16_384
 """Longer documents are first cut into sections that are split separately: on text without boundaries the
 splitter's time grows with the square of the length (0.2 s for 16,000 characters, minutes for a million)."""
 _SECTION_ENDS = ("\n\n", "\n", ". ", " ")
+LINE_END_TOKENS = 1
+"""Tokens of a chunk that the splitter leaves free, for a line end that it would put into the next chunk."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class ChunkingConfig:
         facts = {
             **asdict(self),
             "section_chars": SECTION_CHARS,
+            "line_end_tokens": LINE_END_TOKENS,
             "splitter": f"{SPLITTER} {version(SPLITTER)}",
         }
         return json.dumps(facts, sort_keys=True)
@@ -104,9 +115,12 @@ class Chunker:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        capacity, overlap = self.config.tokens_max, self.config.overlap_tokens
-        self._text = TextSplitter.from_huggingface_tokenizer(self._tokenizer, capacity, overlap)
-        self._markdown = MarkdownSplitter.from_huggingface_tokenizer(self._tokenizer, capacity, overlap)
+        overlap = self.config.overlap_tokens
+        capacity = max(self.config.tokens_max - LINE_END_TOKENS, overlap + 1)
+        self._text = TextSplitter.from_huggingface_tokenizer(self._tokenizer, capacity, overlap, trim=False)
+        self._markdown = MarkdownSplitter.from_huggingface_tokenizer(
+            self._tokenizer, capacity, overlap, trim=False
+        )
 
     @staticmethod
     def of_model(folder: str | Path, config: ChunkingConfig | None = None) -> Chunker:
@@ -147,14 +161,45 @@ class Chunker:
         Cost: about 2 µs per character, mostly for counting the tokens of candidate chunks.
         """
         splitter = self._markdown if markdown else self._text
-        index = 0
-        for begin, end in _sections(text):
-            for start, piece in splitter.chunk_indices(text[begin:end]):
-                ids = self.token_ids(piece)
-                # The splitter counts with its own build of the tokenizer; a difference would break the bound.
-                assert len(ids) <= self.config.tokens_max or len(piece) == 1, (len(ids), piece[:80])
-                yield Chunk(index, begin + start, piece, ids)
-                index += 1
+        ranges = (
+            (begin + start, begin + start + len(piece))
+            for begin, end in _sections(text)
+            for start, piece in splitter.chunk_indices(text[begin:end])
+        )
+        if not self.config.overlap_tokens:
+            ranges = self._move_cuts(text, ranges)
+        for index, (start, end) in enumerate(ranges):
+            ids = self.token_ids(text[start:end])
+            # The splitter counts with its own build of the tokenizer; a difference would break the bound.
+            assert len(ids) <= self.config.tokens_max or end - start == 1, (len(ids), text[start:end][:80])
+            yield Chunk(index, start, text[start:end], ids)
+
+    def _move_cuts(self, text: str, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Move each cut to its place in the white space around it. A cut stays where the splitter put it if
+        the chunk before or after it would be too long."""
+        start = 0
+        for end, next_end in pairwise(chain((end for _, end in ranges), [len(text)])):
+            if end <= start:
+                continue  # the chunk before has taken this range, which is white space
+            cut = _place_cut(text, start, end, next_end) if end < next_end else end
+            if cut != end and not (self._fits(text[start:cut]) and self._fits(text[cut:next_end])):
+                cut = end
+            yield start, cut
+            start = cut
+
+    def _fits(self, text: str) -> bool:
+        return len(self.token_ids(text)) <= self.config.tokens_max
+
+
+def _place_cut(text: str, start: int, cut: int, end: int) -> int:
+    """Return the place for a cut between `start` and `end`: after the last line end of the white space around
+    it, or else before that white space."""
+    before, after = text[start:cut].rstrip(), text[cut:end].lstrip()
+    first, last = start + len(before), end - len(after)
+    line_end = max(text.rfind("\n", first, last), text.rfind("\r", first, last))
+    if line_end >= 0:
+        return line_end + 1
+    return first if before else cut
 
 
 def _sections(text: str) -> Iterator[tuple[int, int]]:

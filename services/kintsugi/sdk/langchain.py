@@ -23,8 +23,10 @@ from kintsugi.sdk.prefetching import Prefetcher
 
 
 class KintsugiTextSplitter(TextSplitter):  # type: ignore[misc]
-    """Splits texts into chunks. Fill the vector store with it, so that retrieved texts equal cached
-    chunks."""
+    """Splits texts into chunks. Fill the vector store with it, so that retrieved texts equal cached chunks.
+
+    The chunks keep their white space, so `strip_whitespace` of LangChain's own splitters has no counterpart.
+    """
 
     def __init__(self, chunker: Chunker, space: ChunkSpace, markdown: bool = False) -> None:
         super().__init__(

@@ -1,4 +1,5 @@
-"""A LlamaIndex `NodeParser` that uses our chunker, and a postprocessor that prefetches nodes.
+"""A LlamaIndex `NodeParser` that uses our chunker, a `PromptHelper` that keeps its chunks' white space, and a
+postprocessor that prefetches nodes.
 
 The metadata of every node has its key.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.node_parser import NodeParser
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -56,6 +58,21 @@ class KintsugiNodeParser(NodeParser):  # type: ignore[misc]
                 one.start_char_idx, one.end_char_idx = chunk.start, chunk.end
             parsed += built
         return parsed
+
+
+class KintsugiPromptHelper(PromptHelper):  # type: ignore[misc]
+    """Joins the texts of nodes with blank lines. LlamaIndex's own helper removes the white space at their
+    ends, so stored chunks that begin with a space or an indentation would not be found.
+
+        get_response_synthesizer(prompt_helper=KintsugiPromptHelper.from_llm_metadata(llm.metadata), …)
+    """
+
+    def repack(self, prompt: Any, text_chunks: Sequence[str], *args: Any, **kwargs: Any) -> list[str]:
+        """Return one text if it fits into the context window, and what LlamaIndex's helper returns if not."""
+        text = "\n\n".join(text_chunks)
+        splitter = self.get_text_splitter_given_prompt(prompt, 1, *args, **kwargs)
+        packed: list[str] = splitter.split_text(text)
+        return [text] if len(packed) == 1 else packed
 
 
 class KintsugiPrefetch(BaseNodePostprocessor):  # type: ignore[misc]

@@ -47,4 +47,4 @@ def test_a_chunk_file_is_named_in_errors(tmp_path: Path) -> None:
             read_chunk(path)
     good = tmp_path / "good.txt"
     good.write_text("Prose.")
-    assert read_chunk(good) == ("good.txt", "Prose.")
+    assert read_chunk(good) == ("good.txt", "Prose.\n")

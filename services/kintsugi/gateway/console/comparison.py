@@ -19,6 +19,7 @@ from typing import Any
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, ResourceExhausted
 from kintsugi.core.exchange import EngineDelta
+from kintsugi.core.prompt import end_line
 from kintsugi.core.request import BlendOptions, parse_selector
 from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import TokenIds
@@ -108,7 +109,7 @@ class Comparison:
         """Return the request for one of the two answers, which uses no prefix cache."""
         return GenerateCall(
             self.namespace,
-            tuple(Segment(text=document.text) for document in self.documents),
+            tuple(Segment(text=end_line(document.text)) for document in self.documents),
             Segment(text=f"\n{self.question.strip()}", plain=True),
             {"max_tokens": self.max_tokens, "temperature": 0.0},
             BlendOptions() if no_blend else self.options,

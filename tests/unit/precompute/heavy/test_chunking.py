@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import SECTION_CHARS, Chunker, ChunkingConfig
+from tests.fakes.kinds_of_text import KINDS
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (0,))
 TEXT = "\n\n".join(passage.text for passage in read_bundled_passages())
@@ -45,10 +47,52 @@ def test_chunks_are_exact_pieces_of_the_document_within_their_bound(
         assert chunk.token_ids == cut.token_ids(chunk.text)
         assert 0 < len(chunk.token_ids) <= tokens_max
     covered = {position for chunk in chunks for position in range(chunk.start, chunk.end)}
-    left_out = {TEXT[position] for position in range(len(TEXT)) if position not in covered}
-    assert left_out <= {" ", "\n"}
+    assert len(covered) == len(TEXT)
     overlapping = any(one.end > other.start for one, other in pairwise(chunks))
     assert overlapping == (overlap > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens_max", [1, 16, 512])
+def test_chunks_joined_are_the_document(folder: Path, kind: str, tokens_max: int) -> None:
+    cut = chunker(folder, tokens_max=tokens_max)
+    text = KINDS[kind](random.Random(5))[:4_000]
+    for markdown in (False, True):
+        chunks = list(cut.chunks(text, markdown))
+        assert "".join(chunk.text for chunk in chunks) == text
+        for chunk in chunks:
+            assert chunk.text == text[chunk.start : chunk.end]
+            assert chunk.token_ids == cut.token_ids(chunk.text)
+            assert len(chunk.token_ids) <= tokens_max or len(chunk.text) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_start"),
+    [
+        ("table", lambda text: text.startswith("| ")),
+        ("csv", lambda text: text[0].isalpha()),
+        ("code", lambda text: text.startswith(("class", "    "))),
+        ("long line", lambda text: text[0].isalpha() or text[0] == " " != text[1]),
+    ],
+)
+def test_a_chunk_keeps_its_line_end_and_its_indentation(
+    folder: Path, kind: str, is_start: Callable[[str], bool]
+) -> None:
+    chunks = list(chunker(folder, tokens_max=256).chunks(KINDS[kind](random.Random(6))))
+    assert len(chunks) > 3
+    for chunk in chunks:
+        assert is_start(chunk.text)
+    for chunk in chunks[:-1]:
+        assert chunk.text.endswith("\n") == (kind != "long line")
+
+
+def test_a_document_of_white_space_is_cut_too(folder: Path) -> None:
+    cut = chunker(folder, tokens_max=16)
+    for text in (" \n\t", "\n" * 500, " " * 3_000, "a" + "\r\n" * 300 + "b"):
+        chunks = list(cut.chunks(text))
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert max(len(chunk.token_ids) for chunk in chunks) <= 16
+    assert list(cut.chunks("")) == []
 
 
 def test_a_request_that_tokenises_a_chunk_alone_finds_it(folder: Path) -> None:
@@ -73,14 +117,14 @@ def test_keys_are_the_same_in_another_process(folder: Path) -> None:
 def test_golden_key(folder: Path) -> None:
     """Fails where a new splitter or tokenizer would orphan stored corpora."""
     chunks = list(chunker(folder, tokens_max=64).chunks("One sentence. Another one! " * 40))
-    assert (len(chunks), chunks[0].key(SPACE).hex[:32]) == (9, "390eef084b0036e1e63a17caafd87b47")
+    assert (len(chunks), chunks[0].key(SPACE).hex[:32]) == (10, "d7af08c4b74a73b005250a8e978f2f67")
 
 
 def test_sentences_stay_whole_where_they_fit(folder: Path) -> None:
     sentences = [f"Sentence number {index} is about salt." for index in range(60)]
     for chunk in chunker(folder, tokens_max=80).chunks(" ".join(sentences)):
         assert chunk.text.endswith(".")
-        assert chunk.text.startswith("Sentence")
+        assert chunk.text.lstrip().startswith("Sentence")
 
 
 def test_markdown_is_cut_at_its_headings(folder: Path) -> None:
@@ -88,11 +132,6 @@ def test_markdown_is_cut_at_its_headings(folder: Path) -> None:
     chunks = list(chunker(folder, tokens_max=60).chunks(text, markdown=True))
     assert len(chunks) > 1
     assert all(chunk.text.startswith("# Part") for chunk in chunks)
-
-
-@pytest.mark.parametrize("text", ["", "   \n\t "])
-def test_a_document_without_text_has_no_chunks(folder: Path, text: str) -> None:
-    assert list(chunker(folder).chunks(text)) == []
 
 
 def test_any_text_is_cut_in_bounded_time(folder: Path) -> None:
@@ -158,3 +197,19 @@ def test_llama_index_nodes_carry_the_keys_and_do_not_show_them_to_the_model(fold
         assert node.metadata["kintsugi_key"] == chunk.key(SPACE).hex
         assert node.get_content(MetadataMode.LLM) == chunk.text
         assert node.ref_doc_id == "tea"
+        assert TEXT[node.start_char_idx : node.end_char_idx] == chunk.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_llama_index_pastes_nodes_as_they_are(folder: Path) -> None:
+    pytest.importorskip("llama_index.core")
+    from llama_index.core.prompts import PromptTemplate
+
+    from kintsugi.sdk.llama_index import KintsugiPromptHelper
+
+    pieces = [chunk.text for chunk in chunker(folder, tokens_max=40).chunks("  def f():\n    return 1\n" * 9)]
+    template = PromptTemplate("{context_str}")
+    helper = KintsugiPromptHelper(context_window=4_000)
+    assert helper.repack(template, pieces) == ["\n\n".join(pieces)]
+    packed = KintsugiPromptHelper(context_window=320, num_output=256).repack(template, pieces)
+    assert len(packed) > 1
