@@ -61,7 +61,8 @@ SERVING = Extras("serving", _SERVING_MODULES)
 SERVING_HERE = Extras("serving,cpu", tuple(dict.fromkeys((*_SERVING_MODULES, *_ENGINE_MODULES))))
 """Gateway, shards and engines on this machine."""
 PRECOMPUTE = Extras(
-    "precompute,store", (*_STORE_MODULES, *_CHUNKING_MODULES, "inscriptis", "psutil", "pyarrow", "ray")
+    "precompute,store",
+    (*_STORE_MODULES, *_CHUNKING_MODULES, "docx", "inscriptis", "psutil", "pyarrow", "pypdf", "ray"),
 )
 
 
