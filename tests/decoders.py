@@ -28,16 +28,15 @@ from kintsugi.store.protocol import wire
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.put import ChunkPut, PutOptions
-from kintsugi.store.shard.tiers import uses
-from kintsugi.store.shard.tiers.catalog import (
+from kintsugi.store.shard.tiers.disk_tier import DiskTier
+from kintsugi.store.shard.tiers.extents import Strides, stride_of
+from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.lower_tier import (
     _CHECKSUM_BYTES,
     _decode_catalog_record,
     _encode_catalog_record,
     catalog_key,
 )
-from kintsugi.store.shard.tiers.disk_tier import DiskTier
-from kintsugi.store.shard.tiers.extents import Strides, stride_of
-from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
 from tests.file_decoders import FILE_DECODERS, FILE_SEEDS
@@ -104,7 +103,7 @@ def catalog_value(data: bytes) -> None:
         return
     tier = _disk_tier()
     try:
-        entry = tier._entry_of(record, uses.UNKNOWN)
+        entry = tier._entry_of(record)
     except VersionMismatch:
         return
     if entry is None:
@@ -154,18 +153,6 @@ def shard_map(data: bytes) -> None:
     assert len(found.owners(MANIFEST.key)) <= found.replicas
 
 
-def uses_file(data: bytes) -> None:
-    """A snapshot of uses: nothing under a wrong checksum, whole rows under a right one."""
-    with contextlib.suppress(ValueError):
-        uses.decode_uses(data)
-    body = data[_CHECKSUM_BYTES:]
-    try:
-        found = uses.decode_uses(xxhash.xxh3_128_digest(body) + body)
-    except ValueError:
-        return
-    assert sum(14 + len(key) for key in found) <= len(body)
-
-
 def keys(data: bytes) -> None:
     """A list of keys cut anywhere: all of 32 bytes, or an error of ours."""
     size = data[0] if data else 0
@@ -200,7 +187,6 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         catalog_value,
         check_frames,
         shard_map,
-        uses_file,
         keys,
         report,
         *FRONT_DECODERS,
@@ -243,7 +229,6 @@ def seeds(name: str) -> list[bytes]:
             _encode_catalog_record(catalog_key(("acme", MANIFEST.key)), each) for each in (record, mixed)
         ],
         "shard_map": [shards.SerializeToString()],
-        "uses_file": [uses.encode_uses([ChunkEntry(MANIFEST, uses=3, used_at_s=1e9)])],
         "keys": [bytes([32]) + bytes(64)],
         "report": [REPORT.to_bytes(), REPORT.as_tripped("KL", "2026-01-02T00:00:00+00:00").to_bytes()],
     }

@@ -43,7 +43,7 @@ from kintsugi.quality.evidence import EngineEvidence, Evidence
 from kintsugi.quality.metrics import KL_MAX
 from kintsugi.quality.questions import read_questions
 from kintsugi.store.client.directory import FileDirectory
-from kintsugi.store.client.erasing import read_cursor, write_cursor
+from kintsugi.store.client.grpc_store import read_cursor, write_cursor
 from kintsugi.store.shard.tiers.home import Home
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (1, 2), context_token_ids=(3,))

@@ -16,7 +16,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.settings import default_of
 from kintsugi.engine.config import EngineConfig
 from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
-from kintsugi.store.protocol.callers import AccessDocument
+from kintsugi.store.protocol.access import AccessDocument
 from kintsugi_operator.api.crd import descriptions
 from tests.unit.surface.deployment import _dataclass_in, environment_variables
 from tests.unit.surface.python_api import text_of

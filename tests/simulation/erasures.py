@@ -25,10 +25,10 @@ from kintsugi.gateway.erasing import Eraser
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.threaded_store import ThreadedStore
-from kintsugi.store.client.erasing import read_cursor, write_cursor
+from kintsugi.store.client.grpc_store import read_cursor, write_cursor
 from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S, SaveTimes
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard

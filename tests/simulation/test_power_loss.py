@@ -23,8 +23,8 @@ from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.catalog import Catalog
-from kintsugi.store.shard.tiers.slab import Slab
+from kintsugi.store.shard.tiers.disk_tier import Slab
+from kintsugi.store.shard.tiers.lower_tier import Catalog
 from tests.contracts.store_contract import make_chunk
 from tests.simulation.test_store_crashes import seeds
 
@@ -294,6 +294,6 @@ def test_the_model_loses_files_whose_folder_is_not_synced(
 ) -> None:
     from kintsugi.store.shard.tiers import lower_tier
 
-    monkeypatch.setattr(lower_tier, "sync_folder", lambda path: None)
+    monkeypatch.setattr(lower_tier, "sync_path", lambda path: None)
     with pytest.raises(AssertionError, match="acknowledged chunks are lost"):
         lose_power(tmp_path, "one disk", 1, monkeypatch)

@@ -27,7 +27,7 @@ from kintsugi.gateway.prompts import GenerateCall, Resolved
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier

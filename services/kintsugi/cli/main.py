@@ -18,7 +18,7 @@ from kintsugi.cli.screen import Screen
 from kintsugi.cli.service_facts import ServiceLink
 from kintsugi.core.errors import InvalidField
 from kintsugi.models.reference import REFERENCE
-from kintsugi.store.protocol.callers import Verb
+from kintsugi.store.protocol.access import Verb
 
 EXIT_CODES = (
     "Exit codes: 0 success · 1 unexpected failure · 2 bad input · 3 not blendable, or the self-test failed · "

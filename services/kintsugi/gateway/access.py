@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.core.errors import InvalidField, NotFound
-from kintsugi.store.protocol.access import parse_document, read_values, token_digest
-from kintsugi.store.protocol.callers import Grant, Verb
-from kintsugi.store.protocol.durable_files import lock_folder
+from kintsugi.store.protocol.access import Grant, Verb, parse_document, read_values, token_digest
+from kintsugi.store.protocol.files import lock_folder
 from kintsugi.store.protocol.tls import is_loopback
 
 TOKEN_PREFIX = "kg_"

@@ -46,9 +46,8 @@ from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.models.checkpoint import tokenizer_digest
 from kintsugi.precompute.documents import DocumentIndex
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.protocol.access import Access, open_access
+from kintsugi.store.protocol.access import Access, Caller, Verb, open_access
 from kintsugi.store.protocol.audit import AuditLog, open_audit
-from kintsugi.store.protocol.callers import Caller, Verb
 from kintsugi.store.protocol.interface import ChunkStore
 
 

@@ -31,7 +31,7 @@ from kintsugi.gateway.tracing import (
     describe_request,
     span,
 )
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, Verb
 
 MAX_TOKENS_DEFAULT = 16
 """vLLM's default."""

@@ -17,9 +17,8 @@ from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from kintsugi.gateway.logs import RequestLine
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.tracing import TRACE_HEADERS
-from kintsugi.store.protocol.access import Access
+from kintsugi.store.protocol.access import Access, Caller, Verb, parse_bearer
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
-from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
 from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX
 
 log = logging.getLogger("kintsugi.gateway")

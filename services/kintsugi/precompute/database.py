@@ -16,8 +16,7 @@ from kintsugi.core.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder
-from kintsugi.store.protocol.private_files import make_private
+from kintsugi.store.protocol.files import make_folder, make_private, sync_path
 
 BUSY_S = 60.0
 
@@ -55,7 +54,7 @@ class Database:
             self._db.executescript(f"{schema} PRAGMA user_version={version};")
             self._file = None if path is None else _identify_file(path)
             if path is not None:
-                sync_folder(path.parent)
+                sync_path(path.parent)
 
     @contextmanager
     def open_read(self) -> Iterator[sqlite3.Connection]:

@@ -14,9 +14,9 @@ from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
-from kintsugi.store.shard.erasure.records import ErasureMark, ErasureRange
+from kintsugi.store.shard.erasure import ErasureMark, ErasureRange
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.workers.turns import Turns
+from kintsugi.store.shard.workers.keeper import Turns
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from tests.contracts.store_contract import FINGERPRINT

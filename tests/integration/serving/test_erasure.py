@@ -23,7 +23,7 @@ from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
-from kintsugi.store.shard.erasure import records
+from kintsugi.store.shard import erasure as records
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard

@@ -45,8 +45,7 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.rpc.v1.gateway_pb2_grpc import KintsugiStub
 from kintsugi.sdk.client import Client, ClientOptions
 from kintsugi.sdk.types import DocumentChunk, Plain, Sampling
-from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE, TokenFile
 from tests.fakes.stub_backend import StubBackend, StubDelays
 from tests.integration.serving.gateways import Running, Setup, bundled_tokenize, running, token_file
 

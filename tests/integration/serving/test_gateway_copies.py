@@ -12,7 +12,7 @@ from kintsugi.core.namespaces import NamespacePrivacy, NamespaceRules
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.sdk.client import Client
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE
 from tests.integration.serving.gateways import Running, Setup, running
 
 NAMESPACE = "tenant"

@@ -25,9 +25,8 @@ from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.transport import ClientOptions
 from kintsugi.store.protocol import watched_files
-from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.access import TokenFile, Verb
 from kintsugi.store.protocol.audit import AuditLog
-from kintsugi.store.protocol.callers import Verb
 from tests.authority import Authority
 from tests.integration.serving.gateways import Running, Setup, running
 

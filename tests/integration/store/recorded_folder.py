@@ -15,7 +15,7 @@ import json
 import math
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,13 +137,10 @@ def make(folder: Path) -> dict[str, Any]:
         entry = _put(shard, KEPT[-1])
         assert entry.disk is not None
         assert len(entry.disk.extents) == 2
-        for uses, recipe in enumerate(KEPT):
-            for _ in range(uses):
-                shard.lookup(recipe.namespace, [recipe.made()[0].key])
     return {
         "shard_id": SHARD_ID,
         "report": REPORT.decode(),
-        "chunks": [_contents(recipe, uses) for uses, recipe in enumerate(KEPT)],
+        "chunks": in_order(map(_contents, KEPT)),
     }
 
 
@@ -159,13 +156,16 @@ def _put(shard: Shard, recipe: Recipe) -> ChunkEntry:
     return begun.entry
 
 
-def _contents(recipe: Recipe, uses: int) -> dict[str, Any]:
-    options = recipe.options
-    return contents(*recipe.made(), uses, options.recompute_ms, NOW_S + options.ttl_s)
+def _contents(recipe: Recipe) -> dict[str, Any]:
+    return contents(*recipe.made(), recipe.options.recompute_ms, NOW_S + recipe.options.ttl_s)
+
+
+def in_order(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(chunks, key=lambda chunk: str(chunk["key"]))
 
 
 def contents(
-    manifest: ChunkManifest, frames: Sequence[bytes], uses: int, recompute_ms: float, expires_at_s: float
+    manifest: ChunkManifest, frames: Sequence[bytes], recompute_ms: float, expires_at_s: float
 ) -> dict[str, Any]:
     """A chunk as `format-1.json` says it."""
     groups = [
@@ -186,7 +186,6 @@ def contents(
         "key_id": manifest.key_id,
         "salt": manifest.salt.hex(),
         "digests": manifest.digests.hex(),
-        "uses": uses,
         "recompute_ms": recompute_ms,
         "expires_at_s": None if math.isinf(expires_at_s) else expires_at_s,
         "frames_blake3": [blake3.blake3(frame).hexdigest() for frame in frames],

@@ -23,7 +23,7 @@ from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import breaker
 from kintsugi.store.protocol.interface import Buffer
 from kintsugi.store.shard import life, opening
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.put import PutOptions

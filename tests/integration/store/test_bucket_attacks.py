@@ -16,7 +16,7 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.store.shard.entry import Residence
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import open_shard
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import object_tier

@@ -27,11 +27,11 @@ from kintsugi.store.protocol import tls, wire
 from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
 from kintsugi.store.shard.admission import ShardConfig
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers import slab as slab_module
+from kintsugi.store.shard.tiers import disk_tier as slab_module
 from tests.contracts.store_contract import make_chunk, read_all
 
 MIB = 1 << 20

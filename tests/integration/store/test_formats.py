@@ -26,7 +26,7 @@ from kintsugi.store.shard import work
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.catalog import _decode_catalog_record, _encode_catalog_record
+from kintsugi.store.shard.tiers.lower_tier import _decode_catalog_record, _encode_catalog_record
 from kintsugi.store.shard.workers import writeback
 from tests.contracts.store_contract import Chunk, make_encrypted_chunk, make_mixed_chunk
 from tests.integration.store.test_disk_tiers import MIB, many, put, spec

@@ -19,9 +19,9 @@ from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import lower_tier
-from kintsugi.store.shard.tiers.catalog import catalog_key
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.lower_tier import catalog_key
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, read_all

@@ -20,6 +20,7 @@ from tests.integration.store.recorded_folder import (
     RECORDED,
     REPORT_NAME,
     contents,
+    in_order,
     make,
     shard_spec,
     unpack,
@@ -40,14 +41,13 @@ def held(folder: Path) -> dict[str, Any]:
         assert shard.table.counters.quarantined == 0
         report = shard.reports.get(FINGERPRINT, REPORT_NAME)
         assert report is not None
-        return {"shard_id": shard.shard_id, "report": report.decode(), "chunks": chunks}
+        return {"shard_id": shard.shard_id, "report": report.decode(), "chunks": in_order(chunks)}
 
 
 def _chunks(shard: Shard, store: GrpcStore, namespace: str) -> list[dict[str, Any]]:
-    """In the order of the recipe: its `n`th chunk was used `n` times."""
     found = []
-    for entry in sorted(shard.page(namespace, 100, None), key=lambda entry: entry.uses):
-        manifest, uses = entry.manifest, entry.uses
+    for entry in shard.page(namespace, 100, None):
+        manifest = entry.manifest
         heads = HeadRange(0, manifest.layout.num_kv_heads)
         if manifest.is_encrypted:  # which no client without its key is given
             frames = _stored_frames(shard, manifest)
@@ -55,12 +55,11 @@ def _chunks(shard: Shard, store: GrpcStore, namespace: str) -> list[dict[str, An
             every_frame = range(manifest.layers[0], manifest.layout.num_layers)
             items = read_all(store, [manifest.key], heads, every_frame, namespace)
             frames = [data for _, _, data in items if data is not None]
-        found.append(contents(manifest, frames, uses, entry.recompute_ms, entry.expires_at_s))
+        found.append(contents(manifest, frames, entry.recompute_ms, entry.expires_at_s))
     return found
 
 
 def _stored_frames(shard: Shard, manifest: ChunkManifest) -> list[bytes]:
-    shard.lookup(manifest.namespace, [manifest.key])  # a use, as a client's would be
     opened = shard.table.open_copies((manifest.namespace, manifest.key))
     assert opened is not None
     held = opened[1].chunks[0]

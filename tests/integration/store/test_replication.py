@@ -16,13 +16,13 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.layout import SALT_BYTES, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
+from kintsugi.store import replication as replicator_module
 from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import Erasure
-from kintsugi.store.replication import replicator as replicator_module
-from kintsugi.store.replication.replicator import Replicator
-from kintsugi.store.shard.erasure.scope import Scope
+from kintsugi.store.replication import Replicator
+from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, open_shard
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer

@@ -27,7 +27,7 @@ from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import watched_files, wire
-from kintsugi.store.protocol.callers import Verb
+from kintsugi.store.protocol.access import Verb
 from kintsugi.store.protocol.guard import NEEDS, PUT
 from kintsugi.store.protocol.interface import ChunkStore
 from kintsugi.store.shard.server import ServerOptions, ShardServer

@@ -45,8 +45,7 @@ from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving import deployment as service_module
 from kintsugi.serving.calibration import Calibrated
 from kintsugi.serving.deployment import DeploymentProgress, Service
-from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, TokenFile, Verb
 
 
 def test_without_anything_the_bundled_model_is_served() -> None:

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.main import app
 from kintsugi.core.errors import Unauthenticated
-from kintsugi.store.protocol.access import TokenFile
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, TokenFile, Verb
 
 RUNNER = CliRunner()
 

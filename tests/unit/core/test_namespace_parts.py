@@ -25,7 +25,7 @@ from kintsugi.core.namespaces import (
     sum_account,
 )
 from kintsugi.core.spaces import check_namespace
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Caller
 
 
 def test_without_values_nothing_changes() -> None:

@@ -18,14 +18,16 @@ from kintsugi.gateway import access as gateway_access
 from kintsugi.gateway.access import add_grant, check_exposure, new_token, revoke_grant
 from kintsugi.store.protocol import access, watched_files
 from kintsugi.store.protocol.access import (
+    ANYONE,
     Access,
+    Caller,
     TokenFile,
+    Verb,
     identities_of_certificate,
     open_access,
     read_document,
     read_values,
 )
-from kintsugi.store.protocol.callers import ANYONE, Caller, Verb
 
 
 @pytest.fixture(autouse=True)

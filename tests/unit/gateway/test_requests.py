@@ -6,7 +6,7 @@ import pytest
 
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.requests import ServedRequest, choose_request_id
-from kintsugi.store.protocol.callers import parse_bearer
+from kintsugi.store.protocol.access import parse_bearer
 
 
 @pytest.mark.parametrize("given", ["mine-1", "a.b_c-9", "x" * 128])

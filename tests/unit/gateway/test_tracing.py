@@ -20,7 +20,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE
 from tests.fakes.stub_backend import StubBackend
 from tests.recorded_spans import recorded
 

@@ -20,7 +20,7 @@ from kintsugi.core import deploy
 from kintsugi.engine.local import FORCING, transfer_config
 from kintsugi.store.client import registry
 from kintsugi.store.client.options import UrlQuery as StoreUrlQuery
-from kintsugi.store.protocol.callers import AccessDocument as TokensFile
+from kintsugi.store.protocol.access import AccessDocument as TokensFile
 from tests.unit.surface.python_api import fields_of
 
 REPOSITORY = Path(__file__).parents[3]

@@ -11,8 +11,6 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import blake3
 import lmdb
@@ -40,9 +38,8 @@ from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.rpc.v1 import store_pb2
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard.reports import Reports
-from kintsugi.store.shard.tiers import uses
-from kintsugi.store.shard.tiers.catalog import Catalog
 from kintsugi.store.shard.tiers.home import Home
+from kintsugi.store.shard.tiers.lower_tier import Catalog
 
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "abc"}), "acme")
 TOKENS = list(range(40))
@@ -192,13 +189,6 @@ def test_report_in_a_store(tmp_path: Path) -> None:
     assert rows == {
         f"{SPACE.fingerprint.hex}{b'calibration/raw'.hex()}": "dc7048f8f8747f561349cde127705c167b7d"
     }
-
-
-def test_uses() -> None:
-    entry: Any = SimpleNamespace(address=("acme", KEY), uses=3, used_at_s=1.5)
-    data = uses.encode_uses([entry])
-    assert digest(data) == "adf28c498513c9b37e40fd105092c18e"
-    assert uses.decode_uses(data) == {b"acme\0" + KEY.digest: uses.Use(3, 1.5)}
 
 
 def test_identity_of_a_shard(tmp_path: Path) -> None:

@@ -32,10 +32,9 @@ from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import options_of
 from kintsugi.store.client.registry import open_directory
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder, sync_path
+from kintsugi.store.protocol.files import make_folder, sync_path
 from kintsugi.store.protocol.interface import Erasure
-from kintsugi.store.shard.erasure.records import Erasures
-from kintsugi.store.shard.erasure.scope import scopes_of
+from kintsugi.store.shard.erasure import Erasures, scopes_of
 
 BACKUP_VERSION = 1
 INDEX = "backup.json"
@@ -141,7 +140,7 @@ def back_up(files: Mapping[str, Path], target: Path) -> list[str]:
             for path in (*work.rglob("*"), work):
                 sync_path(path)
             work.rename(target)
-            sync_folder(target.parent)
+            sync_path(target.parent)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -242,7 +241,7 @@ def _put_in_place(source: Path, path: Path) -> None:
     fresh.chmod(0o600)
     sync_path(fresh)
     fresh.rename(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def read_index(source: Path) -> tuple[Mapping[str, str], float]:

@@ -38,8 +38,7 @@ from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint
 from kintsugi.serving.calibration import NEEDS_CALIBRATION, Calibrated, start_calibrator
 from kintsugi.serving.deployment import DeploymentProgress, Service, start_ray
 from kintsugi.store.client.key_file import KeyFile
-from kintsugi.store.protocol.access import open_access
-from kintsugi.store.protocol.callers import EVERY_NAMESPACE, Verb
+from kintsugi.store.protocol.access import EVERY_NAMESPACE, Verb, open_access
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0

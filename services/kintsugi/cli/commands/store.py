@@ -29,7 +29,7 @@ from kintsugi.serving.catching_up import CatchingUp
 from kintsugi.store.client.grpc_store import GrpcStore, Verified
 from kintsugi.store.client.registry import open_directory, open_store
 from kintsugi.store.protocol.tls import TlsFiles
-from kintsugi.store.replication.replicator import Replicator
+from kintsugi.store.replication import Replicator
 from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, POLICIES
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard, parse_size
 from kintsugi.store.shard.server import ServerOptions, ShardServer

@@ -31,7 +31,7 @@ from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Resolved
 from kintsugi.gateway.requests import ServedRequest
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.gateway.tracing import TraceSpan
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, Verb
 
 DOCUMENTS_MAX = 128
 TITLE_CHARS_MAX = 200

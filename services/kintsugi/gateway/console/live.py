@@ -8,7 +8,7 @@ from typing import Any
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Caller
 
 TENANTS_MAX = 100
 """Maximum number of listed tenants; those with most tokens come first."""

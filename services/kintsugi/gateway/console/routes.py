@@ -42,8 +42,7 @@ from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
 from kintsugi.models.bundled import BUNDLED_NAME, showcase
 from kintsugi.models.demo_questions import choose_shown, read_demo_questions
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Access, Caller, Verb
 
 API_PATH = f"{CONSOLE_PATH}/api"
 STREAM_TYPE = "application/x-ndjson"

@@ -31,8 +31,7 @@ from kintsugi.gateway.requests import BODY_READ_S, BYTES, REQUEST_ID, SLOTS, Quo
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.precompute.documents import DocumentRef
 from kintsugi.rpc.v1 import gateway_pb2 as pb
-from kintsugi.store.protocol.access import identities_of_call
-from kintsugi.store.protocol.callers import Caller, parse_bearer
+from kintsugi.store.protocol.access import Caller, identities_of_call, parse_bearer
 from kintsugi.store.protocol.grpc_status import abort_call
 
 SERVICE = "kintsugi.rpc.v1.Kintsugi"

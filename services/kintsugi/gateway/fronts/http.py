@@ -39,7 +39,7 @@ from kintsugi.gateway.fronts.service_routes import (
 )
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, SLOTS, Quota, ServedRequest
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, Verb
 
 NAMESPACE_HEADER = "x-kintsugi-namespace"
 DEFAULT_NAMESPACE = "default"

@@ -25,8 +25,7 @@ from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.gateway.fronts.http_connection import admit_connection
 from kintsugi.gateway.fronts.limits import name_caller
 from kintsugi.gateway.fronts.openai_server import identities_of_scope
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller, parse_bearer
+from kintsugi.store.protocol.access import Access, Caller, parse_bearer
 from kintsugi.store.protocol.tls import is_loopback
 
 JSON_TYPE = "application/json"

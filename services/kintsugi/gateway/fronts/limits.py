@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.requests import BODY_READ_S, BYTES, Quota
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Caller
 
 LINGER_BYTES_MAX = 256 << 20
 LINGER_S = 10.0

@@ -32,7 +32,7 @@ from kintsugi.gateway.tracing import (
     describe_answer,
     describe_request,
 )
-from kintsugi.store.protocol.callers import Caller, Verb
+from kintsugi.store.protocol.access import Caller, Verb
 
 _DATA, _EVENT = b"data: ", b"event: "
 _OPENINGS = tuple(_EVENT + name for name in (b"response.created\n", b"response.in_progress\n"))

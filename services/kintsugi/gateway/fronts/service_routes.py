@@ -28,7 +28,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import RESIDENCY_PATH, ServedRequest
 from kintsugi.gateway.residency import ChunkResidence
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Caller
 
 PROMPT_PATHS = {"messages": CHAT_PATH, "input": RESPONSES_PATH, "prompt": COMPLETIONS_PATH}
 """Fields of a residency request that hold a prompt, and the path that answers such a prompt."""

@@ -6,9 +6,10 @@ that carried them."""
 from __future__ import annotations
 
 import builtins
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,15 +30,6 @@ from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
-from kintsugi.store.client.erasing import (
-    ERASE_TIMEOUT_S,
-    ShardErasures,
-    erasures_of_wire,
-    join_places,
-    places_of,
-    read_cursor,
-    write_cursor,
-)
 from kintsugi.store.client.options import GrpcOptions, options_of
 from kintsugi.store.client.received import Received
 from kintsugi.store.client.same_host import CROWDED_RETRY_S, ArenaMap, FrameLease, SameHost
@@ -48,12 +40,72 @@ from kintsugi.store.protocol.interface import (
     ChunkLost,
     ChunkStore,
     ErasedPlace,
+    Erasure,
     ErasurePage,
     Found,
     LayerFrame,
     PinLease,
     StoreStats,
 )
+
+ERASE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class ShardErasures:
+    """Erasures that one shard recorded."""
+
+    shard_id: str
+    erasures: Sequence[Erasure]
+    next: int
+    """The number of the last of them; the next page begins after it."""
+    merged: Mapping[str, tuple[int, float]]
+    """The shard's `ErasureRange.merged`."""
+
+
+def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
+    erasures = [
+        Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
+    ]
+    merged = {one.namespace: (one.number, one.at_s) for one in answer.merged}
+    return ShardErasures(answer.shard_id, erasures, answer.next, merged)
+
+
+def places_of(erased: pb.Erased) -> list[ErasedPlace]:
+    """Return the tiers that held erased chunks, or the shard if none did."""
+    shard = f"shard {erased.shard_id}"
+    return [
+        ErasedPlace(f"{shard}/{tier.tier}", tier.chunks, tier.size_bytes, erased.gone_at_s)
+        for tier in erased.tiers
+    ] or [ErasedPlace(shard, 0, 0, erased.gone_at_s)]
+
+
+def join_places(places: Iterable[ErasedPlace]) -> list[ErasedPlace]:
+    """Return one entry for each place, with the sums over all calls."""
+    joined: dict[str, ErasedPlace] = {}
+    for place in places:
+        before = joined.get(place.place, ErasedPlace(place.place, 0, 0, 0.0))
+        joined[place.place] = ErasedPlace(
+            place.place,
+            before.items + place.items,
+            before.size_bytes + place.size_bytes,
+            max(before.gone_at_s, place.gone_at_s),
+        )
+    return list(joined.values())
+
+
+def read_cursor(cursor: str) -> dict[str, int]:
+    """Return the numbers in a cursor by shard. Raises `InvalidField`."""
+    try:
+        seen = json.loads(cursor) if cursor else {}
+        return {str(shard_id): int(number) for shard_id, number in seen.items()}
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+        raise InvalidField("cursor", "is not a cursor that `erasures` returned") from None
+
+
+def write_cursor(seen: Mapping[str, int]) -> str:
+    return json.dumps(dict(sorted(seen.items())))
+
 
 MANIFESTS_MAX = 4096
 """Manifests that a client remembers of one shard."""

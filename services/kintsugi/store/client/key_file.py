@@ -27,9 +27,8 @@ from typing import Any
 from kintsugi.core.errors import InvalidField, NotFound, PermissionDenied
 from kintsugi.core.namespaces import enclosing, is_within
 from kintsugi.core.spaces import NAME_KEY_BYTES, check_namespace
-from kintsugi.store.protocol.durable_files import sync_folder
+from kintsugi.store.protocol.files import check_private, sync_path
 from kintsugi.store.protocol.keys import DATA_KEY_BYTES, KeySource, NamespaceKeys
-from kintsugi.store.protocol.private_files import check_private
 from kintsugi.store.protocol.watched_files import WatchedFiles
 
 FILE_BYTES_MAX = 8 << 20
@@ -199,7 +198,7 @@ def _write(path: Path, entries: Entries) -> None:
                     os.fchmod(file.fileno(), stat.S_IMODE(was.st_mode))
                 os.fsync(file.fileno())
             os.replace(file.name, path)
-            sync_folder(path.parent)
+            sync_path(path.parent)
             if old is not None:
                 os.pwrite(old, bytes(os.fstat(old).st_size), 0)
                 os.fsync(old)

@@ -28,8 +28,14 @@ from kintsugi.core.report import supersedes
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint
 from kintsugi.store.client.chunk_cipher import encrypt_chunk
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardMap
-from kintsugi.store.client.erasing import read_cursor, write_cursor
-from kintsugi.store.client.grpc_store import SHARD_FAILURES, GrpcStore, LeftAlone, counted
+from kintsugi.store.client.grpc_store import (
+    SHARD_FAILURES,
+    GrpcStore,
+    LeftAlone,
+    counted,
+    read_cursor,
+    write_cursor,
+)
 from kintsugi.store.client.merge import ShardStream, merge_streams
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol.breaker import CircuitBreaker

@@ -1,14 +1,14 @@
-"""Identifies callers by the entries of a tokens file, which is read again when it changes.
+"""Callers, the verbs and namespaces that they are granted, and the tokens file, which identifies them.
 
-The file is JSON:
+The file is JSON, and is read again when it changes:
 
     {"tokens": [{"name": "search", "sha256": "<64 hexadecimal digits>", "namespaces": ["search", "docs/*"],
                  "verbs": ["generate", "list"], "expires": "2027-01-31T12:00:00Z"}],
      "certificates": [{"name": "corpus", "subject": "CN=corpus-worker", "namespaces": ["docs/*"],
                        "verbs": ["put", "generate"]}]}
 
-`verbs`, `expires`, `revoked` and `certificates` may be left out (`callers`). `limits` and `privacy` beside
-`tokens` hold rules for namespaces by pattern (`core.namespaces`). Tokens are 256 random bits made by
+`verbs`, `expires`, `revoked` and `certificates` may be left out. `limits` and `privacy` beside `tokens` hold
+rules for namespaces by pattern (`core.namespaces`). Tokens are 256 random bits made by
 `gateway.access.new_token`, never chosen by a person: a plain SHA-256 of one cannot be inverted by guessing,
 so a slow password hash would only cost every request milliseconds. The token itself is shown only when it is
 made, and is never stored."""
@@ -18,18 +18,241 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from kintsugi.core.errors import InvalidField, Unauthenticated
-from kintsugi.core.namespaces import NO_RULES, NamespaceRules
-from kintsugi.core.schema import load
-from kintsugi.store.protocol.callers import ANYONE, AccessDocument, Caller, Verb
-from kintsugi.store.protocol.private_files import check_private
+from kintsugi.core.errors import InvalidField, PermissionDenied, Unauthenticated
+from kintsugi.core.namespaces import (
+    MARK,
+    NO_RULES,
+    NamespaceLimits,
+    NamespacePrivacy,
+    NamespaceRules,
+    base_of,
+    check_namespace_pattern,
+    is_within,
+)
+from kintsugi.core.schema import STRICT, load
+from kintsugi.core.spaces import check_namespace
+from kintsugi.store.protocol.files import check_private
 from kintsugi.store.protocol.watched_files import WatchedFiles
+
+EVERY_NAMESPACE = "*"
+SUBJECT_KINDS = ("CN=", "DNS:", "URI:")
+"""Prefixes of a certificate's identities: the subject's common name, and its alternative names."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Verb(StrEnum):
+    """A permission of a caller."""
+
+    GENERATE = "generate"
+    """Request answers, and read the KV of chunks."""
+    PUT = "put"
+    """Store chunks."""
+    DELETE = "delete"
+    """Delete chunks by key."""
+    LIST = "list"
+    """See which chunks are stored: listings, the accounting of answers, `explain`."""
+    ADMIN = "admin"
+    """Operate the service: read metrics; on a shard, drain it and clear a namespace."""
+    REPORT = "report"
+    """Write calibration reports, which decide whether a model is blended for every tenant."""
+
+
+TENANT_VERBS = frozenset({Verb.GENERATE, Verb.PUT, Verb.DELETE, Verb.LIST})
+"""The verbs of an entry without `verbs`."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request."""
+
+    name: str
+    namespaces: tuple[str, ...]
+    verbs: frozenset[Verb] = TENANT_VERBS
+
+    def may(self, verb: Verb) -> bool:
+        return verb in self.verbs
+
+    def may_use(self, namespace: str) -> bool:
+        """Return whether the caller may use a namespace. A caller that may use a namespace may also use its
+        parts. The pattern `docs/*` does not include the parts of `docs` itself; `docs/-/*` does."""
+        return any(
+            (namespace if MARK in pattern else base_of(namespace)).startswith(pattern[:-1])
+            if pattern.endswith("*")
+            else is_within(namespace, pattern)
+            for pattern in self.namespaces
+        )
+
+    def authorize(self, namespace: str, verb: Verb | None = None) -> str:
+        """Check that the caller may use a namespace and has a verb, and return the namespace. `verb` None:
+        any verb.
+
+        Raises `InvalidField` for an invalid namespace, and `PermissionDenied`.
+        """
+        check_namespace(namespace)
+        if not self.may_use(namespace):
+            raise PermissionDenied(
+                f"{self.name!r} may not use namespace {namespace!r}; it is bound to "
+                f"{', '.join(self.namespaces)}"
+            )
+        if verb is not None:
+            self.require(verb)
+        return namespace
+
+    def require(self, verb: Verb) -> None:
+        """Raise `PermissionDenied` if the caller lacks the verb."""
+        if verb not in self.verbs:
+            raise PermissionDenied(
+                f"{self.name!r} lacks the verb {verb.value!r}; it has "
+                f"{', '.join(sorted(self.verbs))}: add the verb to its entry in the tokens file"
+            )
+
+    def require_everywhere(self, verb: Verb) -> None:
+        """Raise `PermissionDenied` unless the caller has the verb on every namespace."""
+        self.require(verb)
+        if not self.is_unrestricted:
+            raise PermissionDenied(
+                f"{self.name!r} is bound to {', '.join(self.namespaces)}, and this concerns every namespace; "
+                f"bind it to {EVERY_NAMESPACE!r}"
+            )
+
+    @property
+    def is_unrestricted(self) -> bool:
+        return EVERY_NAMESPACE in self.namespaces
+
+
+ANYONE = Caller("anyone", (EVERY_NAMESPACE,), frozenset(Verb))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """An entry of a tokens file."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """The caller's name in logs and messages."""
+    namespaces: tuple[str, ...]
+    """Namespaces that the caller may use; `*` at the end of a name matches any rest."""
+    verbs: tuple[Verb, ...] | None = None
+    """None: generate, put, delete and list."""
+
+    @property
+    def caller(self) -> Caller:
+        verbs = TENANT_VERBS if self.verbs is None else frozenset(self.verbs)
+        return Caller(self.name, self.namespaces, verbs)
+
+    def _check(self, kind: str) -> None:
+        if not self.name:
+            raise InvalidField("name", f"is required: name the {kind}'s owner")
+        if not self.namespaces:
+            raise InvalidField(
+                "namespaces", f"of {kind} {self.name!r} is empty: name the namespaces that it may use"
+            )
+        for pattern in self.namespaces:
+            check_namespace_pattern(pattern)
+        if self.verbs is not None and not self.verbs:
+            raise InvalidField(
+                "verbs", f"of {kind} {self.name!r} is empty: name some of {', '.join(Verb)}, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant(_Entry):
+    """The entry of one token."""
+
+    sha256: str
+    """SHA-256 of the token, hexadecimal."""
+    expires: str | None = None
+    """When the token expires, in RFC 3339 with an offset; None: never."""
+    revoked: bool = False
+    """Refuse the token. The entry stays, so that the name in the audit log keeps its meaning."""
+
+    def __post_init__(self) -> None:
+        self._check("token")
+        if not _SHA256.fullmatch(self.sha256):
+            raise InvalidField("sha256", f"of token {self.name!r} is not 64 lower-case hexadecimal digits")
+        if self.expires is not None:
+            parse_time_s("expires", self.expires)
+
+    def why_refused(self, now_s: float) -> str:
+        """Return why the token is refused at `now_s` (Unix seconds); empty: it is accepted."""
+        if self.revoked:
+            return "this token was revoked; ask for another (kintsugi token)"
+        if self.expires is not None and now_s >= parse_time_s("expires", self.expires):
+            return f"this token expired at {self.expires}; ask for another (kintsugi token)"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateGrant(_Entry):
+    """The entry of one client certificate."""
+
+    subject: str
+    """`CN=` and the subject's common name, or `DNS:` or `URI:` and one of its alternative names."""
+
+    def __post_init__(self) -> None:
+        self._check("certificate")
+        if not any(self.subject.startswith(kind) and self.subject != kind for kind in SUBJECT_KINDS):
+            raise InvalidField(
+                "subject",
+                f"{self.subject!r} of certificate {self.name!r} must be CN=NAME, DNS:NAME or URI:NAME",
+            )
+
+
+@dataclass(frozen=True)
+class AccessDocument:
+    """Contents of a tokens file."""
+
+    __pydantic_config__ = STRICT
+
+    tokens: tuple[Grant, ...]
+    certificates: tuple[CertificateGrant, ...] = ()
+    limits: Mapping[str, NamespaceLimits] = field(default_factory=dict)
+    privacy: Mapping[str, NamespacePrivacy] = field(default_factory=dict)
+
+    @cached_property
+    def rules(self) -> NamespaceRules:
+        """Raises `InvalidField`."""
+        return NamespaceRules(self.limits, self.privacy)
+
+    @property
+    def names_verbs(self) -> bool:
+        """Whether any entry has `verbs`."""
+        entries: list[_Entry] = [*self.tokens, *self.certificates]
+        return any(entry.verbs is not None for entry in entries)
+
+    def find_certificate(self, identities: Collection[str]) -> CertificateGrant | None:
+        """Return the first entry for one of a certificate's identities."""
+        return next((entry for entry in self.certificates if entry.subject in identities), None)
+
+
+def parse_time_s(field: str, text: str) -> float:
+    """Return the Unix seconds of a time in RFC 3339. Raises `InvalidField`, also for a time without an
+    offset, which would depend on the machine's time zone."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise InvalidField(field, f"{text!r} must be a time such as 2027-01-31T12:00:00Z")
+    return time.timestamp()
+
+
+def parse_bearer(header: str | None) -> str | None:
+    """Return the token in `Bearer TOKEN`; None for anything else."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
 
 ENTRIES_MAX = 1_000
 """Maximum number of tokens, and of certificates. Each request is compared with every token, which takes 0.06

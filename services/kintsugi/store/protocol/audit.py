@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol.callers import Verb
-from kintsugi.store.protocol.durable_files import lock_folder
+from kintsugi.store.protocol.access import Verb
+from kintsugi.store.protocol.files import lock_folder
 
 log = logging.getLogger(__name__)
 

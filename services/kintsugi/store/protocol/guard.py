@@ -14,9 +14,8 @@ from typing import Any
 from kintsugi.core.errors import KintsugiError
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.protocol.access import Access, identities_of_call
+from kintsugi.store.protocol.access import Access, Caller, Verb, identities_of_call, parse_bearer
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog
-from kintsugi.store.protocol.callers import Caller, Verb, parse_bearer
 from kintsugi.store.protocol.grpc_status import DETAIL_CHARS_MAX, status_of
 
 PUT = "put_chunk_kv"

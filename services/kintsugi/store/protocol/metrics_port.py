@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Verb, parse_bearer
+from kintsugi.store.protocol.access import Access, Verb, parse_bearer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

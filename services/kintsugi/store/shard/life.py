@@ -58,17 +58,11 @@ def check_present(entry: ChunkEntry) -> None:
 # Uses, lifetimes and pins
 
 
-def touch(entry: ChunkEntry, now_s: float) -> None:
-    """Count a use. `now_s`: Unix seconds."""
+def touch(entry: ChunkEntry) -> None:
+    """Count a use."""
     entry.uses += 1
-    entry.used_at_s = now_s
     for residence in entry.copies:
         residence.tier.policy.touch(entry)
-
-
-def limit_used_at(entry: ChunkEntry, now_s: float) -> None:
-    """Limit the last use of a recovered chunk to now, because clocks may have been set back."""
-    entry.used_at_s = min(entry.used_at_s, now_s)
 
 
 def extend(entry: ChunkEntry, expires_at_s: float) -> None:

@@ -12,8 +12,7 @@ import xxhash
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.report import REPORT_BYTES_MAX, replaces
 from kintsugi.core.spaces import ModelFingerprint
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder
-from kintsugi.store.protocol.private_files import PRIVATE_MODE
+from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
 
 REPORTS_MAX = 1024
 NAME_CHARS_MAX = 128
@@ -31,7 +30,7 @@ class Reports:
         if folder is not None:
             make_folder(folder)
             self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
-            sync_folder(folder)
+            sync_path(folder)
             with self._env.begin() as transaction:
                 for key, value in transaction.cursor():
                     if xxhash.xxh3_128_digest(value[_CHECKSUM_BYTES:]) == value[:_CHECKSUM_BYTES]:

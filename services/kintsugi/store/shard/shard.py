@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -26,9 +26,7 @@ from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
-from kintsugi.store.shard.erasure.holders import Holders, Shared
-from kintsugi.store.shard.erasure.records import ErasureRange, Erasures
-from kintsugi.store.shard.erasure.scope import Removed, Scope, scopes_of
+from kintsugi.store.shard.erasure import ErasureRange, Erasures, Holders, Removed, Scope, Shared, scopes_of
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl, erased_meanwhile
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
@@ -39,7 +37,6 @@ from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
-from kintsugi.store.shard.tiers.uses import Use, load_uses, save_uses
 from kintsugi.store.shard.workers.bucket_writer import BucketWriter
 from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
 from kintsugi.store.shard.workers.writeback import Below, TierWriter, WriteBack
@@ -79,7 +76,6 @@ class Shard:
         self.holders = Holders()
         self._erase_grace_s = (config or ShardConfig()).erase_grace_s
         self._wiper = Shared()
-        self._uses_file = None if home is None or not disks else home.path / "uses"
         self._home = home
         self._writers: list[WriteBack] = []
         self.bucket_writer = None if bucket is None else BucketWriter(self.table, bucket, wall_clock)
@@ -90,9 +86,8 @@ class Shard:
         self._promoter = Promoter(self.table, self.table.loads.near, ram.arena)
         self.far_promoter = Promoter(self.table, self.table.loads.far, ram.arena, FAR_READERS, "fetch")
         try:
-            uses = load_uses(self._uses_file)
             for tier in (*disks, *far):
-                self._recover(tier, uses)
+                self._recover(tier)
             self.erasures.record((), tiers=self._tier_names)
         except BaseException:
             self.reports.close()  # LMDB opens a folder once in a process
@@ -105,7 +100,7 @@ class Shard:
             self.bucket_writer.start()
             self.far_promoter.start()
 
-    def _recover(self, tier: DiskTier | ObjectTier, uses: Mapping[bytes, Use]) -> None:
+    def _recover(self, tier: DiskTier | ObjectTier) -> None:
         """Add the chunks of a tier's catalog, except those that a faster tier has and those that were erased
         while the shard ran without this tier. Raises `Unavailable`."""
         applied = self.erasures.applied_in(_name_of(tier))
@@ -119,7 +114,7 @@ class Shard:
                 return True
             return self.table.get(address) is not None
 
-        self.table.recover(*tier.recover(is_unwanted, uses))
+        self.table.recover(*tier.recover(is_unwanted))
         if erased:
             log.warning("%s: dropped %d chunks erased while the shard ran without it", tier.name, erased)
         if erased and isinstance(tier, DiskTier):  # a bucket's objects go with its next sweep
@@ -351,7 +346,6 @@ class Shard:
                 tier.wipe()
             except (OSError, lmdb.Error) as error:
                 raise Unavailable(f"{tier.name}: {error}; erase again when it works") from error
-        self.save_uses()
 
     def flush_writers(self) -> list[Future[None]]:
         """Return futures that are done when every earlier put and deletion is on disk."""
@@ -419,11 +413,6 @@ class Shard:
         """End a lease early. Returns how many chunks it held."""
         return self.table.unpin(lease_id)
 
-    def save_uses(self) -> None:
-        """Save how chunks were used, for the next start."""
-        if self._uses_file is not None:
-            save_uses(self._uses_file, (entry for entry in self.table.entries() if entry.disk is not None))
-
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back the chunks that only RAM holds. Returns the bytes not written in time.
         Raises `InvalidField` for an invalid duration."""
@@ -447,7 +436,6 @@ class Shard:
         with suppress(Unavailable):
             self.record_lifetimes()
         self._wiper.close()  # before the files: a wipe must not write to reused descriptors
-        self.save_uses()
         for tier in self.lower_tiers:
             tier.close()
         self.reports.close()

@@ -20,8 +20,8 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard import admission, life
 from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
-from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Residence
-from kintsugi.store.shard.erasure.scope import Removed, Scope, is_in_hand
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Index, Residence
+from kintsugi.store.shard.erasure import Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.room import (
     NO_SSD_TIER,
     Counters,
@@ -33,7 +33,6 @@ from kintsugi.store.shard.eviction.room import (
     find_faster_queue,
     find_queue,
 )
-from kintsugi.store.shard.index import Index
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
 from kintsugi.store.shard.reading import HeldChunk, Reading
@@ -106,7 +105,6 @@ class EntryTable:
         with self._lock:
             self.counters.quarantined += damaged
             for entry in entries:
-                life.limit_used_at(entry, self._wall_clock())
                 self._index.add(entry)
 
     def fail(self, error: BaseException) -> None:
@@ -176,7 +174,7 @@ class EntryTable:
             self.reuse.record_lookup_miss(address)
             return None
         self.counters.hits += 1
-        life.touch(entry, self._wall_clock())
+        life.touch(entry)
         return entry
 
     def _find(self, address: Address) -> ChunkEntry | None:
@@ -223,8 +221,7 @@ class EntryTable:
                     raise admission.no_room_yet(manifest, self._ram.allocator)
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
-            now_s = self._wall_clock()
-            entry = ChunkEntry(manifest, now_s + options.ttl_s, options.recompute_ms, used_at_s=now_s)
+            entry = ChunkEntry(manifest, self._wall_clock() + options.ttl_s, options.recompute_ms)
             put = ChunkPut(entry, residence, self._ram, tier, options)
             self._puts.add(put)
         return put

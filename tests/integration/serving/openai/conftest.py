@@ -31,7 +31,7 @@ from kintsugi.models.names import find_aliases
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kintsugi.gateway.prompts import Finished, GenerateCall
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import showcase
-from kintsugi.store.protocol.callers import ANYONE
+from kintsugi.store.protocol.access import ANYONE
 from tests.integration.serving.openai.conftest import Served
 from tests.recorded_spans import recorded
 

@@ -20,9 +20,8 @@ from kintsugi.gateway.console import comparison, routes
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.limits import parse_object
 from kintsugi.gateway.requests import ServedRequest
-from kintsugi.store.protocol.access import TokenFile
+from kintsugi.store.protocol.access import ANYONE, TokenFile
 from kintsugi.store.protocol.audit import AuditLog
-from kintsugi.store.protocol.callers import ANYONE
 from tests.fakes.stub_backend import StubDelays
 from tests.unit.gateway.console.test_routes import ASKED, COMPARE, DOCUMENT, LOCAL, Opened, run, tokens_of
 

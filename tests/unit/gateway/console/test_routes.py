@@ -22,8 +22,7 @@ from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.protocol.access import TokenFile, open_access
-from kintsugi.store.protocol.callers import Verb
+from kintsugi.store.protocol.access import TokenFile, Verb, open_access
 from tests.fakes.stub_backend import LOGPROBS, StubBackend
 from tests.integration.serving.gateways import bundled_tokenize
 

@@ -23,8 +23,7 @@ from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.recorded_spans import recorded
 

@@ -16,8 +16,7 @@ from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.http_connection import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX, Connections
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import GatewayLimits
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import ScriptedBackend, answered, gateway_over
 
 DEADLINE_S = 20.0

@@ -18,9 +18,8 @@ from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.saves import ToSave
-from kintsugi.store.protocol.access import Access, TokenFile
+from kintsugi.store.protocol.access import Access, Caller, TokenFile, Verb
 from kintsugi.store.protocol.audit import AuditLog
-from kintsugi.store.protocol.callers import Caller, Verb
 from tests.authority import Authority
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 from tests.unit.gateway.fronts.test_http import CHAT, Tokens, client, error_of, run, scripted

@@ -17,7 +17,7 @@ from kintsugi.gateway.fronts.errors import Problem
 from kintsugi.gateway.fronts.limits import RequestLimits
 from kintsugi.gateway.gateway import GatewayLimits
 from kintsugi.gateway.requests import SLOTS, Quota
-from kintsugi.store.protocol import callers
+from kintsugi.store.protocol import access
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +141,7 @@ def test_callers_who_cannot_be_told_apart_share_all_places() -> None:
 
 def test_one_callers_bodies_leave_memory_for_others() -> None:
     async def read_all(scope: Scope, receive: Receive, send: Send) -> None:
-        limits.name_caller(scope, callers.Caller(scope["path"], ("*",)))
+        limits.name_caller(scope, access.Caller(scope["path"], ("*",)))
         await app(scope, receive, send)
 
     async def body() -> None:

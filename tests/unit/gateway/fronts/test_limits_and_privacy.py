@@ -30,8 +30,7 @@ from kintsugi.gateway.fronts.openai_answer import estimate_tokens
 from kintsugi.gateway.prompts import GenerateCall
 from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}

@@ -12,8 +12,7 @@ from kintsugi.core.exchange import CHAT_PATH
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.texts.known_chunks import KnownChunks
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import Caller
+from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import ScriptedBackend, gateway_over
 from tests.unit.gateway.fronts.test_http import error_of, run
 

@@ -22,8 +22,7 @@ from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import RESIDENCY_PATH
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.client.ram import RamStore
-from kintsugi.store.protocol.access import Access
-from kintsugi.store.protocol.callers import ANYONE, Caller, Verb
+from kintsugi.store.protocol.access import ANYONE, Access, Caller, Verb
 from tests.fakes.stub_backend import StubBackend
 from tests.unit.gateway.fronts.test_http import error_of, run
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.store.protocol.access import Verb
 from kintsugi.store.protocol.audit import AuditEntry, AuditLog, open_audit
-from kintsugi.store.protocol.callers import Verb
 
 OK = AuditEntry("DeleteChunk", "OK", "search", Verb.DELETE, "docs", ["ab" * 32], "r1")
 STRANGER = AuditEntry("DeleteChunk", "UNAUTHENTICATED", error="Unauthenticated: no token")

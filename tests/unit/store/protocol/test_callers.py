@@ -7,7 +7,7 @@ import pytest
 
 from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.core.schema import load
-from kintsugi.store.protocol.callers import (
+from kintsugi.store.protocol.access import (
     ANYONE,
     TENANT_VERBS,
     AccessDocument,

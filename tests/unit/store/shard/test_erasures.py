@@ -14,10 +14,16 @@ import pytest
 from kintsugi.core.errors import NotFound, ResourceExhausted
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.interface import Erasure
-from kintsugi.store.shard.erasure import records as erasures_module
-from kintsugi.store.shard.erasure.holders import Shared
-from kintsugi.store.shard.erasure.records import AWAY_S_MAX, ErasureMark, ErasureRange, Erasures
-from kintsugi.store.shard.erasure.scope import Scope, scopes_of
+from kintsugi.store.shard import erasure as erasures_module
+from kintsugi.store.shard.erasure import (
+    AWAY_S_MAX,
+    ErasureMark,
+    ErasureRange,
+    Erasures,
+    Scope,
+    Shared,
+    scopes_of,
+)
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.extents import GRANULE_BYTES, Leftovers
 from kintsugi.store.shard.tiers.ram_tier import RamTier

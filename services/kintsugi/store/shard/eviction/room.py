@@ -16,8 +16,7 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
 from kintsugi.store.shard import admission
-from kintsugi.store.shard.entry import Address, ChunkEntry, Residence
-from kintsugi.store.shard.index import Index
+from kintsugi.store.shard.entry import Address, ChunkEntry, Index, Residence
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.tiers.lower_tier import LowerTier

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField, Unavailable, VersionMismatch
-from kintsugi.store.protocol.durable_files import make_folder, write_durably
+from kintsugi.store.protocol.files import make_folder, write_durably
 
 DATA_FORMAT_VERSION = 1
 """Format of the files below a data directory. Chunk keys do not depend on it."""

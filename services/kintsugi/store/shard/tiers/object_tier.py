@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kintsugi.core.errors import Corrupted, InvalidField
-from kintsugi.store.protocol.durable_files import make_folder
+from kintsugi.store.protocol.files import make_folder
 from kintsugi.store.shard.entry import ChunkEntry, MakePolicy, Residence
 from kintsugi.store.shard.eviction.policy import Lru
 from kintsugi.store.shard.tiers.bucket import (

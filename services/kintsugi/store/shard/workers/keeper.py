@@ -1,5 +1,5 @@
-"""The shard's housekeeping thread: ends leases, forgets expired chunks, saves lifetimes and uses, scrubs,
-returns memory.
+"""The shard's housekeeping thread: ends leases, forgets expired chunks, saves lifetimes, scrubs, returns
+memory.
 
 Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the disk with loads.
 """
@@ -7,16 +7,46 @@ Scrubbing verifies one chunk at a time, at a bounded rate, because it shares the
 from __future__ import annotations
 
 import logging
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.store.shard.entry import Address
 from kintsugi.store.shard.malloc import return_free_pages
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.uses import SAVE_PERIOD_S
-from kintsugi.store.shard.workers.turns import Turns
+
+
+class Turns(ABC):
+    """Runs `turn` every `turn_s` from `start` to `stop`. If its thread dies, the shard fails."""
+
+    def __init__(self, shard: Shard, name: str, turn_s: float) -> None:
+        self._shard = shard
+        self._turn_s = turn_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the running turn, then end. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._turn_s):
+                self.turn()
+        except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
+            if not self._stop.is_set():
+                self._shard.table.fail(error)
+
+    @abstractmethod
+    def turn(self) -> None:
+        """Do a bounded amount of work."""
+
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +55,6 @@ SCRUB_BYTES_PER_S = 16 << 20
 """A hundredth of an SSD's read rate: 64 GiB take 70 minutes."""
 RETURN_PERIOD_S = 10.0
 """Interval of returning free pages: it takes about 5 ms, and constant puts use the pages again."""
-
-
-@dataclass
-class _Periodic:
-    """Work that is due once per period. Time is counted in turns."""
-
-    do: Callable[[], None]
-    period_s: float
-    _waited_s: float = 0.0
-
-    def turn(self, turn_s: float) -> None:
-        """Note that a turn has passed, and do the work if it is due."""
-        self._waited_s += turn_s
-        if self._waited_s >= self.period_s:
-            self.do()
-            self._waited_s = 0.0
 
 
 class Keeper(Turns):
@@ -54,18 +68,18 @@ class Keeper(Turns):
         self.scrubbed_chunks = 0
         self._scrub_bytes_per_turn = scrub_bytes_per_s * turn_s
         self._budget_bytes = 0.0
-        self._periodic = (
-            _Periodic(shard.save_uses, SAVE_PERIOD_S),
-            _Periodic(return_free_pages, RETURN_PERIOD_S),
-        )
+        self._kept_pages_s = 0.0
+        """Time since free pages were returned, counted in turns."""
         self._round: deque[Address] = deque()
 
     def turn(self) -> None:
         """One round of housekeeping."""
         self._shard.table.expire()
         self._record_lifetimes()
-        for work in self._periodic:
-            work.turn(self._turn_s)
+        self._kept_pages_s += self._turn_s
+        if self._kept_pages_s >= RETURN_PERIOD_S:
+            return_free_pages()
+            self._kept_pages_s = 0.0
         self._budget_bytes = min(
             self._budget_bytes + self._scrub_bytes_per_turn, 2 * self._scrub_bytes_per_turn
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import catalog_pb2 as pb
 from kintsugi.store.protocol import wire
-from kintsugi.store.shard.tiers.catalog import (
+from kintsugi.store.shard.tiers.lower_tier import (
     Catalog,
     _decode_catalog_record,
     _encode_catalog_record,

@@ -1,9 +1,13 @@
-"""A shard's thread that sends chunks to other shards that should hold them and do not.
+"""Keeps the number of copies of each chunk that the shard map requires: shards send each other missing
+chunks.
 
-This one mechanism fills a shard that joined, that took over from a dead shard, that was away while a chunk
-was put, or whose scrubber dropped a damaged copy. A receiver evicts nothing for a copy, and rejects a chunk
-that was deleted lately or erased after its save was requested. The rate is bounded, because requests share
-the network and the disks. A shard that is the only owner of all its chunks calls no other shard."""
+Every shard decides about the chunks that it holds, from the answers of the other owners. No coordination is
+needed: the first owner that has a chunk sends it to the owners that lack it. This one mechanism fills a shard
+that joined, that took over from a dead shard, that was away while a chunk was put, or whose scrubber dropped
+a damaged copy. A receiver evicts nothing for a copy, and rejects a chunk that was deleted lately or erased
+after its save was requested. The rate is bounded, because requests share the network and the disks. A shard
+that is the only owner of all its chunks calls no other shard.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from kintsugi.core.errors import Corrupted, KintsugiError, Unavailable
 from kintsugi.core.spaces import ChunkKey
@@ -20,11 +25,35 @@ from kintsugi.store.client.directory import ShardAddress, ShardDirectory, ShardM
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.protocol import wire
-from kintsugi.store.replication.decisions import owners_of, receivers_of
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.reading import HeldChunk
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.workers.turns import Turns
+from kintsugi.store.shard.workers.keeper import Turns
+
+
+def owners_of(shards: ShardMap, key: ChunkKey) -> list[ShardAddress]:
+    """Return the shards that should hold a chunk: its owners now, and its owners as soon as every shard owns
+    its full share."""
+    now, then = shards.owners(key), replace(shards, shares=()).owners(key)
+    return list(dict.fromkeys((*now, *then)))
+
+
+def receivers_of(
+    owners: Sequence[ShardAddress],
+    me: str,
+    holders: Collection[ShardAddress],
+    silent: Collection[ShardAddress],
+) -> list[ShardAddress]:
+    """Return the owners to which shard `me`, which has the chunk, sends it.
+
+    `holders` are the other owners that have the chunk. `silent` are the owners that did not answer: they
+    receive nothing and do not count as the first owner."""
+    first = next((owner for owner in owners if owner.shard_id == me or owner in holders), None)
+    if first is not None and first.shard_id != me:
+        return []
+    lacking = [owner for owner in owners if owner.shard_id != me and owner not in holders]
+    return [owner for owner in lacking if owner not in silent]
+
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.client.directory import ShardAddress, ShardMap
-from kintsugi.store.replication.decisions import owners_of, receivers_of
+from kintsugi.store.replication import owners_of, receivers_of
 
 A, B, C, D = (ShardAddress(name, f"{name}:1") for name in "abcd")
 

@@ -1,10 +1,9 @@
-"""The recorded erasures of a shard. A chunk that was requested before an erasure of it is neither taken nor
-kept.
+"""Deletions and erasures: their scope, the recorded erasures of a shard, and the calls that an erasure cuts.
 
-A record is a tombstone: a namespace or a chunk's key, and the time at which the erasure was requested.
-Records are numbered in their order. The latest record of a chunk or namespace replaces earlier ones, and a
-record of a namespace replaces those of its chunks. They are in memory, and in the data directory if there is
-one.
+A chunk that was requested before an erasure of it is neither taken nor kept. A record of an erasure is a
+tombstone: a namespace or a chunk's key, and the time at which the erasure was requested. Records are numbered
+in their order. The latest record of a chunk or namespace replaces earlier ones, and a record of a namespace
+replaces those of its chunks. They are in memory, and in the data directory if there is one.
 
 The number of records is bounded. If a namespace has more than `NAMESPACE_MAX`, the older half is merged into
 one mark; shards that have missed some of these then lose more chunks of that namespace than were erased.
@@ -18,20 +17,105 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import lmdb
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
-from kintsugi.core.namespaces import enclosing
+from kintsugi.core.namespaces import enclosing, is_within
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.durable_files import make_folder, sync_folder
+from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
 from kintsugi.store.protocol.interface import Erasure
-from kintsugi.store.protocol.private_files import PRIVATE_MODE
 from kintsugi.store.protocol.save_times import AFTER_S
-from kintsugi.store.shard.entry import Address
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
+from kintsugi.store.shard.put import ChunkPut
+from kintsugi.store.shard.work import Eviction
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Some chunks of a namespace, or all of it with its parts."""
+
+    namespace: str
+    keys: frozenset[ChunkKey] | None = None
+    """None: all."""
+    until_s: float = math.inf
+    """Unix seconds: chunks whose save was requested later are kept."""
+
+    @staticmethod
+    def of(namespace: str, keys: Iterable[ChunkKey]) -> Scope:
+        return Scope(namespace, frozenset(keys))
+
+    @property
+    def is_erasure(self) -> bool:
+        return self.until_s < math.inf
+
+    def takes(self, entry: ChunkEntry) -> bool:
+        """Return whether a chunk with a covered address was requested early enough to be removed."""
+        return entry.manifest.asked_at_s <= self.until_s
+
+    def covers(self, address: Address) -> bool:
+        namespace, key = address
+        if self.keys is None:
+            return is_within(namespace, self.namespace)
+        return namespace == self.namespace and key in self.keys
+
+
+@dataclass
+class Removed:
+    """Counts of removed chunks and copies."""
+
+    chunks: int = 0
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Copies and their bytes by the name of their tier."""
+    gone_at_s: float = 0.0
+    """Unix seconds: when an erasure had wiped their bytes."""
+
+    def count(self, entry: ChunkEntry) -> None:
+        """Count a chunk that is about to be forgotten."""
+        self.chunks += 1
+        for residence in entry.copies:
+            chunks, size_bytes = self.tiers.get(residence.tier.name, (0, 0))
+            self.tiers[residence.tier.name] = (chunks + 1, size_bytes + residence.size_bytes)
+
+    def add(self, other: Removed) -> None:
+        """Add the counts of `other`."""
+        self.chunks += other.chunks
+        for name, (chunks, size_bytes) in other.tiers.items():
+            before = self.tiers.get(name, (0, 0))
+            self.tiers[name] = (before[0] + chunks, before[1] + size_bytes)
+
+
+def scopes_of(erasures: Iterable[Erasure]) -> list[Scope]:
+    """Return the scopes of erasures: one for all erasures of a namespace with the same time."""
+    keys: dict[tuple[str, float], set[ChunkKey] | None] = {}
+    for erasure in erasures:
+        named = keys.setdefault((erasure.namespace, erasure.at_s), set())
+        if erasure.key is None:
+            keys[erasure.namespace, erasure.at_s] = None
+        elif named is not None:
+            named.add(erasure.key)
+    return [
+        Scope(namespace, None if some is None else frozenset(some), at_s)
+        for (namespace, at_s), some in keys.items()
+    ]
+
+
+def is_in_hand(
+    scope: Scope, tiers: Iterable[CopyTier], puts: Iterable[ChunkPut], evictions: Iterable[Eviction]
+) -> bool:
+    """Return whether any call or thread still uses the bytes of removed chunks."""
+    addresses = chain(
+        (residence.address for tier in tiers for residence in tier.lingering),
+        (put.entry.address for put in puts if put.is_erased),
+        (eviction.entry.address for eviction in evictions if eviction.entry.gone),
+    )
+    return any(map(scope.covers, addresses))
+
 
 ERASURES_MAX = 200_000
 NAMESPACE_MAX = ERASURES_MAX // 16
@@ -102,7 +186,7 @@ class Erasures:
         if folder is not None:
             make_folder(folder)
             self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, mode=PRIVATE_MODE)
-            sync_folder(folder)
+            sync_path(folder)
             self._load(self._env)
         self._last = max([*self._order, *(mark.number for mark in self._merged.values())], default=0)
 
@@ -337,3 +421,67 @@ def _encode_name(name: _Name) -> bytes:
 def _decode_name(name: bytes) -> _Name:
     namespace, _, digest = name.partition(b"\0")
     return namespace.decode(), ChunkKey(digest) if digest else None
+
+
+class Holders:
+    """The running calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[object, tuple[Sequence[Address], Callable[[], bool], Callable[[], None]]] = {}
+
+    @contextmanager
+    def add(
+        self, addresses: Sequence[Address], is_in_the_way: Callable[[], bool], cut: Callable[[], None]
+    ) -> Iterator[None]:
+        """Register a call that holds chunks during the `with` block. `is_in_the_way` returns whether the
+        chunks that it holds were forgotten; other chunks may have their addresses by then. `cut` ends the
+        call. Both may be called from any thread and more than once, and must not wait."""
+        call = object()
+        with self._lock:
+            self._calls[call] = addresses, is_in_the_way, cut
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
+
+    def cut(self, scope: Scope) -> None:
+        """Cut the calls that hold forgotten chunks of a scope."""
+        with self._lock:
+            calls = list(self._calls.values())
+        for addresses, is_in_the_way, cut in calls:
+            if any(map(scope.covers, addresses)) and is_in_the_way():
+                cut()
+
+
+class Shared:
+    """Runs work once for all callers that came before it began. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._running = threading.Lock()
+        self._asked = 0
+        self._done = 0
+        self._closed = False
+        self._counting = threading.Lock()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Return when a whole run has begun and ended after this call. Raises the errors of a run in this
+        thread, and `Unavailable` after `close`."""
+        with self._counting:
+            self._asked += 1
+            mine = self._asked
+        with self._running:
+            if self._done >= mine:
+                return
+            if self._closed:
+                raise Unavailable("this shard is ending; try again after its restart")
+            with self._counting:
+                covers = self._asked
+            work()
+            self._done = covers
+
+    def close(self) -> None:
+        """Wait for the running work and prevent further runs."""
+        with self._running:
+            self._closed = True

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.store.protocol.private_files import check_private, make_private
+from kintsugi.store.protocol.files import check_private, make_private
 
 
 def mode_of(path: Path) -> int:
