@@ -29,11 +29,11 @@ from kintsugi_operator.controller.election import Candidate, LeaseLost, lead
 from kintsugi_operator.controller.finalizer import release_services
 from kintsugi_operator.controller.index import Index
 from kintsugi_operator.controller.metrics import OperatorMetrics
+from kintsugi_operator.controller.owners import CLUSTER, NAMESPACE
 from kintsugi_operator.controller.queue import ObjectKey, WorkQueue
 from kintsugi_operator.controller.reconcile import Reconciler, utc_now
 from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.controller.watch import Watches
-from kintsugi_operator.desired.ownership import CLUSTER, NAMESPACE
 from kintsugi_operator.objects.names import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,16 @@ class OperatorOptions:
         parser.add_argument(
             "--namespace",
             action="append",
+            dest="namespaces",
             default=[],
             help="watch only this namespace (default: all); may be repeated",
         )
-        parser.add_argument("--lease", default=FIELD_MANAGER, help="name of the Lease that names the leader")
+        parser.add_argument(
+            "--lease",
+            dest="lease_name",
+            default=FIELD_MANAGER,
+            help="name of the Lease that names the leader",
+        )
         parser.add_argument(
             "--deployment",
             default="",
@@ -78,15 +84,10 @@ class OperatorOptions:
             "the services",
         )
         parser.add_argument("--port", type=int, default=9090, help="port of /healthz, /leader and /metrics")
-        given = parser.parse_args(arguments)
-        return OperatorOptions(
-            lease_namespace=environ.get("POD_NAMESPACE", "default"),
-            identity=environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}",
-            namespaces=tuple(given.namespace),
-            port=given.port,
-            lease_name=given.lease,
-            deployment=given.deployment,
-        )
+        given = vars(parser.parse_args(arguments))
+        identity = environ.get("POD_NAME", "") or f"{socket.gethostname()}-{os.getpid()}"
+        namespaces = tuple(given.pop("namespaces"))
+        return OperatorOptions(environ.get("POD_NAMESPACE", "default"), identity, namespaces, **given)
 
 
 async def operate(

@@ -315,7 +315,7 @@ class Network(ManifestSettings):
     client_namespaces: tuple[str, ...] = setting((), maxItems=64, items={"pattern": LABEL, "maxLength": 63})
     """Kubernetes namespaces whose pods may call the gateway; empty: anybody who reaches it."""
     monitoring_namespace: str = setting("", pattern=OPTIONAL_NAME, maxLength=63)
-    """Kubernetes namespace whose pods may read metrics; empty: none but the operator's."""
+    """Kubernetes namespace whose pods may read metrics; empty: none."""
     downloads: bool = True
     """Allow engines and jobs connections to port 443 anywhere, to download models and corpora."""
 

@@ -6,14 +6,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kintsugi.core.rules import Rule, this
+from kintsugi.core.rules import Rule, is_set, this
 from kintsugi.core.settings import setting
-from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import LABEL, OPTIONAL_NAME
 
+RESERVED_VARIABLES = (
+    "^(KINTSUGI_.*|KUBERAY_.*|RAY_.*|HF_HOME|HF_HUB_CACHE|HF_TOKEN|HOME|TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR"
+    "|VLLM_CACHE_ROOT|VLLM_CPU_KVCACHE_SPACE|VLLM_NO_USAGE_STATS|XDG_CACHE_HOME)$"
+)
+"""Names that the operator, KubeRay or Ray set themselves: writable folders, addresses, sizes."""
+RESERVED_MESSAGE = (
+    "this variable is the operator's or Ray's own: a download's token is model.tokenSecret, "
+    "the KV cache of a CPU engines.vllm.kv_cache_memory_bytes"
+)
 _SECURITY = "every pod meets the restricted pod security standard, which this could undo"
 _PROCESS = "the operator, KubeRay and Ray decide what a pod runs; set image, cpus and memory in spec, or env"
+
+
+@dataclass(frozen=True)
+class Variable(ManifestSettings):
+    """An environment variable, as in a container's `env`: `$(NAME)` is an earlier variable's value."""
+
+    RULES = (
+        Rule((this.value == "") | ~is_set(this.value_from), "give value or valueFrom, not both", "value"),
+        Rule(~this.name.matches(RESERVED_VARIABLES), RESERVED_MESSAGE, "name"),
+    )
+
+    name: str = setting(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", maxLength=128)
+    """Name of the variable."""
+    value: str = setting("", maxLength=8192)
+    """Value of the variable; empty where `valueFrom` gives it."""
+    value_from: Mapping[str, Any] | None = setting(None, minProperties=1, maxProperties=1)
+    """Source of the value, as in a container: secretKeyRef, configMapKeyRef, fieldRef or another."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,5 @@ class CorpusPrecomputeStatus(ManifestSettings):
     """Number of chunks that could not be prefilled or stored."""
     coverage: float | None = None
     """Share of the corpus's chunks that the store holds, 0 to 1."""
-    progress: float | None = None
-    """Share of the work that is done, 0 to 1."""
     conditions: tuple[Condition, ...] = setting((), mapKey="type")
     """What is true of the corpus, why, and what to do about it."""

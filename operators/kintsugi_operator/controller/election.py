@@ -2,7 +2,7 @@
 
 The Kubernetes client library has an election, but in version 37.0.2 its `LeaseLock` cannot create a Lease (it
 passes a bool where its own generated client expects text), does not catch connection errors and waits five
-minutes for an answer. The rules here are few and pure: `decide_move` decides as client-go does, and compares
+minutes for an answer. The rules here are few and pure: `may_hold` decides as client-go does, and compares
 only times of this machine's clock.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from kintsugi.core.errors import KintsugiError
@@ -46,15 +45,6 @@ class LeaseLost(Exception):
     """The Lease could not be renewed. Another operator may lead by now, so this process must stop."""
 
 
-class Move(StrEnum):
-    """What a candidate does next."""
-
-    CREATE = "create"
-    TAKE = "take"
-    RENEW = "renew"
-    WAIT = "wait"
-
-
 @dataclass(frozen=True)
 class Sight:
     """The holder and renewal time of a Lease, and when a candidate first saw both."""
@@ -71,15 +61,9 @@ class Sight:
         return Sight(holder, renewed, now_s)
 
 
-def decide_move(exists: bool, sight: Sight, identity: str, lease_s: float, now_s: float) -> Move:
-    """Decide what to do about a Lease, which may not exist. Never compares the holder's clock with ours."""
-    if not exists:
-        return Move.CREATE
-    if sight.holder == identity:
-        return Move.RENEW
-    if not sight.holder or now_s - sight.since_s >= lease_s:
-        return Move.TAKE
-    return Move.WAIT
+def may_hold(sight: Sight, identity: str, lease_s: float, now_s: float) -> bool:
+    """Whether a candidate may renew or take a Lease. Never compares the holder's clock with ours."""
+    return sight.holder in ("", identity) or now_s - sight.since_s >= lease_s
 
 
 class Candidate:
@@ -122,16 +106,14 @@ class Candidate:
 
     async def _attempt(self, now_s: float) -> bool:
         live = await self._cluster.get(LEASE, self._namespace, self._name)
-        if live is not None:
-            self._sight = self._sight.update(live.get("spec") or {}, now_s)
-        move = decide_move(live is not None, self._sight, self._identity, self.terms.lease_s, now_s)
-        if move is Move.WAIT:
-            return False
         if live is None:
-            await self._cluster.create(self._manifest({"metadata": await self._metadata()}, move))
-        else:
-            # The write names the `resourceVersion` that was read, so one of two concurrent writes is refused.
-            await self._cluster.replace({**live, **self._manifest(live, move)})
+            await self._cluster.create(self._manifest({"metadata": await self._metadata()}))
+            return True
+        self._sight = self._sight.update(live.get("spec") or {}, now_s)
+        if not may_hold(self._sight, self._identity, self.terms.lease_s, now_s):
+            return False
+        # The write names the `resourceVersion` that was read, so one of two concurrent writes is refused.
+        await self._cluster.replace({**live, **self._manifest(live)})
         return True
 
     async def _metadata(self) -> Manifest:
@@ -146,15 +128,16 @@ class Candidate:
         owner |= {key: found["metadata"][key] for key in ("name", "uid")}
         return {**metadata, "ownerReferences": [owner]}
 
-    def _manifest(self, live: Manifest, move: Move) -> Manifest:
+    def _manifest(self, live: Manifest) -> Manifest:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = live.get("spec") or {}
+        is_renewal = before.get("holderIdentity") == self._identity
         spec = {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": round(self.terms.lease_s),
-            "acquireTime": before.get("acquireTime", now) if move is Move.RENEW else now,
+            "acquireTime": before.get("acquireTime", now) if is_renewal else now,
             "renewTime": now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (move is Move.TAKE),
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (bool(before) and not is_renewal),
         }
         return {
             "apiVersion": LEASE.api_version,

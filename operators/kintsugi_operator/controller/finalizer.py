@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from kintsugi.core.errors import KintsugiError
 from kintsugi_operator.api.manifest import status_of, to_manifest
 from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
 from kintsugi_operator.controller.cluster import BLEND_SERVICE, DEPLOYMENT, ApiServer, Refused
 from kintsugi_operator.controller.index import Index
-from kintsugi_operator.desired.ownership import forget_operator
 from kintsugi_operator.objects.names import FINALIZER
 from kintsugi_operator.objects.pods import Manifest
 from kintsugi_operator.observed.views import is_leaving
@@ -91,10 +91,10 @@ async def _try_release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -
 
 async def _release(cluster: ApiServer, live: Manifest, me: OperatorStatus) -> None:
     status = status_of(BlendServiceStatus, live)
+    if status.operator.lease != me.lease:
+        return
     # First the finalizer: a second attempt recognises this operator's service by its ownership.
-    if status.operator.lease == me.lease:
-        live = await set_finalizer(cluster, live, False)
-        logger.info("released %s/%s", live["metadata"]["namespace"], live["metadata"]["name"])
-    forgotten = forget_operator(status, me)
-    if forgotten != status and not is_leaving(live):
-        await cluster.apply_status(live, to_manifest(forgotten))
+    live = await set_finalizer(cluster, live, False)
+    logger.info("released %s/%s", live["metadata"]["namespace"], live["metadata"]["name"])
+    if not is_leaving(live):
+        await cluster.apply_status(live, to_manifest(replace(status, operator=OperatorStatus())))

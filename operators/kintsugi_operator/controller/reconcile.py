@@ -38,7 +38,6 @@ from kintsugi_operator.controller.queue import ObjectKey
 from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
-from kintsugi_operator.desired.ownership import Claim, leave_to_owner, take_over
 from kintsugi_operator.desired.plan import Desired, plan_service
 from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
@@ -134,13 +133,15 @@ class Reconciler:
         live = await self._reads.get(BLEND_SERVICE, namespace, name)
         if live is None:
             return None
-        claimed = await self._claim(live, status_of(BlendServiceStatus, live))
-        if claimed is None:
+        owner, before = _owner(live), status_of(BlendServiceStatus, live)
+        if not await self._owners.is_mine(before.operator):
             # The owner exports the service's metrics: the last state that this operator saw must not raise
             # alerts.
             self._metrics.forget(ObjectKey.of(live))
             return CONTESTED_S
-        (live, before), owner = claimed, _owner(live)
+        if before.operator != self._owners.me:
+            before = replace(before, operator=self._owners.me)
+            live = await self._cluster.apply_status(live, to_manifest(before))
         if is_leaving(live):
             return await self._teardown(live, owner, before)
         try:
@@ -176,7 +177,7 @@ class Reconciler:
         if live is None or is_leaving(live):
             return None
         if await self._is_owned_by_another(namespace, str(live["spec"].get("service") or "")):
-            self._metrics.forget(ObjectKey(CORPUS_PRECOMPUTE.kind, namespace, name))
+            self._metrics.forget(ObjectKey.of(live))
             return CONTESTED_S
         owner, before = _owner(live), status_of(CorpusPrecomputeStatus, live)
         try:
@@ -223,28 +224,12 @@ class Reconciler:
         await self._write_status(live, before, done, (*done.conditions, outcome))
         return outcome.status == "True"
 
-    async def _claim(
-        self, live: Manifest, before: BlendServiceStatus
-    ) -> tuple[Manifest, BlendServiceStatus] | None:
-        """Claim a service. Returns it and its status if this operator owns it now, and None otherwise."""
-        me, claim = self._owners.me, await self._owners.decide(before.operator)
-        if claim is Claim.KEEP:
-            return live, before
-        if claim is Claim.TAKE:
-            after = take_over(before, me)
-        else:
-            generation = int(live["metadata"].get("generation", 0))
-            after = leave_to_owner(before, me, generation, c.timestamp(self._clock()))
-        if after != before:
-            live = await self._cluster.apply_status(live, to_manifest(after))
-        return (live, after) if claim is Claim.TAKE else None
-
     async def _is_owned_by_another(self, namespace: str, service: str) -> bool:
         """Whether another operator owns a service, and with it the service's corpora."""
         live = await self._reads.get(BLEND_SERVICE, namespace, service)
         if live is None:
             return False
-        return await self._owners.decide(status_of(BlendServiceStatus, live).operator) is Claim.LEAVE
+        return not await self._owners.is_mine(status_of(BlendServiceStatus, live).operator)
 
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
         if not is_held(live):

@@ -136,16 +136,12 @@ def _status(
     ended = phase == "Succeeded" and not (run == before.run and before.phase == "Succeeded")
     figures = observed.figures
     status = replace(before, run=run, job=job.name, phase=phase)
-    if run != before.run:
-        status = replace(status, progress=0.0)
-        if (tick := run.rsplit("-", 1)[1]) != "once":
-            moment = datetime.strptime(tick, TICK).replace(tzinfo=UTC)
-            status = replace(status, last_schedule_time=c.timestamp(moment))
+    if run != before.run and (tick := run.rsplit("-", 1)[1]) != "once":
+        moment = datetime.strptime(tick, TICK).replace(tzinfo=UTC)
+        status = replace(status, last_schedule_time=c.timestamp(moment))
     if figures:
         counts: dict[str, Any] = {name: int(figures.get(name, 0)) for name in COUNTS}
         status = replace(status, **counts, coverage=round(float(figures.get("coverage", 0.0)), 4))
-    if phase == "Succeeded":
-        status = replace(status, progress=1.0)
     if ended:
         status = replace(status, last_success_time=c.timestamp(now))
     conditions = (

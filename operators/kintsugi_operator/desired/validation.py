@@ -137,11 +137,13 @@ def check_pod_template(template: PodTemplate, where: str) -> None:
     """Raise `InvalidField` for an addition that overrides something of the operator, KubeRay or Ray."""
     check_keys(template.labels, f"{where}.labels")
     check_keys(template.annotations, f"{where}.annotations")
-    for key, value in template.labels.items():
+    for key in template.labels:
         if key in RESERVED_LABELS:
             raise InvalidField(f"{where}.labels", f"{key} cannot be set: {RESERVED_LABELS[key]}")
-        if not _VALUE.fullmatch(value):
-            raise InvalidField(f"{where}.labels", f"{key}: {value!r} is not a valid value of a label")
+    for field, pairs in (("labels", template.labels), ("nodeSelector", template.node_selector)):
+        for key, value in pairs.items():
+            if not _VALUE.fullmatch(value):
+                raise InvalidField(f"{where}.{field}", f"{key}: {value!r} is not a valid value of a label")
     _check_volumes(template, where)
     _check_mounts(template, where)
 

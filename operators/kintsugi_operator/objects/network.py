@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kintsugi.core.deploy import ENGINE_METRICS_PORT, SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi_operator.api.blend_service import BlendServiceSpec, Egress
@@ -64,50 +64,40 @@ def policies(spec: BlendServiceSpec, owner: Owner, home: str) -> list[Manifest]:
     if not spec.network.policies:
         return []
     return [
-        _policy(owner, "deny", {}, ingress=[], egress=[_dns()]),
+        _policy(owner, "deny", _match(owner), ingress=[], egress=[_dns()]),
         *_within_clusters(owner),
         _store_policy(spec, owner),
+        _users_policy(spec, owner),
         _gateway_policy(spec, owner),
         _heads_policy(spec, owner, home),
-        _metrics_policy(spec, owner, home),
-        *_calls_of_users(spec, owner),
+        *_metrics_policies(spec, owner),
     ]
 
 
 def _within_clusters(owner: Owner) -> list[Manifest]:
     """Allow all traffic within a Ray cluster, whose processes choose their own ports."""
-    peers = {part: _pods(selector(owner.name, part=part)) for part in ("store", *USERS)}
+    clusters = {part: _match(owner, part=part) for part in ("store", *USERS)}
     return [
-        _policy(owner, f"within-{part}", {"part": part}, [{"from": pods}], [{"to": pods}])
-        for part, pods in peers.items()
+        _policy(owner, f"within-{part}", pods, [{"from": _peers(pods)}], [{"to": _peers(pods)}])
+        for part, pods in clusters.items()
     ]
 
 
 def _store_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
     """Let engines, gateways and jobs call the store, and shards their bucket."""
-    expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
-    users = {"matchLabels": selector(owner.name), "matchExpressions": [expression]}
-    ingress = [{"from": [{"podSelector": users}], "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
+    ingress = [{"from": _peers(_users(owner)), "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}]
     # A policy cannot name a host, so all destinations are allowed.
     egress = [{"ports": _ports(spec.store.expert.bucket_port)}] if spec.store.bucket_url else None
-    return _policy(owner, "store", {"part": "store"}, ingress=ingress, egress=egress)
+    return _policy(owner, "store", _match(owner, part="store"), ingress=ingress, egress=egress)
 
 
-def _calls_of_users(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+def _users_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
     """Let engines, gateways and jobs call the store, download models and corpora, and call the destinations
     in `expert.egress`."""
-    shards = _pods(selector(owner.name, part="store"))
-    calls: dict[str, list[Manifest]] = {
-        "to-store": [{"to": shards, "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}],
-        "downloads": [{"ports": _ports(443)}] if spec.network.downloads else [],
-        "egress": [_egress_rule(one) for one in spec.expert.egress],
-    }
-    return [
-        _policy(owner, f"{what}-{part}", {"part": part}, egress=egress)
-        for what, egress in calls.items()
-        for part in USERS
-        if egress
-    ]
+    store = {"to": _peers(_match(owner, part="store")), "ports": _ports(SHARD_PORT, DIRECTORY_PORT)}
+    downloads = [{"ports": _ports(443)}] if spec.network.downloads else []
+    egress = [store, *downloads, *map(_egress_rule, spec.expert.egress)]
+    return _policy(owner, "users", _users(owner), egress=egress)
 
 
 def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
@@ -116,37 +106,34 @@ def _gateway_policy(spec: BlendServiceSpec, owner: Owner) -> Manifest:
         names = list(spec.network.client_namespaces)
         chosen = {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "In", "values": names}]}
         rule["from"] = [{"namespaceSelector": chosen}]
-    return _policy(owner, "clients", {"part": "service", "role": "gateway"}, ingress=[rule])
+    return _policy(owner, "clients", _match(owner, part="service", role="gateway"), ingress=[rule])
 
 
 def _heads_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
     """Let only KubeRay and the operator call heads, because the dashboard runs any code that it receives.
     KubeRay deploys through the dashboard, and the operator reads job logs from it."""
-    kuberay = {
-        "namespaceSelector": _namespace(spec.expert.kuberay_namespace or owner.namespace),
-        "podSelector": {"matchLabels": KUBERAY},
-    }
-    ingress = [{"from": [kuberay, _operator(home)], "ports": _ports(DASHBOARD_PORT)}]
+    # The operators' own namespaces only: pods elsewhere may have the same label.
+    callers = ((spec.expert.kuberay_namespace or owner.namespace, KUBERAY), (home, OPERATOR))
+    peers = [
+        {"namespaceSelector": _namespace(where), "podSelector": {"matchLabels": labels}}
+        for where, labels in callers
+    ]
+    ingress = [{"from": peers, "ports": _ports(DASHBOARD_PORT)}]
     # Ray's autoscaler runs beside the head and calls the API server.
     egress = [{"ports": _ports(443, 6443)}]
     if spec.expert.redis.address:
         # A policy cannot name a host, so all destinations are allowed.
         egress.append({"ports": _ports(int(spec.expert.redis.address.rpartition(":")[2]))})
-    return _policy(owner, "heads", {"role": "head"}, ingress=ingress, egress=egress)
+    return _policy(owner, "heads", _match(owner, role="head"), ingress=ingress, egress=egress)
 
 
-def _metrics_policy(spec: BlendServiceSpec, owner: Owner, home: str) -> Manifest:
-    """Let the operator and Prometheus read metrics."""
-    peers = [_operator(home)]
-    if spec.network.monitoring_namespace:
-        peers.append({"namespaceSelector": _namespace(spec.network.monitoring_namespace)})
+def _metrics_policies(spec: BlendServiceSpec, owner: Owner) -> list[Manifest]:
+    """Let Prometheus read metrics, if the spec names its namespace."""
+    if not spec.network.monitoring_namespace:
+        return []
+    peers = [{"namespaceSelector": _namespace(spec.network.monitoring_namespace)}]
     ports = _ports(SHARD_METRICS_PORT, ENGINE_METRICS_PORT, METRICS_PORT, spec.gateway.http_port)
-    return _policy(owner, "metrics", {}, ingress=[{"from": peers, "ports": ports}])
-
-
-def _operator(home: str) -> Manifest:
-    """Select the operator's pods in its own namespace only: pods elsewhere may have the same label."""
-    return {"namespaceSelector": _namespace(home), "podSelector": {"matchLabels": OPERATOR}}
+    return [_policy(owner, "metrics", _match(owner), ingress=[{"from": peers, "ports": ports}])]
 
 
 def _egress_rule(egress: Egress) -> Manifest:
@@ -161,15 +148,15 @@ def _egress_rule(egress: Egress) -> Manifest:
 def _policy(
     owner: Owner,
     what: str,
-    chosen: Mapping[str, str],
+    pods: Manifest,
     ingress: Sequence[Manifest] | None = None,
     egress: Sequence[Manifest] | None = None,
 ) -> Manifest:
-    """`ingress` and `egress`: the allowed traffic. An empty list allows none; None leaves it to other
-    policies."""
+    """`pods`: selector of the pods that it is for. `ingress` and `egress`: the allowed traffic. An empty list
+    allows none; None leaves it to other policies."""
     rules = {"ingress": ingress, "egress": egress}
     spec = {
-        "podSelector": {"matchLabels": selector(owner.name, **chosen)},
+        "podSelector": pods,
         "policyTypes": [direction.capitalize() for direction, some in rules.items() if some is not None],
         # The API server does not store empty lists, so applying one would count as a change of the spec.
         **{direction: list(some) for direction, some in rules.items() if some},
@@ -188,8 +175,19 @@ def _ports(*ports: int) -> list[Manifest]:
     return [{"protocol": "TCP", "port": port} for port in ports]
 
 
-def _pods(match: Mapping[str, str]) -> list[Manifest]:
-    return [{"podSelector": {"matchLabels": dict(match)}}]
+def _match(owner: Owner, **labels: str) -> Manifest:
+    """Select pods of the service, narrowed as by `names.selector`."""
+    return {"matchLabels": selector(owner.name, **labels)}
+
+
+def _users(owner: Owner) -> Manifest:
+    """Select engines, gateways and jobs."""
+    expression = {"key": LABEL_PART, "operator": "In", "values": list(USERS)}
+    return {**_match(owner), "matchExpressions": [expression]}
+
+
+def _peers(pods: Manifest) -> list[Manifest]:
+    return [{"podSelector": pods}]
 
 
 def _namespace(name: str) -> Manifest:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kintsugi_operator.api.environment import Variable
 from kintsugi_operator.api.manifest import to_manifest
-from kintsugi_operator.api.pod_template import PodTemplate
+from kintsugi_operator.api.pod_template import PodTemplate, Variable
 from kintsugi_operator.objects.names import LABEL_TEMPLATE, digest
 
 Manifest = dict[str, Any]
@@ -147,7 +146,7 @@ class Pod:
 
 def environment(variables: Sequence[Variable]) -> Environment:
     """The variables of a spec in their order, since `$(NAME)` refers to earlier variables."""
-    return {one.name: to_manifest(one.value_from) if one.value_from else one.value for one in variables}
+    return {one.name: one.value_from or one.value for one in variables}
 
 
 def security() -> Manifest:

@@ -29,6 +29,7 @@ class Change:
 
 
 REASONS = {
+    (c.VALID, "InvalidSpec"): ("SpecRefused", True),
     (c.RECONCILED, "NotApplied"): ("ApplyRefused", True),
     (c.KUBERAY, "Missing"): ("KubeRayMissing", True),
     (c.KUBERAY, "TooOld"): ("KubeRayTooOld", True),
@@ -52,6 +53,7 @@ REASONS = {
 LOST = {c.READY: "NotReady", c.STORE: "StoreDegraded"}
 """The Event's reason when a condition turns false."""
 REGAINED = {
+    c.VALID: "SpecAccepted",
     c.RECONCILED: "Applied",
     c.KUBERAY: "KubeRayFound",
     c.STORE: "StoreReady",
@@ -67,22 +69,9 @@ def list_changes(before: S, after: S) -> tuple[Change, ...]:
     """The changes between two statuses of one object."""
     known = {one.type: one for one in before.conditions}
     return (
-        *_list_validity_changes(known.get(c.VALID), after),
         *_list_model_changes(before, after),
         *(change for one in after.conditions if (change := _describe_change(known.get(one.type), one))),
     )
-
-
-def _list_validity_changes(before: Condition | None, after: S) -> Iterator[Change]:
-    now = next((one for one in after.conditions if one.type == c.VALID), None)
-    if now is None or (before is not None and before.status == now.status):
-        return
-    if c.is_false(now):
-        yield Change("SpecRefused", now.message, is_warning=True)
-    elif before is None:
-        yield Change("Created", "the spec is accepted; its objects are being created")
-    else:
-        yield Change("SpecAccepted", "the spec is valid again")
 
 
 def _list_model_changes(before: S, after: S) -> Iterator[Change]:
@@ -96,7 +85,7 @@ def _list_model_changes(before: S, after: S) -> Iterator[Change]:
 def _describe_change(before: Condition | None, now: Condition) -> Change | None:
     if before is not None and (before.status, before.reason) == (now.status, now.reason):
         return None
-    if now.reason == "InvalidSpec":
+    if (now.type, now.reason) == (c.READY, "InvalidSpec"):
         return None  # `Valid` has the Event
     if (told := REASONS.get((now.type, now.reason))) is not None:
         return Change(told[0], now.message or _describe_state(now), told[1])

@@ -17,8 +17,6 @@ CALIBRATED = "Calibrated"
 ROLLED_OUT = "RolledOut"
 COMPLETE = "Complete"
 RECONCILED = "Reconciled"
-SOLE = "SoleOperator"
-"""Present only while two operators watch the service."""
 RECONCILING = "Reconciling"
 STALLED = "Stalled"
 

@@ -103,14 +103,6 @@ def has_items(term: Term) -> Term:
     return Term(f"size({term.cel}) > 0", lambda value: bool(term.evaluate(value)))
 
 
-def exactly_one(*terms: Term) -> Term:
-    """Whether exactly one of the conditions holds."""
-    return Term(
-        f"[{', '.join(term.cel for term in terms)}].exists_one(one, one)",
-        lambda value: sum(bool(term.evaluate(value)) for term in terms) == 1,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Rule:
     """A condition that a settings object must meet, and the error message if it does not."""

@@ -38,10 +38,10 @@ def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     """A field of a `Settings` class. If `default` is a type or function, it is called to make the default.
 
     Keywords of JSON schema: minimum, exclusiveMinimum, maximum, enum, pattern (anchored), minLength,
-    maxLength, minItems, maxItems, maxProperties, format, and `items`, the bounds of what a list or mapping
-    holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items; `reserved`, keys that a
-    mapping must not have; `keys`, those that it may have; `after`, the field after which a CRD lists this
-    one; `description`, what a CRD says of the field instead of its docstring.
+    maxLength, minItems, maxItems, minProperties, maxProperties, format, and `items`, the bounds of what a
+    list or mapping holds. Kintsugi's own: `mapKey`, the field that is unique among a list's items;
+    `reserved`, keys that a mapping must not have; `keys`, the keys that it may have; `after`, the field after
+    which a CRD lists this one; `description`, what a CRD says of the field instead of its docstring.
     """
     if callable(default):
         return field(default_factory=default, metadata=bounds)
@@ -158,7 +158,7 @@ def _number_problem(value: float, bounds: Bounds) -> str:
 
 
 def _length_problem(value: Sized, bounds: Bounds) -> str:
-    least = bounds.get("minLength", bounds.get("minItems", 0))
+    least = bounds.get("minLength", bounds.get("minItems", bounds.get("minProperties", 0)))
     most = bounds.get("maxLength", bounds.get("maxItems", bounds.get("maxProperties", math.inf)))
     unit = "characters" if isinstance(value, str) else "entries"
     if len(value) < least:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kintsugi.core.rules import Rule, Term, before, exactly_one, has_items, is_set, this
+from kintsugi.core.rules import Rule, Term, before, has_items, is_set, this
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,6 @@ from kintsugi.core.rules import Rule, Term, before, exactly_one, has_items, is_s
         ),
         (has_items(this.tiers), "size(self.tiers) > 0", {"tiers": (1,)}, {"tiers": ()}),
         (~this.name.matches("^A_"), "!self.name.matches('^A_')", {"name": "B"}, {"name": "A_B"}),
-        (
-            exactly_one(is_set(this.a), is_set(this.b)),
-            "[has(self.a), has(self.b)].exists_one(one, one)",
-            {"a": 1, "b": None},
-            {"a": 1, "b": 2},
-        ),
     ],
 )
 def test_a_rule_reads_in_cel_as_it_is_checked(

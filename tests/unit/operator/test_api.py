@@ -128,12 +128,16 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
             "spec.gateway.expert.serviceAnnotations: kintsugi.dev/desired cannot be set",
         ),
         (env_of({"name": "A"}, {"name": "A"}), "podTemplates.engines.env.1.name: A is there twice"),
-        (env_of({"name": "A", "valueFrom": {}}), "env.0.valueFrom: name one of"),
+        (env_of({"name": "A", "valueFrom": {}}), "env.0.valueFrom: is mandatory: at least 1 entries"),
         (
             env_of({"name": "A", "value": "b", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}),
             "env.0.value: give value or valueFrom",
         ),
         ({"expert": {"egress": [{"ports": []}]}}, "spec.expert.egress.0.ports: is mandatory"),
+        (
+            {"expert": {"podTemplates": {"store": {"nodeSelector": {"disk": "fast!"}}}}},
+            "spec.expert.podTemplates.store.nodeSelector: disk: 'fast!' is not a valid value of a label",
+        ),
         ({"expert": {"egress": [{"ports": [1], "cidr": "10.0.0.1/8"}]}}, "spec.expert.egress.0.cidr"),
         ({"expert": {"egress": [{"ports": [1], "cidr": "::/0", "namespace": "n"}]}}, "not both"),
     ],

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from kintsugi_operator.api.manifest import from_manifest
-from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
+from kintsugi_operator.api.status import OperatorStatus
 from kintsugi_operator.controller.metrics import OperatorMetrics
-from kintsugi_operator.controller.owners import GONE_S
+from kintsugi_operator.controller.owners import CLUSTER, GONE_S, NAMESPACE, Owners
 from kintsugi_operator.controller.reconcile import CONTESTED_S, Reconciler
-from kintsugi_operator.desired.ownership import CLUSTER, NAMESPACE, Claim, decide_claim, forget_operator
 from tests.fakes.cluster import FakeReads
 from tests.unit.operator.test_reconcile import World, run
 
@@ -38,7 +36,7 @@ class Shared(World):
             )
             for one in operators
         }
-        for one in operators:
+        for one in filter(lambda one: one.lease, operators):
             self.renew(one)
 
     def renew(self, one: OperatorStatus) -> None:
@@ -58,29 +56,33 @@ class Shared(World):
         return str(self.cluster.find("BlendService", "acme")["status"]["operator"]["lease"])
 
     def home(self) -> Any:
-        """The namespace from which the operator may read metrics, as policies have it."""
-        rules = self.cluster.find("NetworkPolicy", "acme-metrics")["spec"]["ingress"]
-        return rules[0]["from"][0]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        """The namespace from which the operator may read job logs, as policies have it."""
+        rules = self.cluster.find("NetworkPolicy", "acme-heads")["spec"]["ingress"]
+        return rules[0]["from"][1]["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
 
 
 @pytest.mark.parametrize(
-    ("me", "owner", "claim"),
+    ("me", "owner", "is_mine"),
     [
-        (WIDE, OperatorStatus(), Claim.TAKE),
-        (WIDE, WIDE, Claim.KEEP),
-        (WIDE, OperatorStatus(WIDE.lease, NAMESPACE), Claim.TAKE),
-        (WIDE, OTHER, Claim.LEAVE),
-        (WIDE, NARROW, Claim.LEAVE),
-        (NARROW, WIDE, Claim.TAKE),
-        (NARROW, OperatorStatus("team/second", NAMESPACE), Claim.LEAVE),
+        (WIDE, OperatorStatus(), True),
+        (WIDE, WIDE, True),
+        (WIDE, OperatorStatus(WIDE.lease, NAMESPACE), True),
+        (WIDE, OTHER, False),
+        (WIDE, NARROW, False),
+        (NARROW, WIDE, True),
+        (NARROW, OperatorStatus("team/second", NAMESPACE), False),
     ],
 )
-def test_who_claims_what(me: OperatorStatus, owner: OperatorStatus, claim: Claim) -> None:
-    assert decide_claim(me, owner) is claim
+def test_who_owns_what(me: OperatorStatus, owner: OperatorStatus, is_mine: bool) -> None:
+    world = Shared(me, owner)
+    owners = Owners(world.cluster, me, lambda: world.now.timestamp())
+    assert run(owners.is_mine(owner)) is is_mine
 
 
 @pytest.mark.parametrize("order", [(WIDE, NARROW), (NARROW, WIDE)])
-def test_two_operators_do_not_fight(order: tuple[OperatorStatus, ...]) -> None:
+def test_two_operators_do_not_fight(
+    order: tuple[OperatorStatus, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     world = Shared(*order)
     world.make()
     for one in order * 4:
@@ -90,10 +92,8 @@ def test_two_operators_do_not_fight(order: tuple[OperatorStatus, ...]) -> None:
         world.looked(one)
     assert world.cluster.writes == before
     assert (world.owner, world.home()) == (NARROW.lease, "team")
-    said = world.condition("SoleOperator")
-    assert (said["status"], said["reason"]) == ("False", "OwnedByAnother")
-    assert WIDE.lease in said["message"]
-    assert NARROW.lease in said["message"]
+    said = f"operator {NARROW.lease} owns services here; {WIDE.lease} ignores them"
+    assert caplog.text.count(said) == 1
 
 
 def test_who_does_not_own_a_service_does_not_say_that_it_has_seen_it() -> None:
@@ -106,7 +106,6 @@ def test_who_does_not_own_a_service_does_not_say_that_it_has_seen_it() -> None:
     assert live["status"]["observedGeneration"] == 1
     world.looked(WIDE, 2)
     assert live["status"]["observedGeneration"] == 7
-    assert world.condition("SoleOperator")["status"] == "False"
 
 
 def test_who_is_gone_is_followed() -> None:
@@ -121,8 +120,6 @@ def test_who_is_gone_is_followed() -> None:
     assert world.owner == WIDE.lease
     world.looked(WIDE, 2)
     assert world.home() == "platform"
-    conditions = world.cluster.find("BlendService", "acme")["status"]["conditions"]
-    assert "SoleOperator" not in [one["type"] for one in conditions]
 
 
 def test_a_lease_that_is_deleted_is_not_renewed() -> None:
@@ -147,16 +144,3 @@ def test_a_corpus_is_its_services_owners() -> None:
     assert world.cluster.writes == before
     run(world.operators[WIDE.lease].corpus("default", "docs"))
     assert world.cluster.writes != before
-
-
-def test_an_operator_that_is_removed_is_forgotten() -> None:
-    world = Shared(WIDE, OTHER)
-    world.make()
-    for one in (WIDE, OTHER, WIDE):
-        world.looked(one, 2)
-    status = from_manifest(BlendServiceStatus, world.cluster.find("BlendService", "acme")["status"])
-    assert forget_operator(status, WIDE).operator == OperatorStatus()
-    forgotten = forget_operator(status, OTHER)
-    assert forgotten.operator == WIDE
-    assert "SoleOperator" not in [one.type for one in forgotten.conditions]
-    assert forget_operator(status, NARROW) == status

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 
 from kintsugi.gateway.access import check_exposure
 from kintsugi_operator.api.blend_service import BlendServiceSpec
-from kintsugi_operator.api.environment import RESERVED
+from kintsugi_operator.api.pod_template import RESERVED_VARIABLES
 from kintsugi_operator.api.status import BlendServiceStatus
 from kintsugi_operator.desired.plan import plan_service
 from kintsugi_operator.objects.base import Owner
@@ -129,10 +129,11 @@ def test_a_job_has_failed_only_when_it_is_not_tried_again(deployment: str, job: 
 def test_only_the_operator_of_this_release_reaches_dashboards() -> None:
     """Whoever reaches a dashboard runs code there, and anybody may label a pod of his own namespace."""
     observed = Observed(store=RayServiceView(is_ready=True), home="kintsugi")
-    for policy in ("acme-heads", "acme-metrics"):
-        rule = named(objects_of(spec_of(), observed=observed), "NetworkPolicy", policy)["spec"]["ingress"][0]
-        (peer,) = [one for one in rule["from"] if one["podSelector"]["matchLabels"] == OPERATOR]
-        assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "kintsugi"}}
+    (rule,) = named(objects_of(spec_of(), observed=observed), "NetworkPolicy", "acme-heads")["spec"][
+        "ingress"
+    ]
+    (peer,) = [one for one in rule["from"] if one["podSelector"]["matchLabels"] == OPERATOR]
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "kintsugi"}}
 
 
 def test_a_budget_can_be_counted_without_the_scale_of_a_ray_cluster() -> None:
@@ -402,7 +403,7 @@ def test_nothing_that_the_operator_sets_may_be_set_by_a_spec(spec: BlendServiceS
         names = [one["name"] for one in template["spec"]["containers"][0]["env"]]
         assert len(set(names)) == len(names)
         for name in set(names) - own:
-            assert re.match(RESERVED, name), name
+            assert re.match(RESERVED_VARIABLES, name), name
 
 
 def test_what_may_be_called_is_what_the_spec_names() -> None:
@@ -412,12 +413,12 @@ def test_what_may_be_called_is_what_the_spec_names() -> None:
         {"ports": [8443]},
     ]
     objects = objects_of(spec_of(network={"downloads": False}, expert={"egress": asked}))
-    plain = {one["metadata"]["name"] for one in objects_of(spec_of(network={"downloads": False}))}
-    added = {one["metadata"]["name"]: one for one in objects if one["metadata"]["name"] not in plain}
-    assert sorted(added) == ["acme-egress-calibration", "acme-egress-corpus", "acme-egress-service"]
-    policy = added["acme-egress-service"]["spec"]
+    plain = objects_of(spec_of(network={"downloads": False}))
+    (policy,) = [one["spec"] for one in objects if one not in plain]
+    (expression,) = policy["podSelector"]["matchExpressions"]
+    assert expression["values"] == ["service", "calibration", "corpus"]
     assert policy["policyTypes"] == ["Egress"]
-    collector, proxy, anywhere = policy["egress"]
+    _, collector, proxy, anywhere = policy["egress"]
     assert collector["to"] == [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}
     ]

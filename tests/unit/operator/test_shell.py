@@ -18,7 +18,7 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi_operator import operator
 from kintsugi_operator.controller.cluster import Refused
-from kintsugi_operator.controller.election import Candidate, LeaseLost, Move, Sight, Terms, decide_move, lead
+from kintsugi_operator.controller.election import Candidate, LeaseLost, Sight, Terms, lead, may_hold
 from kintsugi_operator.controller.metrics import OperatorMetrics
 from kintsugi_operator.controller.queue import KEYS_MAX, ObjectKey, WorkQueue
 from kintsugi_operator.operator import OperatorOptions
@@ -243,17 +243,11 @@ def test_of_two_who_write_at_once_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "holder", "age_s", "move"),
-    [
-        (False, "", 0.0, Move.CREATE),
-        (True, "", 0.0, Move.TAKE),
-        (True, "me", 99.0, Move.RENEW),
-        (True, "you", 14.9, Move.WAIT),
-        (True, "you", 15.0, Move.TAKE),
-    ],
+    ("holder", "age_s", "may"),
+    [("", 0.0, True), ("me", 99.0, True), ("you", 14.9, False), ("you", 15.0, True)],
 )
-def test_who_may_take_the_lease(there: bool, holder: str, age_s: float, move: Move) -> None:
-    assert decide_move(there, Sight(holder, "then", 100.0), "me", 15.0, 100.0 + age_s) is move
+def test_who_may_take_the_lease(holder: str, age_s: float, may: bool) -> None:
+    assert may_hold(Sight(holder, "then", 100.0), "me", 15.0, 100.0 + age_s) is may
 
 
 def test_a_renewal_starts_the_wait_anew() -> None:

@@ -192,7 +192,6 @@ def events(world: World) -> list[tuple[str, str]]:
 def test_events_tell_what_happened_to_a_service_and_nothing_is_told_at_rest(world: World) -> None:
     world.up()
     assert events(world) == [
-        ("Normal", "Created"),
         ("Normal", "Serving"),
         ("Normal", "StoreReady"),
         ("Normal", "CalibrationStarted"),
@@ -283,7 +282,7 @@ def test_an_event_that_is_refused_does_not_stop_the_work(
     world.cluster.refuse = refuse
     world.up()
     assert world.condition("Ready")["status"] == "True"
-    assert "no Event for Created" in caplog.text
+    assert "no Event for Serving" in caplog.text
 
 
 def samples(metrics: OperatorMetrics, metric: str) -> dict[str, float]:

@@ -8,8 +8,7 @@ from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.api.manifest import from_live_spec, from_manifest, to_manifest
 from kintsugi_operator.api.pod_template import PodTemplate, VolumeMount
-from kintsugi_operator.api.status import BlendServiceStatus, OperatorStatus
-from kintsugi_operator.desired.ownership import forget_operator, leave_to_owner
+from kintsugi_operator.api.status import OperatorStatus
 from kintsugi_operator.desired.validation import check_pod_template
 from tests.unit.operator.specs import spec_of
 
@@ -30,24 +29,6 @@ def test_what_a_person_adds_to_pods_is_not_left_out() -> None:
     newer = {**known, "expert": {"podTemplates": {"engines": {"hostNetwork": True}}}}
     with pytest.raises(InvalidField, match="hostNetwork"):
         from_live_spec(BlendServiceSpec, {"spec": newer})
-
-
-def test_several_operators_that_leave_a_service_alone_write_once() -> None:
-    status = BlendServiceStatus(operator=OWNER)
-    first, second = (OperatorStatus(f"kube/{name}", "Cluster") for name in ("a", "b"))
-    said = leave_to_owner(status, first, 1, "2026-01-01T00:00:00Z")
-    assert said != status
-    assert leave_to_owner(said, second, 1, "2026-01-01T00:01:00Z") == said
-    assert leave_to_owner(said, first, 1, "2026-01-01T00:02:00Z") == said
-
-
-def test_an_operator_forgets_only_its_own_condition() -> None:
-    said = leave_to_owner(
-        BlendServiceStatus(operator=OWNER), OperatorStatus("kube/op-2", "Cluster"), 1, "2026-01-01T00:00:00Z"
-    )
-    assert forget_operator(said, OperatorStatus("kube/op", "Cluster")) == said
-    forgotten = forget_operator(said, OperatorStatus("kube/op-2", "Cluster"))
-    assert [one.type for one in forgotten.conditions if one.type == "SoleOperator"] == []
 
 
 @pytest.mark.parametrize(
