@@ -135,10 +135,8 @@ def token(
         if namespace or verb or expires:
             raise InvalidField("revoke", "stands alone: leave out --namespace, --verb and --expires")
         revoke_grant(file, name)
-        screen.show(
-            {"name": name, "revoked": True, "file": str(file)},
-            lambda console: console.print(f"the token of {name} is revoked", highlight=False, markup=False),
-        )
+        revoked = {"name": name, "revoked": True, "file": str(file)}
+        screen.show(revoked, f"the token of {name} is revoked")
         return
     if not namespace:
         raise InvalidField("namespace", "is mandatory: name what the token may use with --namespace")
@@ -149,7 +147,7 @@ def token(
         document["verbs"] = list(verb)
     if expires:
         document["expires"] = expires
-    screen.show(document, lambda console: console.print(text, highlight=False, soft_wrap=True, markup=False))
+    screen.show(document, text)
     screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
 
 

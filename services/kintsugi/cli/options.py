@@ -40,6 +40,7 @@ PlainCopies = Annotated[
     bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
 ]
 Portable = Annotated[bool, typer.Option(help="Use chunks also after another prefix.")]
+ENGINE_EXAMPLE = 'give one such as {"max_model_len": 4096}'
 EngineArguments = Annotated[
     str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
 ]
@@ -172,20 +173,15 @@ class ServeTask:
     ] = False
 
 
-def parse_json_object(option: str, text: str, example: str) -> dict[str, Any]:
-    """Parse an option that holds a JSON object. Raises `InvalidField`, whose message shows the example."""
+def parse_engine_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments of `vllm.LLM` in `--engine`. Raises `InvalidField`."""
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise InvalidField(option, f"is not JSON ({error}); give an object, such as {example}") from None
+        raise InvalidField("engine", f"is not JSON ({error}); {ENGINE_EXAMPLE}") from None
     if not isinstance(values, dict):
-        raise InvalidField(option, f"must be a JSON object, such as {example}")
+        raise InvalidField("engine", f"is not a JSON object; {ENGINE_EXAMPLE}")
     return values
-
-
-def parse_engine_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments of `vllm.LLM` in `--engine`. Raises `InvalidField`."""
-    return parse_json_object("engine", text, '{"max_model_len": 4096}')
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -61,7 +61,7 @@ def print_ways(
 
 def print_form(console: Console, form: FormName) -> None:
     """Print the name of the prompt form."""
-    console.print(f"prompt form: {form.value}\n", style="dim", highlight=False)
+    console.print(f"prompt form: {form.value}\n", style="dim")
 
 
 def print_accounting(console: Console, accounting: dict[str, Any] | None) -> None:

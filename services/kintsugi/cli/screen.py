@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from kintsugi.core.errors import Unavailable
 
@@ -28,13 +29,13 @@ class Screen:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self._progress = Console(stderr=True)
+        self._progress = Console(stderr=True, highlight=False, emoji=False)
         self._lock = threading.Lock()
         """Held while `_progress` is replaced, and by the thread that prints lines on it."""
 
     def _print_line(self, line: str) -> None:
         with self._lock:
-            self._progress.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+            self._progress.print(f"  {line}", soft_wrap=True, markup=False)
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], None]]:
@@ -68,7 +69,7 @@ class Screen:
             while not ended.wait(LINE_EVERY_S):
                 self._print_line(f"{shown[0]} ({time.monotonic() - began_s:.0f} s)")
 
-        self._progress.print(f"{text} …", highlight=False, markup=False)
+        self._progress.print(f"{text} …", markup=False)
         thread = threading.Thread(target=print_until_ended, name="progress", daemon=True)
         thread.start()
         try:
@@ -78,24 +79,27 @@ class Screen:
             thread.join()
         self._print_line(f"done in {time.monotonic() - began_s:.1f} s")
 
-    def show(self, document: Any, render: Callable[[Console], None]) -> None:
-        """Print the command's result: `document` as JSON with `--json`, else with `render`."""
+    def show(self, document: Any, shown: str | Table | Callable[[Console], None]) -> None:
+        """Print the command's result: `document` as JSON with `--json`; otherwise `shown`, which is a text, a
+        table or a function that prints."""
         if self.as_json:
             print(json.dumps(document, indent=2, ensure_ascii=False))
-        else:
-            render(_make_console())
+        elif callable(shown):
+            shown(_make_console())
+        elif shown:
+            _make_console().print(shown, soft_wrap=isinstance(shown, str), markup=False)
 
     def show_event(self, event: str, text: str, **details: Any) -> None:
         """Print one of several results immediately: `text`, or with `--json` one line of JSON."""
         if self.as_json:
             print(json.dumps({"event": event, **details}, ensure_ascii=False))
         else:
-            Console().print(text, highlight=False, soft_wrap=True, markup=False)
+            _make_console().print(text, soft_wrap=True, markup=False)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
         """Print a remark on stderr."""
-        self._progress.print(text, highlight=False, soft_wrap=True)
+        self._progress.print(text, soft_wrap=True, markup=False)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
@@ -108,7 +112,7 @@ class Screen:
         descriptor, name = tempfile.mkstemp(prefix="kintsugi-engine-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8") as log, _redirect_output(log) as terminal:
             outer = self._progress
-            self._print_on(Console(file=terminal))
+            self._print_on(Console(file=terminal, highlight=False, emoji=False))
             try:
                 yield
                 os.unlink(name)
@@ -125,7 +129,7 @@ class Screen:
 def _make_console() -> Console:
     """Return the console for results. Without a terminal and without `COLUMNS`, the width is not limited:
     tables are as wide as their cells, and text is not wrapped."""
-    console = Console()
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = COLUMNS_MAX
     return console

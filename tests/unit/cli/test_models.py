@@ -65,18 +65,3 @@ def test_fetching_is_shown_once(
     assert model.is_cached
     prepare_model(screen, model.name)
     assert capsys.readouterr().err == ""
-
-
-def test_doctor_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kintsugi.cli.commands.doctor import CheckResult, _reference_model_check
-
-    monkeypatch.setenv("KINTSUGI_CACHE", str(tmp_path))
-    before = _reference_model_check()
-    assert before.verdict is CheckResult.OK
-    assert "when it is first named" in before.detail
-    monkeypatch.setattr("kintsugi.cli.commands.doctor.has_pip", lambda: False)
-    assert _reference_model_check().verdict is CheckResult.WARNING
-    REFERENCE.folder.mkdir(parents=True)
-    after = _reference_model_check()
-    assert after.verdict is CheckResult.OK
-    assert str(REFERENCE.folder) in after.detail

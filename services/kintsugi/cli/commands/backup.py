@@ -85,8 +85,8 @@ def backup(
     """Back up ledger, known texts and reports while their owners run; chunk KV is left out."""
     with screen.step("Backing up"):
         names = back_up(folders.files(), target)
-    text = f"{len(names)} files backed up to {target}"
-    screen.show({"target": str(target), "files": names}, lambda console: console.print(text, highlight=False))
+    document = {"target": str(target), "files": names}
+    screen.show(document, f"{len(names)} files backed up to {target}")
 
 
 def restore(
@@ -108,9 +108,8 @@ def restore(
         names, erased = restore_files(folders, source, store)
     if store is None and not any((folder / "erasures").is_dir() for folder in folders.shards):
         screen.note("unknown erasures since the backup were not repeated; name the store with --store")
-    text = f"{len(names)} files restored from {source}, {erased} erasures repeated"
     document = {"source": str(source), "files": names, "erasures": erased}
-    screen.show(document, lambda console: console.print(text, highlight=False))
+    screen.show(document, f"{len(names)} files restored from {source}, {erased} erasures repeated")
 
 
 def back_up(files: Mapping[str, Path], target: Path) -> list[str]:

@@ -173,7 +173,7 @@ def _judge(measurement: Measurement, show: Show) -> bool:
 
 def _render(console: Console, show: Show, session: Session, measurements: Sequence[Measurement]) -> None:
     prompt, name = session.prompt, display_name(show.model)
-    console.print(f"\n[bold]{len(prompt.token_ids):,} tokens[/] on {name}", highlight=False)
+    console.print(f"\n[bold]{len(prompt.token_ids):,} tokens[/] on {name}")
     prompt_table = make_plain_table(style="dim")
     prompt_table.add_row("chunks", Text(" · ".join(chunk.title for chunk in prompt.chunks)))
     prompt_table.add_row("question", Text(show.question.question))
@@ -184,8 +184,8 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     console.print("\n[bold]The blend[/]")
     print_accounting(console, measurements[-1].generation.accounting)
     console.print("\n[bold]The question[/]")
-    console.print(show.chosen, highlight=False)
-    console.print(f"\n{NO_REPORT_NOTE}", style="yellow", highlight=False)
+    console.print(show.chosen)
+    console.print(f"\n{NO_REPORT_NOTE}", style="yellow")
     console.print("\n[bold]Next[/]")
     steps = make_plain_table()
     for command, purpose in (

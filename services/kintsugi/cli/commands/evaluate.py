@@ -181,7 +181,7 @@ def render(console: Console, evaluation: Evaluation) -> None:
         parts += [f"{setting.tier_bytes_per_s:g} bytes/s"] if setting.tier_bytes_per_s else []
         rows = [row for row in evaluation.rows if row.setting == setting]
         parts.append(f"{rows[0].num_prompts} questions")
-        console.print("\n" + ", ".join(parts), highlight=False)
+        console.print("\n" + ", ".join(parts))
         table = make_figures_table(HEADINGS, box=None, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*_cells(row))
@@ -197,7 +197,6 @@ def render(console: Console, evaluation: Evaluation) -> None:
         "cost: share of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
         "full prefill, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
         style="dim",
-        highlight=False,
     )
 
 

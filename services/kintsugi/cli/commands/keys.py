@@ -65,4 +65,4 @@ def _show(
         values["destroyed_at"] = destroyed_at
     lines = [f"encrypts with {newest}"] if newest else []
     lines += [f"destroyed {key_id}" for key_id in destroyed]
-    screen.show(values, lambda console: console.print("\n".join(lines), highlight=False, markup=False))
+    screen.show(values, "\n".join(lines))

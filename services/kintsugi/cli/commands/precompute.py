@@ -177,8 +177,7 @@ def pin(
     """Protect a corpus from eviction for a day."""
     chunks, pinned = pin_corpus(Ledger(state_folder(state)), store, corpus, LEASE_S)
     document = {"corpus": corpus, "chunks": chunks, "pinned": pinned, "lease_s": LEASE_S}
-    text = f"{pinned} of {chunks} chunks pinned"
-    screen.show(document, lambda console: console.print(text, highlight=False))
+    screen.show(document, f"{pinned} of {chunks} chunks pinned")
 
 
 @command(app, "list")
@@ -189,7 +188,7 @@ def list_corpora(screen: Screen, state: StateFolder = None) -> None:
     for one in editions:
         counts = (str(one.documents), str(one.chunks), "yes" if one.completed else "no")
         table.add_row(one.corpus, one.namespace, f"{Path(one.model).name} {one.fingerprint[:16]}", *counts)
-    screen.show([dataclasses.asdict(edition) for edition in editions], lambda console: console.print(table))
+    screen.show([dataclasses.asdict(edition) for edition in editions], table)
 
 
 @contextmanager
@@ -235,7 +234,7 @@ def _report(screen: Screen, progress: Progress, tokens_per_s: float | None, work
 
 def _print_report(console: Console, progress: Progress, predicted: float | None) -> None:
     what = " (dry run)" if progress.dry else ""
-    console.print(f"{progress.corpus}: {progress.state.value}{what}", highlight=False)
+    console.print(f"{progress.corpus}: {progress.state.value}{what}")
     table = Table("", Column(justify="right"), show_header=False)
     rows = [
         ("documents", f"{progress.documents} ({progress.documents_unchanged} unchanged)"),
@@ -265,10 +264,10 @@ def _print_failures(console: Console, progress: Progress) -> None:
     """Print the recorded failures, and how many more there were."""
     for failure in progress.failures:
         line = f"{_locate(failure)}: {failure.reason}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
     unnamed = progress.documents_failed + progress.chunks_failed - len(progress.failures)
     if unnamed > 0:
-        console.print(f"and {unnamed} more", highlight=False)
+        console.print(f"and {unnamed} more")
 
 
 def _locate(failure: Failure) -> str:

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kintsugi.cli.exits import ExitCode
 from kintsugi.cli.models import prepare_model
 from kintsugi.cli.options import ServeTask, read_yaml
 from kintsugi.cli.screen import Screen
 from kintsugi.core.deploy import (
-    EngineSpec,
-    GatewaySpec,
     ModelSpec,
     ServiceSpec,
     StoreSpec,
@@ -48,6 +46,8 @@ INFO_PERIOD_S = 5.0
 GIB = 1 << 30
 DIRECTORY_PORTS = 16
 
+T = TypeVar("T")
+
 
 def build_service_spec(task: ServeTask) -> ServiceSpec:
     """Build the service that the options describe. Raises `InvalidField`, `UnknownField` and `NotFound`."""
@@ -60,49 +60,48 @@ def build_service_spec(task: ServeTask) -> ServiceSpec:
         spec = ServiceSpec(model)
     if model.path.startswith((".", "/")) and not Path(model.path).is_dir():
         raise NotFound(f"{model.path} is not a folder; name the folder of a checkpoint")
+    engines = _replace_given(
+        spec.engines, replicas=task.engines, allow_uncalibrated=task.allow_uncalibrated or None
+    )
+    if task.engines is not None:
+        engines = dataclasses.replace(engines, replicas_max=None)
+    gateway = _replace_given(
+        spec.gateway,
+        grpc_port=task.grpc_port,
+        http_port=task.http_port,
+        insecure=task.insecure or None,
+        **{
+            name: str(path.resolve())
+            for name in ("tokens_file", "tls_cert", "tls_key")
+            if (path := getattr(task, name)) is not None
+        },
+    )
     return dataclasses.replace(
         spec,
         model=model,
-        engines=_engines(spec.engines, task),
+        engines=engines,
         store=_store(spec.store, task),
-        gateway=_gateway(spec.gateway, task),
+        gateway=gateway,
         privacy=_privacy(spec, task.discover or []),
     )
 
 
-def _engines(engines: EngineSpec, task: ServeTask) -> EngineSpec:
-    if task.allow_uncalibrated:
-        engines = dataclasses.replace(engines, allow_uncalibrated=True)
-    if task.engines is not None:
-        engines = dataclasses.replace(engines, replicas=task.engines, replicas_max=None)
-    return engines
+def _replace_given(settings: T, **options: Any) -> T:
+    """Apply the options that are not None."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return cast("T", dataclasses.replace(cast("Any", settings), **given))
 
 
 def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
     """Apply the options of the store. Without a data folder, identities are kept on the first SSD tier."""
-    changes: dict[str, Any] = {}
+    store = _replace_given(store, shards=task.shards)
     if task.ram is not None:
-        changes["ram_gib"] = parse_size(task.ram) / GIB
-    if task.ssd:
-        tiers = [SsdSpec.from_text(text) for text in task.ssd]
-        changes["tiers"] = tuple(
-            TierSpec(str(tier.path.resolve()), tier.capacity_bytes / GIB) for tier in tiers
-        )
-        changes["data_dir"] = store.data_dir or str(tiers[0].path.resolve() / "shards")
-    if task.shards is not None:
-        changes["shards"] = task.shards
-    return dataclasses.replace(store, **changes)
-
-
-def _gateway(gateway: GatewaySpec, task: ServeTask) -> GatewaySpec:
-    changes: dict[str, Any] = {}
-    for name in ("grpc_port", "http_port"):
-        if getattr(task, name) is not None:
-            changes[name] = getattr(task, name)
-    for name in ("tokens_file", "tls_cert", "tls_key"):
-        if getattr(task, name) is not None:
-            changes[name] = str(getattr(task, name).resolve())
-    return dataclasses.replace(gateway, insecure=gateway.insecure or task.insecure, **changes)
+        store = dataclasses.replace(store, ram_gib=parse_size(task.ram) / GIB)
+    if not task.ssd:
+        return store
+    ssds = [SsdSpec.from_text(text) for text in task.ssd]
+    tiers = tuple(TierSpec(str(one.path.resolve()), one.capacity_bytes / GIB) for one in ssds)
+    return dataclasses.replace(store, tiers=tiers, data_dir=store.data_dir or f"{tiers[0].path}/shards")
 
 
 def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, NamespacePrivacy]:
@@ -125,7 +124,7 @@ def run(screen: Screen, task: ServeTask) -> ExitCode:
 
         config = serve_config(spec)
         text = yaml.safe_dump(config, sort_keys=False)
-        screen.show(config, lambda console: console.out(text, end="", highlight=False))
+        screen.show(config, text.rstrip())
         return ExitCode.OK
     return serve(screen, spec)
 

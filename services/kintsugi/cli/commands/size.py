@@ -147,7 +147,6 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
         f"blend computes {COST:g} of it. RAM holds {HOT_SHARE:.0%} of the corpus, SSD all of it; bytes are "
         f"sums over all shards, with each chunk on {document['replication']}. Times are lower bounds.",
         style="dim",
-        highlight=False,
     )
 
 

@@ -168,7 +168,7 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
                 stack.callback(replicator.stop)
             banner = f"shard {shard.shard_id} serves {len(shard)} chunks on {server.address}"
             document = {"shard_id": shard.shard_id, "chunks": len(shard), "address": server.address}
-            screen.show(document, lambda console: console.print(banner, highlight=False, soft_wrap=True))
+            screen.show(document, banner)
             sys.stdout.flush()
             while shard.failure is None and not stop.wait(FAILURE_POLL_S):
                 pass
@@ -207,7 +207,7 @@ def _numbers(document: Any) -> Any:
 def _print_status(console: Console, stats: Any) -> None:
     asked = stats.hits + stats.misses
     ratio = f" ({stats.hits / asked:.1%} hit)" if asked else ""
-    console.print(f"shard {stats.shard_id}{' · draining' if stats.draining else ''}", highlight=False)
+    console.print(f"shard {stats.shard_id}{' · draining' if stats.draining else ''}")
     console.print(f"{stats.chunks} chunks · {asked} keys looked up{ratio} · {stats.quarantined} quarantined")
     table = Table("tier", "chunks", "used", "capacity", "evictions", "waiting")
     for tier in stats.tiers:
@@ -218,9 +218,9 @@ def _print_status(console: Console, stats: Any) -> None:
     console.print(table)
     for tier in stats.tiers:
         if tier.failure:
-            console.print(f"{tier.name} fails: {tier.failure}", highlight=False, soft_wrap=True)
+            console.print(f"{tier.name} fails: {tier.failure}", soft_wrap=True)
     for path, size in sorted(stats.bytes_read.items()):
-        console.print(f"read over {path}: {format_bytes(size)}", highlight=False)
+        console.print(f"read over {path}: {format_bytes(size)}")
 
 
 @command(app, "ls")
@@ -244,17 +244,12 @@ def list_chunks(
         }
         for chunk in chunks
     ]
-
-    def render(console: Console) -> None:
-        for row in rows:
-            console.print(
-                f"{row['key']}  {row['tokens']:>6} tokens  {format_bytes(row['bytes']):>10}  "
-                f"{row['tier']:<5}  model {row['model']}",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    screen.show({"chunks": rows}, render)
+    lines = [
+        f"{row['key']}  {row['tokens']:>6} tokens  {format_bytes(row['bytes']):>10}  "
+        f"{row['tier']:<5}  model {row['model']}"
+        for row in rows
+    ]
+    screen.show({"chunks": rows}, "\n".join(lines))
 
 
 @command(app, "rm")
@@ -277,19 +272,15 @@ def remove(
             _erase(screen, store, namespace, None if everything else parse_keys(keys or []))
             return
         deleted = store.clear(namespace) if everything else store.delete(namespace, parse_keys(keys or []))
-    screen.show({"deleted": deleted}, lambda console: console.print(f"{deleted} chunks deleted"))
+    screen.show({"deleted": deleted}, f"{deleted} chunks deleted")
 
 
 def _erase(screen: Screen, store: GrpcStore, namespace: str, keys: list[ChunkKey] | None) -> None:
     """Erase the chunks, or the whole namespace if ``keys`` is None, and print the receipt."""
     with screen.step("Erasing"):
         places = store.erase(namespace, keys, time.time())
-
-    def render(console: Console) -> None:
-        for place in places:
-            console.print(f"{place.place}: {place.items} chunks, {format_bytes(place.size_bytes)}, gone")
-
-    screen.show({"places": [asdict(place) for place in places]}, render)
+    lines = [f"{one.place}: {one.items} chunks, {format_bytes(one.size_bytes)}, erased" for one in places]
+    screen.show({"places": [asdict(place) for place in places]}, "\n".join(lines))
 
 
 @command(app)
@@ -311,13 +302,9 @@ def verify(
             say(f"{sum(part.intact for part in found)} chunks intact")
     intact, absent = sum(part.intact for part in found), sum(part.absent for part in found)
     damaged = [key.hex for part in found for key in part.quarantined]
-
-    def render(console: Console) -> None:
-        for key in damaged:
-            console.print(f"quarantined {key}", highlight=False)
-        console.print(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
-
-    screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, render)
+    lines = [f"quarantined {key}" for key in damaged]
+    lines.append(f"{intact} intact, {absent} absent, {len(damaged)} quarantined")
+    screen.show({"intact": intact, "absent": absent, "quarantined": damaged}, "\n".join(lines))
     return ExitCode.CORRUPTED if damaged else ExitCode.OK
 
 
