@@ -37,8 +37,6 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: str = "float32"
-    cache_dtype: str | None = None
-    """None: the query's own."""
     layout: str = "nhd"
     """`nhd` contiguous; `kv_first` and `block_first` are vLLM's stacked K/V; `hnd` heads before slots;
     `mixed` K as in `nhd`, V as in `hnd`."""
@@ -97,7 +95,7 @@ def positions_of(case: Case) -> Tensor:
 def empty_caches(case: Case, num_blocks: int, device: str) -> tuple[Tensor, Tensor]:
     """K and V caches `[blocks, block_size, kv_heads, head_dim]` of the case's memory layout, zeroed."""
     size, heads, dim = case.block_size, case.kv_heads, case.head_dim
-    dtype = getattr(torch, case.cache_dtype or case.dtype)
+    dtype = getattr(torch, case.dtype)
     if case.layout == "kv_first":
         both = torch.zeros(2, num_blocks, size, heads, dim, device=device).to(dtype)
         return both[0], both[1]
@@ -127,14 +125,11 @@ def problem_of(case: Case, device: str) -> Problem:
         for index, block in enumerate(table.tolist()):
             cache[block] = rows[index].to(device).to(cache.dtype)
     query = torch.randn(len(positions), heads, case.head_dim, generator=generator) * 2.0
-    fp8 = (case.cache_dtype or "").startswith("float8")
     options = {
         "scale": case.head_dim**-0.5,
         "sliding_window": case.window,
         "softcap": case.softcap,
         "sinks": torch.randn(heads, generator=generator).to(device) if case.sinks else None,
-        "k_scale": 0.7 if fp8 else 1.0,
-        "v_scale": 1.3 if fp8 else 1.0,
     }
     problem = Problem(
         query.to(getattr(torch, case.dtype)).to(device),

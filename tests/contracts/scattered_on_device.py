@@ -6,9 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import torch
-
-from kintsugi.fusor.attention import attend_scattered, kernel_reads
+from kintsugi.fusor.attention import attend_scattered
 from tests.contracts.scattered_attention import (
     PATTERNS,
     Case,
@@ -29,8 +27,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "softcap": {"softcap": 30.0},
     "sinks": {"sinks": True},
     "everything": {"softcap": 30.0, "sinks": True, "window": 100, "layout": "hnd"},
-    "fp8-e4m3": {"cache_dtype": "float8_e4m3fn"},
-    "fp8-e5m2": {"cache_dtype": "float8_e5m2", "window": 100},
     "fp16": {"dtype": "float16"},
     "fp32": {"dtype": "float32"},
     **{f"head-dim-{dim}": {"head_dim": dim} for dim in (32, 64, 80, 256)},
@@ -71,9 +67,3 @@ def implementation_of(case: Case, device: str) -> Implementation:
     from kintsugi.fusor.kernels.scattered import triton_attention
 
     return functools.partial(triton_attention, splits=case.splits)
-
-
-def is_readable(case: Case, device: str) -> bool:
-    """Whether the kernel can read the case's cache on this device."""
-    cache_dtype = getattr(torch, case.cache_dtype or case.dtype)
-    return device == "cpu" or kernel_reads(cache_dtype, torch.cuda.get_device_capability(device))

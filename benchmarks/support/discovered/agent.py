@@ -102,10 +102,9 @@ def measure(quick: bool) -> list[Figure]:
         texts = corpus(files, lambda text: len(chunker.token_ids(text)))
         config = {
             "store": f"grpc://{shard.address}",
-            "discovery": {"namespace": "agent"},
+            "discovery_namespace": "agent",
             "allow_uncalibrated": True,
             "loading_controller": setting.loading_controller,
-            "ratio_max": setting.ratio,
         }
         with plain_server(model, setting, transfer_config(config)) as server:
             before = _counted(server)

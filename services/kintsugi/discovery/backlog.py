@@ -19,6 +19,8 @@ SEGMENT_TOKENS_MIN = 256
 """Minimum charge of a segment, so that at most 4,096 wait."""
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
 """Maximum for one namespace, including all its parts."""
+SHARE = 0.5
+"""Tokens that saving may compute per token of prompts."""
 EARNED_MAX = 1 << 16
 """Maximum unspent budget in tokens. It bounds the burst of saves after a time without saves."""
 
@@ -52,9 +54,8 @@ class Recurring:
 class Backlog:
     """A queue with a token budget. Not thread-safe."""
 
-    def __init__(self, share: float) -> None:
-        """``share``: tokens that saving may compute per token of prompts."""
-        self._share = share
+    def __init__(self) -> None:
+        self.share = SHARE
         self._earned = 0.0
         self._waiting: OrderedDict[ChunkKey, Recurring] = OrderedDict()
         self._tokens: Counter[str] = Counter()
@@ -67,7 +68,7 @@ class Backlog:
 
     def earn(self, prompt_tokens: int) -> None:
         """Increase the budget for a prompt of this many tokens."""
-        self._earned = min(self._earned + self._share * prompt_tokens, EARNED_MAX)
+        self._earned = min(self._earned + self.share * prompt_tokens, EARNED_MAX)
 
     def add(self, segment: Recurring) -> bool:
         """Add a segment. Returns False if it already waits, or if there is no room."""

@@ -38,18 +38,17 @@ from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, check_no_audit
 from kintsugi.core.schema import load
 from kintsugi.core.spaces import ChunkSpace, TokenIds, check_namespace
-from kintsugi.engine.config import EngineConfig
+from kintsugi.engine.config import OPENAI_OPTIONS, EngineConfig, OpenAIOptions
 from kintsugi.engine.local import (
     Generation,
     Prompt,
     base_arguments,
     check_length,
+    check_sampling,
     save_request,
     vllm_start_errors,
 )
-from kintsugi.engine.openai.options import OPENAI_OPTIONS, OpenAIOptions
 from kintsugi.engine.prefetch import prefetch_engine
-from kintsugi.engine.sampling import check_sampling
 from kintsugi.engine.scheduler.hashing import measured_salt
 from kintsugi.engine.watching import (
     LoadMeter,

@@ -33,15 +33,14 @@ from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.plugin import end_with_parent
 from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
-from kintsugi.engine.scheduler.blend_stats import BlendPromMetrics, BlendStats
-from kintsugi.engine.scheduler.discovery import Discovery, load_token_classes
+from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
-from kintsugi.engine.scheduler.idle_saves import IdleSaves
-from kintsugi.engine.scheduler.parking import Parking
-from kintsugi.engine.scheduler.salts import Salts
+from kintsugi.engine.scheduler.hashing import Salts
+from kintsugi.engine.scheduler.requests import Parking
 from kintsugi.engine.scheduler.selftest import check_names
 from kintsugi.engine.scheduler.side import SchedulerSide
+from kintsugi.engine.scheduler.stats import BlendPromMetrics, BlendStats
 from kintsugi.engine.worker.side import PASSES_MAX, WorkerSide
 from kintsugi.engine.worker.support import (
     find_chunk_reach,
@@ -92,13 +91,14 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "shard (kintsugi store serve) and name it: grpc://host:port",
             )
         store = open_store(config.store)
-        slice_tokens = config.slice_tokens or max(1, vllm_config.scheduler_config.max_num_batched_tokens // 2)
+        # Per step, blends compute half of what a prefill may: a decode waits no longer for a blend.
+        slice_tokens = max(1, vllm_config.scheduler_config.max_num_batched_tokens // 2)
         self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             binding = binding_of(vllm_config, config)
             salts = Salts(store).start()
-            discovery = Discovery(config.discovery, salts, partial(load_token_classes, vllm_config))
+            discovery = Discovery(config.discovery_namespace, salts, partial(load_token_classes, vllm_config))
             self._side = SchedulerSide(
                 config=config,
                 store=store,
@@ -114,7 +114,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     or find_recurrent(kv_cache_config)
                     or _find_misnaming(vllm_config, kv_cache_config, config)
                 ),
-                engine=_engine_of(vllm_config, config),
+                engine=_engine_of(vllm_config),
                 parking=_parking_of(vllm_config, kv_cache_config),
                 discovery=discovery,
                 idle_saves=IdleSaves(
@@ -158,7 +158,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if gpu_block_pool.enable_kv_cache_events:
             announce_exact_only(gpu_block_pool)
-        self._scheduler.idle_saves.pool = gpu_block_pool
+        self._scheduler.discovery.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -261,7 +261,7 @@ PROJECTION_SHARE_FIRST = 0.25
 
 def _planner_of(config: EngineConfig) -> Planner:
     if config.loading_controller:
-        return LoadingController(config.selection, config.ratio_max)
+        return LoadingController(config.selection)
     return Planner(config.selection)
 
 
@@ -284,12 +284,11 @@ def _find_misnaming(
     return reason
 
 
-def _engine_of(vllm_config: VllmConfig, config: EngineConfig) -> EngineShape:
+def _engine_of(vllm_config: VllmConfig) -> EngineShape:
     return EngineShape(
         num_layers=vllm_config.model_config.get_total_num_hidden_layers(),
         projection_share=PROJECTION_SHARE_FIRST,
         step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
-        prefetch_layers=config.prefetch_layers,
     )
 
 

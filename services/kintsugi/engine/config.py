@@ -1,10 +1,11 @@
-"""The connector's configuration: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+"""Settings of an engine: the connector's (`kv_connector_extra_config` of vLLM's `--kv-transfer-config`), and
+those of vLLM's OpenAI server that are not part of `AsyncEngineArgs`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import codec_named
@@ -13,53 +14,6 @@ from kintsugi.core.plan import Selection
 from kintsugi.core.request import SelectorName
 from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-
-
-@dataclass(frozen=True)
-class DiscoveryConfig:
-    """Settings of discovery, which finds recurring chunks in prompts. See docs/adr/0013."""
-
-    __pydantic_config__ = STRICT
-
-    enabled: bool = True
-    """Whether segments of requests with `discover` are counted, and recurring ones saved."""
-
-    namespace: str = ""
-    """Namespace of requests that name none, which are then discovered, too; each `cache_salt` makes a
-    sub-namespace. Empty: such requests are left to vLLM. Their callers share the discovered chunks, so set a
-    namespace only if they may know each other's texts."""
-
-    sights: int = 2
-    """Number of prompts in which a segment must occur before it is saved."""
-
-    share: float = 0.5
-    """Tokens that saving may compute per prompt token."""
-
-    ttl_s: float = 86_400.0
-    """Maximum lifetime of a discovered chunk, and how long counted segments are remembered."""
-
-    def __post_init__(self) -> None:
-        if self.namespace:
-            _check_can_be_narrowed(self.namespace)
-        if not 1 <= self.sights <= 255:
-            raise InvalidField("discovery.sights", f"{self.sights} is outside [1, 255]")
-        if not 0.0 < self.share <= 10.0:
-            raise InvalidField(
-                "discovery.share", f"{self.share} is outside (0, 10]; to save nothing, set enabled to false"
-            )
-        if not 1.0 <= self.ttl_s < math.inf:
-            raise InvalidField("discovery.ttl_s", f"{self.ttl_s} must be at least 1 and finite")
-
-
-def _check_can_be_narrowed(namespace: str) -> None:
-    """Raise `InvalidField` if a `cache_salt` cannot be added to the namespace as a part."""
-    try:
-        narrow(namespace, {SALT: "any"})
-    except InvalidField as error:
-        raise InvalidField(
-            "discovery.namespace", f"cannot take a part for a cache_salt: {error.problem}"
-        ) from None
-
 
 SELF_TEST_CHECKS = (
     "full ratio",
@@ -126,17 +80,6 @@ class EngineConfig:
     """Layer whose KV deviation is measured, for selectors that use it. The best layer depends on the
     model."""
 
-    query_layers: list[int] | None = None
-    """Layers at which the question's attention is measured, ascending; the question passes once more through
-    all layers up to the last of them. None: the fusor's choice for the model's depth."""
-
-    adaptive_mass: float | None = None
-    """Makes the ratio an upper bound: only the tokens that hold this share of the selector's signal are
-    recomputed. None: always use the whole ratio."""
-
-    adaptive_ratio_min: float = 0.05
-    """Lower bound of an adaptive ratio."""
-
     codec: str = "raw"
     """Codec of stored chunks: `raw`, or `int8` or `fp8` for half the bytes; `int8_sinks` and `fp8_sinks`
     keep a chunk's first tokens in 16 bit. Loaded chunks are decoded by the codec in their manifest."""
@@ -146,44 +89,37 @@ class EngineConfig:
     raise the ratio if loading hides the extra work. Off: blend everything that can be blended, for
     measuring."""
 
-    ratio_max: float = 0.5
-    """Maximum ratio to which the loading controller may raise that of a request that named none."""
-
-    prefetch_layers: int = 4
-    """Number of layers that loading may run ahead of computing. Bounds host memory per blend."""
-
     layer_deadline_ms: int = 2_000
     """Maximum time to load a layer. A layer that takes longer is lost, and its chunks are recomputed."""
 
     lookup_deadline_ms: int = 500
     """Maximum time of a lookup in the store. After it, the prompt is prefilled in full."""
 
-    slice_tokens: int | None = None
-    """Work of blends per engine step, in tokens computed in all layers. None: half of the scheduler's
-    `max_num_batched_tokens`, so that a decode waits no longer for a blend than for a prefill."""
-
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    """Settings for passages that recur without being declared as chunks."""
+    discovery_namespace: str = ""
+    """Namespace of requests that name none, which are then discovered, too (docs/adr/0013); each `cache_salt`
+    makes a sub-namespace. Empty: such requests are left to vLLM. Their callers share the discovered chunks,
+    so set a namespace only if they may know each other's texts."""
 
     self_test: bool = True
     """Check at start that a blend equals the engine's own prefill. Off: a defect would go unnoticed."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "check_layer",
-            "prefetch_layers",
-            "layer_deadline_ms",
-            "lookup_deadline_ms",
-            "report_poll_ms",
-        ):
+        for name in ("check_layer", "layer_deadline_ms", "lookup_deadline_ms", "report_poll_ms"):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"{getattr(self, name)} must be at least 1")
-        if not 0.0 <= self.ratio_max <= 1.0:
-            raise InvalidField("ratio_max", f"{self.ratio_max} is outside [0, 1]")
-        if self.slice_tokens is not None and self.slice_tokens < 1:
-            raise InvalidField("slice_tokens", f"{self.slice_tokens} must be at least 1")
+        if self.discovery_namespace:
+            self._check_discovery_namespace()
         codec_named(self.codec)
         _ = self.selection  # checks its fields
+
+    def _check_discovery_namespace(self) -> None:
+        """Raise `InvalidField` if a `cache_salt` cannot be added to the namespace as a part."""
+        try:
+            narrow(self.discovery_namespace, {SALT: "any"})
+        except InvalidField as error:
+            raise InvalidField(
+                "discovery_namespace", f"cannot take a part for a cache_salt: {error.problem}"
+            ) from None
 
     def space(
         self, model: ModelFingerprint, namespace: str, prefix_token_ids: Sequence[int], name_key: bytes = b""
@@ -195,11 +131,21 @@ class EngineConfig:
     @property
     def selection(self) -> Selection:
         """The selection of requests that name none. Raises `InvalidField`."""
-        return Selection(
-            self.ratio,
-            self.selector,
-            self.check_layer,
-            tuple(self.query_layers or ()),
-            self.adaptive_mass,
-            self.adaptive_ratio_min,
-        )
+        return Selection(self.ratio, self.selector, self.check_layer)
+
+
+@dataclass(frozen=True)
+class OpenAIOptions:
+    """Options of vLLM's OpenAI server."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    chat_template: str | None = None
+    """Path of a chat template, or the template itself. None: the model's own."""
+    tool_call_parser: str | None = None
+    """vLLM's name of the parser of tool calls. None: requests may not offer tools."""
+    reasoning_parser: str = ""
+    """vLLM's name of the parser that separates a model's reasoning from its answer."""
+
+
+OPENAI_OPTIONS = frozenset(one.name for one in fields(OpenAIOptions))

@@ -9,6 +9,7 @@ both engines share: their requests and vLLM's arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import time
@@ -18,7 +19,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, Strict, StrictBool
 
 from kintsugi.core.accounting import Outcome
 from kintsugi.core.errors import (
@@ -32,6 +35,7 @@ from kintsugi.core.errors import (
 from kintsugi.core.plan import Selection
 from kintsugi.core.report import Binding
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
+from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
@@ -51,6 +55,10 @@ KV_CACHE_BYTES = 2 << 30
 """Default size of the KV cache on a CPU. vLLM would otherwise take most of the machine's memory."""
 
 GENERATE_TIMEOUT_S = 900.0
+STOPS_MAX = 16
+BIASES_MAX = 1024
+_Whole = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
+"""A 64-bit integer: the serialisation on the way to an engine's process takes no larger one."""
 
 
 @dataclass(frozen=True)
@@ -328,6 +336,51 @@ class LocalEngine:
         )
         tokens = tokens_prompt(prompt)
         self.llm.llm_engine.add_request(request_id, tokens, sampling, priority=prompt.priority)
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """The fields of vLLM's `SamplingParams` that a request for a single answer may set. None: the model's
+    default."""
+
+    __pydantic_config__ = STRICT
+
+    max_tokens: _Whole | None = None
+    min_tokens: _Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: _Whole | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: _Whole | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[_Whole] | None = None
+    ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, lt=1 << 32)], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidField("sampling.max_tokens", f"{self.max_tokens} must be at least 1")
+        if isinstance(self.stop, list) and len(self.stop) > STOPS_MAX:
+            raise InvalidField("sampling.stop", f"has {len(self.stop)} texts; send at most {STOPS_MAX}")
+        if self.logit_bias is not None and len(self.logit_bias) > BIASES_MAX:
+            raise InvalidField(
+                "sampling.logit_bias", f"has {len(self.logit_bias)} tokens; send at most {BIASES_MAX}"
+            )
+
+
+def check_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for vLLM's `SamplingParams`. Raises `InvalidField`, or `UnknownField` with the
+    nearest valid name.
+
+    vLLM checks ranges itself; the caller must translate its `ValueError`.
+    """
+    sampling = load(_Sampling, values, where="sampling")
+    return {name: value for name, value in dataclasses.asdict(sampling).items() if value is not None}
 
 
 def check_length(token_ids: Sequence[int], answer_tokens: int, max_model_len: int, where: str) -> None:

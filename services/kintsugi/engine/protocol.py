@@ -16,8 +16,7 @@ from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.plan import BlendPlan, ChunkHit
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.fusor.control.estimates import Transfer
-from kintsugi.fusor.control.metering import Meter
+from kintsugi.fusor.control.estimates import Meter, Transfer
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,19 @@ from kintsugi.core.accounting import LayerTiming
 from kintsugi.core.plan import BlendPlan
 from kintsugi.fusor.gaps import find_left_out, find_question
 from kintsugi.fusor.loader import LayerLoader, LoadedLayer, LoadFailed
-from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
 from kintsugi.fusor.question import QuestionPass
 from kintsugi.fusor.selectors import Candidates, Selector, make_selector
-from kintsugi.fusor.sliced import WAITING, Cut, PassStatus, SlicedWork, Units, run_in_units
+from kintsugi.fusor.sliced import (
+    WAITING,
+    Cut,
+    Mark,
+    PassStatus,
+    SlicedWork,
+    Stopwatch,
+    Units,
+    reached_s,
+    run_in_units,
+)
 from kintsugi.fusor.stack import DecoderStack, Hidden
 from kintsugi.fusor.staging import upload
 

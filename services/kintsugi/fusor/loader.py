@@ -25,6 +25,8 @@ from kintsugi.fusor.staging import ChunkRows, LayerStaging, Staging
 
 log = logging.getLogger(__name__)
 
+PREFETCH_LAYERS = 4
+"""Number of layers that loading may run ahead of computing. Bounds the host's memory per pass."""
 CLOSE_TIMEOUT_S = 0.1
 """How long `close` waits for the threads. The engine's thread calls it while every request waits. A loader
 thread that the store blocks for longer ends later, and owns everything that it still uses."""

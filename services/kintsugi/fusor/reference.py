@@ -17,8 +17,6 @@ def reference_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> Tensor:
     """Compute `fusor.attention.attend_scattered`, one kv head at a time.
 
@@ -32,8 +30,8 @@ def reference_attention(
     output = torch.empty_like(query)
     for head in range(num_kv_heads):
         mine = slice(head * group, (head + 1) * group)
-        key = gather_head(key_cache, block_table, head, visible.shape[1]) * k_scale
-        value = gather_head(value_cache, block_table, head, visible.shape[1]) * v_scale
+        key = gather_head(key_cache, block_table, head, visible.shape[1])
+        value = gather_head(value_cache, block_table, head, visible.shape[1])
         logits = torch.einsum("ngd,jd->ngj", query[:, mine].float(), key) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kintsugi.core.layout import Codec
 from kintsugi.fusor.codecs import as_frame, encode
-from kintsugi.fusor.marks import Stopwatch
-from kintsugi.fusor.sliced import PassStatus, SlicedWork, Units
+from kintsugi.fusor.sliced import PassStatus, SlicedWork, Stopwatch, Units
 from kintsugi.fusor.stack import DecoderStack, Hidden, LayerBatch
 from kintsugi.fusor.staging import download
 

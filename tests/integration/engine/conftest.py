@@ -156,8 +156,9 @@ def ask_cold(
 
 
 def when_discovering(engine: LocalEngine) -> LocalEngine:
-    """The engine, once it counts segments: threads of its own prepare that while it starts."""
+    """The engine, as soon as it counts segments, without a limit on what it saves."""
     discovery = engine._scheduler.discovery
+    discovery.backlog.share = 10.0
     wait_until(lambda: discovery.is_ready, "discovery is not ready", within_s=READY_S)
     return engine
 

@@ -41,7 +41,6 @@ BLOCK = 32
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
     config: dict[str, Any] = {"store": f"ram://{STORE}", "context_token_ids": CONTEXT}
-    config["discovery"] = {"share": 10.0}
     return engine_slot.get("tiny-llama", config, dtype="float32")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.engine.scheduler.timing import REFUSALS_PER_PROBE, TRIAL_FIRST
+from kintsugi.engine.scheduler.stats import REFUSALS_PER_PROBE, TRIAL_FIRST
 from kintsugi.store.client.ram import RamStore
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -46,7 +46,7 @@ def started(engine_slot: EngineSlot) -> LocalEngine:
 @pytest.fixture
 def engine(started: LocalEngine) -> Iterator[LocalEngine]:
     """With chunks stored and nothing learnt."""
-    from kintsugi.engine.scheduler.timing import Timing
+    from kintsugi.engine.scheduler.stats import Timing
 
     started.save(PREFIX, CHUNKS, NAMESPACE)
     started._scheduler._timing = Timing()

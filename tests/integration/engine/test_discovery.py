@@ -32,10 +32,8 @@ UNNAMED = "found"
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
-    discovery = {"namespace": UNNAMED, "share": 10.0}
-    return when_discovering(
-        engine_slot.get("tiny-llama", {"store": f"ram://{STORE}", "discovery": discovery})
-    )
+    config = {"store": f"ram://{STORE}", "discovery_namespace": UNNAMED}
+    return when_discovering(engine_slot.get("tiny-llama", config))
 
 
 @pytest.fixture

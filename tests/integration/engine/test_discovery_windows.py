@@ -26,8 +26,8 @@ CONTEXT = random_tokens(40, 50)
 
 @pytest.fixture(scope="module")
 def engine(engine_slot: EngineSlot) -> LocalEngine:
-    settings = {"discovery": {"share": 10.0}, "context_token_ids": CONTEXT}
-    return when_discovering(engine_slot.get("tiny-gemma3", {"store": f"ram://{STORE}", **settings}))
+    config = {"store": f"ram://{STORE}", "context_token_ids": CONTEXT}
+    return when_discovering(engine_slot.get("tiny-gemma3", config))
 
 
 def test_what_recurs_is_saved_in_both_copies_and_hit(engine: LocalEngine) -> None:

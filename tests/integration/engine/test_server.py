@@ -69,7 +69,7 @@ def server(
         "--kv-cache-memory-bytes",
         "134217728",
     ]
-    config = {"store": f"grpc://{shard.address}", "discovery": {"namespace": UNNAMED}}
+    config = {"store": f"grpc://{shard.address}", "discovery_namespace": UNNAMED}
     command += ["--kv-transfer-config", json.dumps(transfer_config({**config, **UNCALIBRATED, **PATIENT}))]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:

@@ -19,20 +19,26 @@ from kintsugi.discovery.backlog import (
 SPACE = ChunkSpace(ModelFingerprint.of({"weights": "x"}), "acme")
 
 
+def backlog_of(share: float) -> Backlog:
+    backlog = Backlog()
+    backlog.share = share
+    return backlog
+
+
 def segment(number: int, size: int = 64, namespace: str = "acme") -> Recurring:
     space = replace(SPACE, namespace=namespace)
     return Recurring(space, TokenIds.of([number] * size), "", namespace, 60.0, 0.0)
 
 
 def test_segments_leave_in_the_order_of_arrival() -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     assert all(backlog.add(segment(number)) for number in (3, 1, 2))
     assert [backlog.take(1)[0].token_ids[0] for _ in range(3)] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(("tokens_max", "together"), [(1, 1), (127, 1), (128, 2), (1000, 3)])
 def test_alike_segments_leave_together_as_long_as_they_are_few_tokens(tokens_max: int, together: int) -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     for number in range(3):
         backlog.add(segment(number))
     backlog.add(segment(3, namespace="others"))
@@ -42,14 +48,14 @@ def test_alike_segments_leave_together_as_long_as_they_are_few_tokens(tokens_max
 
 
 def test_a_segment_waits_once() -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     assert backlog.add(segment(1))
     assert not backlog.add(segment(1))
     assert len(backlog) == 1
 
 
 def test_saving_computes_no_more_than_its_share() -> None:
-    backlog = Backlog(share=0.5)
+    backlog = backlog_of(0.5)
     for number in range(100):
         backlog.add(segment(number))
     assert not backlog.is_due
@@ -62,7 +68,7 @@ def test_saving_computes_no_more_than_its_share() -> None:
 
 
 def test_an_idle_time_is_not_made_up_for() -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     backlog.earn(prompt_tokens=10 * EARNED_MAX)
     backlog.add(segment(1))
     backlog.spend(EARNED_MAX)
@@ -71,7 +77,7 @@ def test_an_idle_time_is_not_made_up_for() -> None:
 
 @pytest.mark.parametrize("size", [64, 256, 1000])
 def test_what_waits_is_bounded_and_no_namespace_takes_all_the_room(size: int) -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     most = NAMESPACE_TOKENS_MAX // max(size, SEGMENT_TOKENS_MIN)
     for namespace in ("flood", "others"):
         added = sum(backlog.add(segment(number, size, namespace)) for number in range(most + 10))
@@ -84,7 +90,7 @@ def test_what_waits_is_bounded_and_no_namespace_takes_all_the_room(size: int) ->
 
 
 def test_the_parts_of_a_namespace_have_no_more_room_than_it_has() -> None:
-    backlog = Backlog(share=1.0)
+    backlog = backlog_of(1.0)
     most = NAMESPACE_TOKENS_MAX // SEGMENT_TOKENS_MIN
     parts = ("flood/-/one", "flood/-/two", "flood")
     added = sum(backlog.add(segment(number, namespace=parts[number % 3])) for number in range(3 * most))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.core.errors import UnknownField
+from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.schema import load
 from kintsugi.engine import config
 from kintsugi.engine.config import EngineConfig
@@ -26,6 +26,12 @@ def test_every_option_is_read_by_the_engine() -> None:
 def test_an_option_that_is_none_is_an_error() -> None:
     with pytest.raises(UnknownField, match="match_content"):
         load(EngineConfig, {"match_content": False}, "kv_connector_extra_config")
+
+
+@pytest.mark.parametrize("wrong", ["a b", "a" * 93, "a/-"])
+def test_a_namespace_that_no_salt_can_narrow_is_refused(wrong: str) -> None:
+    with pytest.raises(InvalidField, match="discovery_namespace"):
+        EngineConfig(discovery_namespace=wrong)
 
 
 def test_shards_place_chunks_for_the_ratio_of_engines() -> None:

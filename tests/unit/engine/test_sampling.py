@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kintsugi.core.errors import InvalidField, UnknownField
-from kintsugi.engine.sampling import BIASES_MAX, STOPS_MAX, check_sampling
+from kintsugi.engine.local import BIASES_MAX, STOPS_MAX, check_sampling
 
 
 def test_what_is_given_passes_and_nothing_else() -> None:

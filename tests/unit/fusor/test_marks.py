@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kintsugi.fusor.marks import Mark, Stopwatch, reached_s
+from kintsugi.fusor.sliced import Mark, Stopwatch, reached_s
 from tests.fakes.pretend_cuda import CUDA, PretendCuda
 from tests.waiting import wait_until
 

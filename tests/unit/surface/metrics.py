@@ -38,7 +38,7 @@ for depth in range(len(parts)):
 metrics = sys.modules[".".join(parts)]
 metrics.KVConnectorPromMetrics = metrics.KVConnectorStats = Base
 
-from kintsugi.engine.scheduler.blend_stats import BlendPromMetrics
+from kintsugi.engine.scheduler.stats import BlendPromMetrics
 
 found = {}
 

@@ -31,7 +31,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError, NotFound, Unavaila
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.request import trim_spans
 from kintsugi.core.spaces import TokenIds
-from kintsugi.engine.openai.options import OpenAIOptions
+from kintsugi.engine.config import OpenAIOptions
 from kintsugi.engine.openai.prompt import SegmentTokenizer, with_documents, with_whole_messages
 from kintsugi.engine.openai.serving import (
     CALL,

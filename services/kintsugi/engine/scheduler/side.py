@@ -30,10 +30,9 @@ from kintsugi.engine.protocol import (
     WorkerReport,
 )
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.blend_stats import BlendStats
-from kintsugi.engine.scheduler.discovery import Discovery
+from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.idle_saves import IdleSaves
+from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.lookups import LOOKUPS_MAX, Lookups
 from kintsugi.engine.scheduler.matching import (
     Match,
@@ -43,21 +42,22 @@ from kintsugi.engine.scheduler.matching import (
     match_spans,
     without_prefix,
 )
-from kintsugi.engine.scheduler.parking import Parking, is_parked, parking_of_saves
 from kintsugi.engine.scheduler.requests import (
+    Parking,
     RequestState,
     add_span_keys,
     check_calibrated,
     check_request,
     check_save,
+    is_parked,
+    parking_of_saves,
     save_job,
     saved_copy,
     take_beside_named,
     ticket_of,
     values_of,
 )
-from kintsugi.engine.scheduler.salts import Salts
-from kintsugi.engine.scheduler.timing import Timing
+from kintsugi.engine.scheduler.stats import BlendStats, Timing
 from kintsugi.fusor.control.controller import predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
 from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond, plan_again
@@ -250,7 +250,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after ``num_computed`` the worker will compute: all but the last, or 0.
 
-        None: ask again, as the store has not answered yet or the blend waits (`scheduler.parking`).
+        None: ask again, as the store has not answered yet or the blend waits (`scheduler.requests`).
         """
         state = self._states.get(request.request_id)
         if state is None or state.is_final:

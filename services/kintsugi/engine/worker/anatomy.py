@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls, watch_calls
 from kintsugi.engine.worker.model import Layer, LoadedModel
-from kintsugi.engine.worker.native import rotation_kernel
+from kintsugi.engine.worker.native import mass_kernel, rotation_kernel
 from kintsugi.engine.worker.rotation import (
     TOKENS,
     KeyRotation,
@@ -56,7 +56,7 @@ def learn_model(model: LoadedModel) -> LoadedModel:
         except Exception as defect:
             feature = f"calls that failed under observation ({type(defect).__name__}: {defect})"
             raise Decline(DeclineReason.LAYER_CALLS, None, feature).error() from defect
-    model = dataclasses.replace(model, layers=layers)
+    model = dataclasses.replace(model, layers=layers, mass_kernel=mass_kernel(model.device))
     return dataclasses.replace(model, described=_describe(model))
 
 

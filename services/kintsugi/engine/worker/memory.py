@@ -16,6 +16,7 @@ from kintsugi.engine.worker.model import Layer, LoadedModel
 from kintsugi.engine.worker.stack import lacks_blocks, min_over_ranks
 from kintsugi.fusor.blend import needs_loaded
 from kintsugi.fusor.gaps import find_left_out
+from kintsugi.fusor.loader import PREFETCH_LAYERS
 from kintsugi.fusor.selectors import Selector, depends_on_question, make_selector
 from kintsugi.fusor.staging import keep_for_loading
 
@@ -51,7 +52,7 @@ def reserve_memory(device: torch.device) -> float:
     return min_over_ranks(budget)
 
 
-def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
+def pass_bytes(model: LoadedModel, job: BlendJob) -> int:
     """Return the maximum device memory of a blend that loses no chunk. Excludes the working memory of a unit:
     vLLM's profile covers a prefill of the same number of tokens."""
     selection, start, num_tokens = job.plan.selection, job.tokens.start, len(job.tokens.token_ids)
@@ -63,7 +64,7 @@ def pass_bytes(model: LoadedModel, job: BlendJob, prefetch_layers: int) -> int:
     # The engine's prefix cache may hold the beginning of the first hit.
     loaded_tokens = sum(hit.end - max(hit.start, start) for hit in job.plan.hits)
     kept = [not scratch[layer.group.index] for layer in model.layers]
-    layers = prefetch_layers + LAYERS_IN_USE + ROTATION_LAYERS + _num_layers_asked(selector, kept)
+    layers = PREFETCH_LAYERS + LAYERS_IN_USE + ROTATION_LAYERS + _num_layers_asked(selector, kept)
     loaded = layers * loaded_tokens * model.kv_width * model.dtype.itemsize
 
     # Every token is embedded; layers compute those that are left after the selector.

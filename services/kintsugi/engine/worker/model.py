@@ -1,4 +1,4 @@
-"""Finds the parts of the loaded model in vLLM: decoder layers, attention, cache groups.
+"""Finds the parts of the loaded model in vLLM: decoder layers, attention, cache groups, stored KV.
 
 The model need not be registered: its `Attention` objects are in the compilation config's static forward
 context, and the module that contains them is searched among the live objects once at start.
@@ -12,6 +12,7 @@ import gc
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.core.layout import KVLayout
-from kintsugi.engine.worker.attention.kv import HeadsKV, kv_of
-from kintsugi.engine.worker.attention.latent import needs_rows
+from kintsugi.engine.worker.attention.latent import is_latent, needs_rows
 from kintsugi.engine.worker.attention.scattered import kernel_serves
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
+from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.latent import absorb_query
 from kintsugi.fusor.stack import Hidden
 from kintsugi.fusor.staging import upload
 from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason, LayerKind, ModelLayers
@@ -51,6 +53,78 @@ MROPE_AXES = 3
 
 SAMPLED_IDS = 8
 """Number of token ids embedded to compare a model with its language model."""
+
+
+class HeadsKV:
+    """The KV that vLLM's `Attention` stores per token: K and V of each KV head."""
+
+    kind = LayerKind.ATTENTION
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self.heads = int(attention.num_kv_heads)
+        """KV heads of this rank."""
+        self.key_width = self.query_width = int(attention.head_size)
+        self.value_width = int(attention.head_size_v)
+
+    def tell_apart(self, query: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, K and V, `[tokens, heads, width]`, from the arguments of the attention."""
+        key, value = self._key_and_value(second, third)
+        count = len(query)
+        return (
+            query.view(count, -1, self.query_width),
+            key.view(count, self.heads, self.key_width),
+            value.view(count, self.heads, self.value_width),
+        )
+
+    def _key_and_value(self, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
+        return second, third
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write rotated K and V, `[tokens, heads, width]`, into slots of the layer's cache."""
+        attention = self._attention
+        attention.impl.do_kv_cache_update(attention, key, value, attention.kv_cache, slots)
+
+
+class LatentKV(HeadsKV):
+    """The KV that vLLM's `MLAAttention` stores per token: the latent in place of V and the rotary key in
+    place of K, shared by all heads and ranks."""
+
+    kind = LayerKind.LATENT
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self.heads = int(attention.num_kv_heads)
+        self.key_width = int(attention.qk_rope_head_dim)
+        self.value_width = int(attention.kv_lora_rank)
+        self.query_width = int(attention.qk_nope_head_dim) + self.key_width
+
+    def _key_and_value(self, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
+        return third, second
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        attention = self._attention
+        attention.impl.do_kv_cache_update(
+            value[:, 0], key, attention.kv_cache, slots, attention.kv_cache_dtype, attention._k_scale
+        )
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Absorb a query as `fusor.latent.absorb_query` does, with the weights as vLLM stores them."""
+        attention = self._attention
+        if not getattr(attention, "is_amx_bmm_enabled", False):
+            return absorb_query(query, attention.W_UK_T)
+        width: int = attention.qk_nope_head_dim
+        nope, rotary = query[..., :width], query[..., width:]
+        absorbed = query.new_empty(query.shape[1], len(query), self.value_width)
+        packed, scale = attention.impl._w_uk_packed, attention.impl._w_scale
+        # What `vllm._custom_ops.bmm_cpu` calls; older versions have neither, nor the packed weights.
+        torch.ops._C.bmm_cpu(absorbed, nope.transpose(0, 1), packed, True, scale)
+        return torch.cat((rotary, absorbed.transpose(0, 1)), -1)
+
+
+def kv_of(attention: Any) -> HeadsKV:
+    """Return the description of the KV that an attention stores."""
+    return LatentKV(attention) if is_latent(attention) else HeadsKV(attention)
 
 
 @dataclass(frozen=True)
@@ -119,6 +193,8 @@ class LoadedModel:
     """Description of the layers over all ranks."""
     disabled_ops: tuple[CustomOp, ...] = ()
     """Operations with a fused kernel that vLLM has disabled."""
+    mass_kernel: MassKernel | None = None
+    """The kernel that sums the question's attention, if it supports this processor."""
 
     @contextlib.contextmanager
     def custom_ops_on(self) -> Iterator[None]:
@@ -149,7 +225,7 @@ class LoadedModel:
         stored = [kv_of(layer.attention) for layer in self.layers]
         return max(one.heads * (one.key_width + one.value_width) for one in stored)
 
-    @property
+    @cached_property
     def layout(self) -> KVLayout:
         """Layout of the KV over all ranks."""
         return self.described.layout(str(self.dtype).removeprefix("torch."))

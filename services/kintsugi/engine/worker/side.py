@@ -42,8 +42,8 @@ from kintsugi.engine.worker.support import find_unsupported
 from kintsugi.engine.worker.weights import LoadedWeights
 from kintsugi.fusor.audit import measure_errors
 from kintsugi.fusor.blend import BlendPass, PassRegion
-from kintsugi.fusor.control.metering import Meter
-from kintsugi.fusor.loader import Frames, LayerLoader, describe_shortage, placements_of
+from kintsugi.fusor.control.estimates import Meter
+from kintsugi.fusor.loader import PREFETCH_LAYERS, Frames, LayerLoader, describe_shortage, placements_of
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.fusor.sliced import PassStatus
@@ -256,7 +256,7 @@ class WorkerSide:
         layers = range(layout.num_layers)
 
         def open_frames(share: slice) -> Frames:
-            meter = Meter([hit.source for hit in plan.hits[share]], self._config.prefetch_layers)
+            meter = Meter([hit.source for hit in plan.hits[share]], PREFETCH_LAYERS)
             meters.append(meter)
             return meter.measure(stream_chunks(self._store, manifests[share], layers, heads, deadline_s))
 
@@ -266,7 +266,7 @@ class WorkerSide:
             [layer.rotation.rotary for layer in self._model.layers],
             self._model.device,
             len(heads),
-            depth=self._config.prefetch_layers,
+            depth=PREFETCH_LAYERS,
             patience_s=2 * deadline_s,
         )
 
@@ -381,7 +381,7 @@ class WorkerSide:
         if self._room_bytes is None:
             self._room_bytes = reserve_memory(self._model.device)
         request_id = job.tokens.request_id
-        needed = pass_bytes(self._model, job, self._config.prefetch_layers)
+        needed = pass_bytes(self._model, job)
         if needed > self._room_bytes and self._blends:
             return False
         if needed > self._room_bytes:
@@ -424,7 +424,7 @@ class WorkerSide:
     def _read_some(self, job: ProbeJob) -> LoadSample:
         """Read the first layers of some chunks to measure loading."""
         assert self._model is not None
-        layers = range(min(self._config.prefetch_layers, len(self._model.layers)))
+        layers = range(min(PREFETCH_LAYERS, len(self._model.layers)))
         heads = HeadRange.of_rank(job.manifests[job.hits[0].key].layout.num_kv_heads, *rank_and_size())
         return read_and_drop(self._store, job, layers, heads, self._config.layer_deadline_ms / 1e3)
 

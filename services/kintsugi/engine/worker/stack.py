@@ -27,12 +27,10 @@ from vllm.distributed import (
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kintsugi.engine.worker.attention.kv import LatentKV
 from kintsugi.engine.worker.attention.latent import LatentRows, replace_latent_attention
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, replace_attention_impl, runs_min
 from kintsugi.engine.worker.calls import replace_forward
-from kintsugi.engine.worker.model import CacheGroup, Layer, LoadedModel
-from kintsugi.engine.worker.native import mass_kernel
+from kintsugi.engine.worker.model import CacheGroup, LatentKV, Layer, LoadedModel
 from kintsugi.fusor.stack import AttentionRule, FreshKV, Hidden, LayerBatch, Slots
 from kintsugi.fusor.staging import upload
 
@@ -324,7 +322,7 @@ class VllmStack:
             attention.impl.scale,
             attention.sliding_window,
             getattr(attention.impl, "logits_soft_cap", None) or None,
-            mass_kernel(self._model.device),
+            self._model.mass_kernel,
             getattr(attention.impl, "sinks", None),
             None if slopes is None else torch.as_tensor(slopes, device=self._model.device),
             kv.absorb if isinstance(kv, LatentKV) else None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.engine.protocol import LoadSample, ProbeJob
-from kintsugi.fusor.control.metering import Meter
+from kintsugi.fusor.control.estimates import Meter
 from kintsugi.store.client.merge import ShardStream
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 

@@ -6,7 +6,7 @@ storage tier.) In addition, a chunk is recomputed if that is faster than loading
 prefilled in full if nothing beats that: on a fast accelerator behind a slow network, loading loses.
 
 Priors are optimistic: without any measurement a prompt is blended, which makes the engine measure, and a
-source that was never read counts as instant. `engine.scheduler.timing` keeps the estimates up to date after
+source that was never read counts as instant. `engine.scheduler.stats` keeps the estimates up to date after
 refusals: now and then it reads a refused prompt's chunk on the side, or blends although computing was
 predicted slower.
 """
@@ -23,6 +23,8 @@ from kintsugi.fusor.control.estimates import Measured
 from kintsugi.fusor.control.forecast import BlendForecast, ForecastRegion, blend_forecast, full_prefill_s
 from kintsugi.fusor.control.planner import Planner, PlanRequest
 
+RATIO_MAX = 0.5
+"""Maximum ratio to which that of a request that named none is raised."""
 RATIO_STEP = 0.05
 """Raised ratios are multiples of this, so a prompt has few different blends rather than one per
 measurement."""
@@ -47,9 +49,6 @@ class LoadingController(Planner):
     """The planner of a serving engine. The ratio of its default selection is the lowest that the gate
     allows."""
 
-    ratio_max: float
-    """Upper limit for raising a ratio that the request did not specify."""
-
     def plan(self, request: PlanRequest) -> BlendPlan:
         """Return the plan with the earliest first token. Raises `NotBlendable` if a full prefill's is
         earlier: `loading_is_slower`, or `blending_is_slower` if even an instant store would not help."""
@@ -62,7 +61,7 @@ class LoadingController(Planner):
         if forecast.ttft_s > full_s and not (request.is_trial and _transfers_within(full_s, plan, request)):
             raise _make_refusal(plan, forecast, full_s, request)
         if request.options.ratio is None and request.is_alone:
-            plan, forecast = _raise_ratio(plan, forecast, min(self.ratio_max, 1.0), full_s, request)
+            plan, forecast = _raise_ratio(plan, forecast, full_s, request)
         return replace(plan, predicted_ttft_s=forecast.ttft_s)
 
 
@@ -143,14 +142,14 @@ def _make_refusal(
 
 
 def _raise_ratio(
-    plan: BlendPlan, forecast: BlendForecast, ratio_max: float, full_s: float, request: PlanRequest
+    plan: BlendPlan, forecast: BlendForecast, full_s: float, request: PlanRequest
 ) -> tuple[BlendPlan, BlendForecast]:
     """Raise the ratio to the highest one that loading hides: the paper's case of a device that computes
     faster than it loads. Ratios of 0 and 1 are deliberate and stay; an adaptive ratio stops by itself."""
-    if not 0 < plan.selection.ratio < ratio_max or plan.selection.adaptive_mass is not None:
+    if not 0 < plan.selection.ratio < RATIO_MAX or plan.selection.adaptive_mass is not None:
         return plan, forecast
     free_s = min(full_s, (1 + FREE_SHARE) * forecast.ttft_s)
-    for step in range(int(ratio_max / RATIO_STEP + 1e-9), int(plan.selection.ratio / RATIO_STEP + 1e-9), -1):
+    for step in range(int(RATIO_MAX / RATIO_STEP + 1e-9), int(plan.selection.ratio / RATIO_STEP + 1e-9), -1):
         selection = replace(plan.selection, ratio=round(step * RATIO_STEP, 2))
         raised = _forecast(selection, plan.hits, request)
         if raised is not None and raised.ttft_s <= free_s:

@@ -1,16 +1,18 @@
 """Recent measurements for the loading controller: how fast bytes arrive and what computing costs.
 
-Stateful, but without a clock or I/O: callers measure and report. Every estimate forgets old values, so it
+A `Meter` measures a stream; everything else is reported by callers. Every estimate forgets old values, so it
 follows a store that became slow or a machine that became busy. Cost: an exponential mean per transfer; about
 0.2 ms per observed step or blend for a fit of at most five terms; a snapshot copies one small dictionary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from kintsugi.core.layout import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
 
 RECENT_SHARE = 0.25
@@ -53,6 +55,59 @@ class Transfer:
     """Wait for the other measured frames."""
     num_bytes: int = 0
     """Bytes of the other measured frames."""
+
+
+Frames = Iterator[LayerFrame | ChunkLost]
+
+
+@dataclass
+class Meter:
+    """Measures at its consumer how long each source of a stream kept the loader waiting.
+
+    Only the layers that the loader takes without waiting for room are measured: later ones may have arrived
+    while it waited and would make the source look faster than it is. The loader's thread writes the meter;
+    others read it after that thread or the pass has ended, and may miss the newest frame. Cost: two clock
+    readings per frame.
+    """
+
+    sources: Sequence[ChunkSource]
+    """The source of each chunk of the stream."""
+    layers_max: int
+    clock: Callable[[], float] = time.perf_counter
+    decode_s: float = 0.0
+    """Seconds that the consumer spent on the frames."""
+    decode_bytes: int = 0
+    _transfers: dict[ChunkSource, Transfer] = field(default_factory=dict)
+
+    def measure(self, frames: Frames) -> Frames:
+        """Yield the same frames, measured. Closes `frames`."""
+        try:
+            asked = self.clock()
+            for item in frames:
+                arrived = self.clock()
+                yield item
+                if isinstance(item, LayerFrame) and item.layer < self.layers_max:
+                    self._add(self.sources[item.chunk], arrived - asked, len(item.data))
+                    if item.layer < self.layers_max - 1:  # after the last, the loader may wait for room
+                        self.decode_s += self.clock() - arrived
+                        self.decode_bytes += len(item.data)
+                asked = self.clock()
+        finally:
+            close = getattr(frames, "close", None)
+            if close is not None:
+                close()
+
+    def _add(self, source: ChunkSource, seconds: float, num_bytes: int) -> None:
+        known = self._transfers.get(source)
+        if known is None:
+            self._transfers[source] = Transfer(source, seconds, num_bytes)
+        else:
+            known.wait_s += seconds
+            known.num_bytes += num_bytes
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [replace(transfer) for transfer in self._transfers.values()]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Predicts a prompt's time to first token: blended, or prefilled in full. Pure.
 
 A full prefill is a sequence of engine steps. A blend is a pipeline of layers: the loader runs at most
-`prefetch_layers` ahead, and a layer is computed once it is loaded and the previous one is done,
+`PREFETCH_LAYERS` ahead, and a layer is computed once it is loaded and the previous one is done,
 
     TTFT_blend = first layer's load + Σ max(load_{i+1}, compute_i) + last layer's compute + tail.
 
@@ -20,6 +20,7 @@ from kintsugi.core.plan import ChunkHit, ChunkSource, Selection
 from kintsugi.fusor.control.cost import LayerWork, PassWorkload, pass_work
 from kintsugi.fusor.control.estimates import EXTRAPOLATION_MAX, Link, Measured, Terms, blend_prior
 from kintsugi.fusor.gaps import find_left_out
+from kintsugi.fusor.loader import PREFETCH_LAYERS
 
 INSTANT = Link(0.0, 0.0)
 
@@ -33,8 +34,6 @@ class EngineShape:
     """See `fusor.stack.DecoderStack.projection_share`."""
     step_tokens_max: int
     """Maximum number of tokens that one engine step prefills."""
-    prefetch_layers: int
-    """Number of layers that loading may run ahead of computing."""
     sees_order_alone: bool = True
     """See `fusor.stack.DecoderStack`."""
 
@@ -186,7 +185,7 @@ def blend_forecast(
     shape = _Shape(engine, hits, region)
     stages = _cost_stages(shape.stages(selection), shape, coefficients)
     compute_s = coefficients[0] + sum(cost for _, cost in stages)
-    end_s = _pipeline(stages, loads, engine.prefetch_layers, ahead_s + coefficients[0])
+    end_s = _pipeline(stages, loads, ahead_s + coefficients[0])
     return BlendForecast(end_s + measured.tail_s, sum(loads), compute_s)
 
 
@@ -218,16 +217,14 @@ def _forecast_loading(
     return opening_s, total_s / engine.num_layers
 
 
-def _pipeline(
-    stages: Sequence[tuple[int, float]], loads: Sequence[float], prefetch_layers: int, begin_s: float
-) -> float:
+def _pipeline(stages: Sequence[tuple[int, float]], loads: Sequence[float], begin_s: float) -> float:
     """Return the time at which the last stage is done. A layer starts loading when the previous one is loaded
-    and the layer `prefetch_layers` before it has been taken."""
+    and the layer `PREFETCH_LAYERS` before it has been taken."""
     taken: list[float] = []
     loaded_s, now_s = 0.0, begin_s
     for layer, cost_s in stages:
         if layer == len(taken):  # else the question's pass has taken it
-            room_s = taken[layer - prefetch_layers] if layer >= prefetch_layers else 0.0
+            room_s = taken[layer - PREFETCH_LAYERS] if layer >= PREFETCH_LAYERS else 0.0
             loaded_s = max(loaded_s, room_s) + loads[layer]
             now_s = max(now_s, loaded_s)
             taken.append(now_s)

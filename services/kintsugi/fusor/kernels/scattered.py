@@ -5,9 +5,6 @@ heads that share the kv head, so each K/V tile is loaded once for all of them. I
 positions from its first query's window to its last query's position and keeps a running softmax
 (FlashAttention-2's recurrence, in base 2) per row; the mask compares positions strictly.
 
-Dequantising fp8 costs nothing: both scales are scalars, so K's goes into the logit scale and V's into
-the final division, and 8-bit elements are exact in 16 bits.
-
 If there are too few tiles to fill the GPU (few kv heads under tensor parallelism, or few queries), the walk
 over the kv positions is split: S programs walk a part each, and a second kernel merges their running
 softmaxes (FlashDecoding). With S = 1 there is no second kernel.
@@ -121,8 +118,6 @@ def triton_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -135,7 +130,7 @@ def triton_attention(
     tiles, context = triton.cdiv(num_tokens, tile.tokens), block_table.shape[0] * key_cache.shape[1]
     if splits is None:
         splits = choose_splits(tiles * num_kv_heads, context, tile.columns, _multiprocessors(query.device))
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
     parts, softmax = output[None], output
     if splits > 1:
         parts = query.new_empty((splits, *query.shape), dtype=torch.float32)
@@ -150,13 +145,12 @@ def triton_attention(
         positions.contiguous(),
         positions if sinks is None else sinks.contiguous(),
         num_tokens,
-        scale * k_scale,
-        v_scale,
+        scale,
         softcap or 0.0,
-        *query.stride(),
-        *key_cache.stride(),
-        *value_cache.stride(),
-        *parts.stride(),
+        *query.stride()[:-1],
+        *key_cache.stride()[:-1],
+        *value_cache.stride()[:-1],
+        *parts.stride()[:-1],
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
@@ -177,9 +171,8 @@ def triton_attention(
             parts,
             softmax,
             output,
-            v_scale,
-            *parts.stride(),
-            *output.stride(),
+            *parts.stride()[:-1],
+            *output.stride()[:-1],
             HEAD_DIM=head_dim,
             DIM=triton.next_power_of_2(head_dim),
             SPLITS=splits,
@@ -209,23 +202,18 @@ def _attend(
     sinks,
     num_tokens,
     scale,
-    v_scale,
     softcap,
     query_token_stride,
     query_head_stride,
-    query_dim_stride,
     key_block_stride,
     key_slot_stride,
     key_head_stride,
-    key_dim_stride,
     value_block_stride,
     value_slot_stride,
     value_head_stride,
-    value_dim_stride,
     output_split_stride,
     output_token_stride,
     output_head_stride,
-    output_dim_stride,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -243,21 +231,12 @@ def _attend(
     not yet divided, and `softmax` `[splits, tokens, heads, 2]` their running maxima and totals."""
     # Late tiles walk farthest: start them first, so that the short ones fill the end of the launch.
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
-    kv_head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2).to(tl.int64)
     last_token = tl.minimum(first_token + TOKENS, num_tokens) - 1
-    row = tl.arange(0, ROWS)
-    token = first_token + row // GROUP
-    row_is_live = (row < TOKENS * GROUP) & (token <= last_token)
-    token = tl.minimum(token, last_token).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    dim = tl.arange(0, DIM)
-    dim_is_live = dim < HEAD_DIM
-    row_mask = row_is_live[:, None] & dim_is_live[None, :]
+    kv_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, head, row_is_live = _rows(first_token, last_token, kv_head, GROUP, TOKENS, ROWS)
     row_position = tl.where(row_is_live, tl.load(positions + token), -1)
-
-    query_offset = token * query_token_stride + head * query_head_stride
-    q = tl.load(query + query_offset[:, None] + dim[None, :] * query_dim_stride, row_mask, 0.0).to(DOT_TYPE)
+    query += token * query_token_stride + head * query_head_stride
+    q = _load(query, row_is_live, HEAD_DIM, DIM).to(DOT_TYPE)
     accumulator = tl.zeros([ROWS, DIM], dtype=tl.float32)
     maximum, total = _start(sinks, head, split, ROWS, HAS_SINKS)
 
@@ -268,92 +247,90 @@ def _attend(
     start, stop = _part(start, stop, split, COLUMNS, SPLITS)
     for first_column in range(start, stop, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
-        visible = column[None, :] <= row_position[:, None]
-        column_is_live = column < stop
-        if WINDOW > 0:
-            visible = visible & (column[None, :] > row_position[:, None] - WINDOW)
-            # The engine may have freed blocks between the windows of scattered queries.
-            column_is_live = tl.max(visible.to(tl.int32), axis=0) > 0
+        visible, column_is_live = _visible(column, row_position, stop, WINDOW)
         block = tl.load(block_table + column // BLOCK_SIZE, mask=column_is_live, other=0).to(tl.int64)
         slot = column % BLOCK_SIZE
-        key_offset = block * key_block_stride + slot * key_slot_stride + kv_head * key_head_stride
-        value_offset = block * value_block_stride + slot * value_slot_stride + kv_head * value_head_stride
-        kv_mask = column_is_live[:, None] & dim_is_live[None, :]
-        k = tl.load(key_cache + key_offset[:, None] + dim[None, :] * key_dim_stride, kv_mask, 0.0)
-        v = tl.load(value_cache + value_offset[:, None] + dim[None, :] * value_dim_stride, kv_mask, 0.0)
-        logits = _logits(q, k.to(DOT_TYPE), visible, scale, softcap, HAS_SOFTCAP)
-        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - new_maximum[:, None])
-        decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(weights, axis=1)
-        product = tl.dot(weights.to(DOT_TYPE), v.to(DOT_TYPE), input_precision="ieee")
-        accumulator = accumulator * decay[:, None] + product
-        maximum = new_maximum
+        key = key_cache + block * key_block_stride + slot * key_slot_stride + kv_head * key_head_stride
+        value = (
+            value_cache + block * value_block_stride + slot * value_slot_stride + kv_head * value_head_stride
+        )
+        k = _load(key, column_is_live, HEAD_DIM, DIM).to(DOT_TYPE)
+        v = _load(value, column_is_live, HEAD_DIM, DIM).to(DOT_TYPE)
+        logits = _logits(q, k, visible, scale, softcap, HAS_SOFTCAP)
+        accumulator, maximum, total = _accumulate(accumulator, maximum, total, logits, v)
 
     if SPLITS > 1:
         entry = ((split * num_tokens + token) * (tl.num_programs(1) * GROUP) + head) * 2
         tl.store(softmax + entry, maximum, mask=row_is_live)
         tl.store(softmax + entry + 1, total, mask=row_is_live)
     else:
-        accumulator *= (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    output_offset = split * output_split_stride + token * output_token_stride + head * output_head_stride
-    tl.store(
-        output + output_offset[:, None] + dim[None, :] * output_dim_stride,
-        accumulator.to(output.dtype.element_ty),
-        mask=row_mask,
-    )
+        accumulator *= (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
+    output += split * output_split_stride + token * output_token_stride + head * output_head_stride
+    _store(output, accumulator, row_is_live, HEAD_DIM, DIM)
 
 
 @triton.jit
-def _part(start, stop, split, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
-    """The part of the walk from `start` to `stop` that a split takes, in whole steps."""
-    if SPLITS > 1:
-        width = tl.cdiv(tl.cdiv(stop - start, COLUMNS), SPLITS) * COLUMNS
-        start += split.to(tl.int32) * width
-        stop = tl.minimum(stop, start + width)
-    return start, stop
+def _rows(first_token, last_token, kv_head, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Return each row's token and query head, and whether the row is computed."""
+    row = tl.arange(0, ROWS)
+    token = first_token + row // GROUP
+    is_live = (row < TOKENS * GROUP) & (token <= last_token)
+    return tl.minimum(token, last_token).to(tl.int64), kv_head * GROUP + row % GROUP, is_live
 
 
-@triton.jit(do_not_specialize=["v_scale"])
-def _merge(
-    parts,
-    softmax,
-    output,
-    v_scale,
-    part_split_stride,
-    part_token_stride,
-    part_head_stride,
-    part_dim_stride,
-    output_token_stride,
-    output_head_stride,
-    output_dim_stride,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Merge the parts of one query and head. Grid: (queries, query heads)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    split, dim = tl.arange(0, SPLITS).to(tl.int64), tl.arange(0, DIM)
-    dim_is_live = dim < HEAD_DIM
-    entry = softmax + ((split * tl.num_programs(0) + token) * tl.num_programs(1) + head) * 2
-    maximum = tl.load(entry)
-    share = tl.exp2(maximum - tl.max(maximum, axis=0))
-    total = tl.sum(tl.load(entry + 1) * share, axis=0)
-    offset = split * part_split_stride + token * part_token_stride + head * part_head_stride
-    mask = dim_is_live[None, :] & (split >= 0)[:, None]
-    part = tl.load(parts + offset[:, None] + dim[None, :] * part_dim_stride, mask, 0.0)
-    result = tl.sum(part * share[:, None], axis=0) * (v_scale / tl.where(total > 0.0, total, 1.0))
-    output_offset = token * output_token_stride + head * output_head_stride
-    tl.store(
-        output + output_offset + dim * output_dim_stride,
-        result.to(output.dtype.element_ty),
-        mask=dim_is_live,
-    )
+@triton.jit
+def _load(rows, is_live, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Load `[rows, DIM]` from pointers to contiguous rows of HEAD_DIM elements; 0 for other elements."""
+    dim = tl.arange(0, DIM)
+    return tl.load(rows[:, None] + dim[None, :], is_live[:, None] & (dim < HEAD_DIM)[None, :], 0.0)
+
+
+@triton.jit
+def _store(rows, values, is_live, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Store `[rows, DIM]` as `_load` loads it."""
+    dim = tl.arange(0, DIM)
+    mask = is_live[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(rows[:, None] + dim[None, :], values.to(rows.dtype.element_ty), mask)
+
+
+@triton.jit
+def _visible(column, row_position, stop, WINDOW: tl.constexpr):
+    """Return which pairs `[ROWS, COLUMNS]` the mask admits, and which columns may be read."""
+    visible = column[None, :] <= row_position[:, None]
+    column_is_live = column < stop
+    if WINDOW > 0:
+        visible = visible & (column[None, :] > row_position[:, None] - WINDOW)
+        # The engine may have freed blocks between the windows of scattered queries.
+        column_is_live = tl.max(visible.to(tl.int32), axis=0) > 0
+    return visible, column_is_live
+
+
+@triton.jit
+def _logits(q, k, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity for masked pairs."""
+    product = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) as 1 - 2 / (1 + e^2x): saturates without overflow, and the interpreter has no libdevice.
+        capped = 1.0 - 2.0 / (1.0 + tl.exp(product * (2.0 * scale / softcap)))
+        logits = capped * (softcap * LOG2_E)
+    else:
+        logits = product * (scale * LOG2_E)
+    return tl.where(visible, logits, float("-inf"))
+
+
+@triton.jit
+def _accumulate(accumulator, maximum, total, logits, v):
+    """Add a tile's values to the running softmax, weighted by its logits."""
+    new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_maximum[:, None])
+    decay = tl.exp2(maximum - new_maximum)
+    product = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return accumulator * decay[:, None] + product, new_maximum, total * decay + tl.sum(weights, axis=1)
 
 
 @triton.jit
 def _start(sinks, head, split, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The running maximum (base 2) and total before any key: empty, or the sink's logit in split 0."""
+    """Return the running maximum (base 2) and total before any key: empty, or the sink's logit in split 0."""
     if HAS_SINKS:
         sink = tl.where(split == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, float("-inf"))
         maximum = tl.maximum(sink, NO_LOGIT)
@@ -365,13 +342,38 @@ def _start(sinks, head, split, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _logits(q, k, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """fp32 `[ROWS, COLUMNS]` logits in base 2; minus infinity for masked pairs."""
-    product = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if HAS_SOFTCAP:
-        # tanh(x) as 1 - 2 / (1 + e^2x): saturates without overflow, and the interpreter has no libdevice.
-        capped = 1.0 - 2.0 / (1.0 + tl.exp(product * (2.0 * scale / softcap)))
-        logits = capped * (softcap * LOG2_E)
-    else:
-        logits = product * (scale * LOG2_E)
-    return tl.where(visible, logits, float("-inf"))
+def _part(start, stop, split, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the part of the walk from `start` to `stop` that a split takes, in whole steps."""
+    if SPLITS > 1:
+        width = tl.cdiv(tl.cdiv(stop - start, COLUMNS), SPLITS) * COLUMNS
+        start += split.to(tl.int32) * width
+        stop = tl.minimum(stop, start + width)
+    return start, stop
+
+
+@triton.jit
+def _merge(
+    parts,
+    softmax,
+    output,
+    part_split_stride,
+    part_token_stride,
+    part_head_stride,
+    output_token_stride,
+    output_head_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge the parts of one query and head. Grid: (queries, query heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    split, dim = tl.arange(0, SPLITS).to(tl.int64), tl.arange(0, DIM)
+    entry = softmax + ((split * tl.num_programs(0) + token) * tl.num_programs(1) + head) * 2
+    maximum = tl.load(entry)
+    share = tl.exp2(maximum - tl.max(maximum, axis=0))
+    total = tl.sum(tl.load(entry + 1) * share, axis=0)
+    offset = split * part_split_stride + token * part_token_stride + head * part_head_stride
+    part = _load(parts + offset, split >= 0, HEAD_DIM, DIM)
+    result = tl.sum(part * share[:, None], axis=0) * (1.0 / tl.where(total > 0.0, total, 1.0))
+    output_offset = token * output_token_stride + head * output_head_stride
+    tl.store(output + output_offset + dim, result.to(output.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -19,7 +19,7 @@ from kintsugi.core.exchange import EngineInfo, OpenAICall, OpenAIHead
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
 from kintsugi.engine.asynchronous import AsyncEngine, AsyncSpec, EngineParts, launch
-from kintsugi.engine.openai.options import OpenAIOptions
+from kintsugi.engine.config import OpenAIOptions
 from kintsugi.gateway.fronts.grpc_server import GatewayServer
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import Piece

@@ -10,7 +10,7 @@ import pytest
 
 from kintsugi.core.accounting import Accounting, Outcome
 from kintsugi.engine.blending_connector import BlendingConnector
-from kintsugi.engine.scheduler.blend_stats import ERRORS_MAX, BlendPromMetrics, BlendStats
+from kintsugi.engine.scheduler.stats import ERRORS_MAX, BlendPromMetrics, BlendStats
 
 
 def stats_of(*accountings: Accounting) -> BlendStats:

@@ -25,7 +25,6 @@ from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, Span, TokenIds
 from kintsugi.discovery.segments import find_segments
 from kintsugi.discovery.token_classes import TokenClasses
-from kintsugi.engine.config import DiscoveryConfig
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.matching import Match
 from kintsugi.engine.scheduler.side import SchedulerSide
@@ -281,7 +280,7 @@ def test_where_only_the_named_chunks_are_like_the_calibrated_they_are_blended_al
 def test_a_request_that_names_nothing_keeps_its_salt_and_is_told_nothing(
     side: SchedulerSide, store: StubStore
 ) -> None:
-    side.discovery = Discovery(DiscoveryConfig(namespace="found"), side.salts)
+    side.discovery = Discovery("found", side.salts)
     long = list(range(2000))
     sampling = SamplingParams(max_tokens=4)
     request = Request("one", long, sampling, None, cache_salt="mine", block_hasher=HASHER)

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kintsugi.core.errors import InvalidField
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import SALT, narrow
 from kintsugi.core.prompt import Domain, LengthRange
@@ -20,10 +19,9 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, Span, T
 from kintsugi.discovery.backlog import SEGMENT_TOKENS_MIN
 from kintsugi.discovery.sightings import BYTES_MAX
 from kintsugi.discovery.token_classes import TokenClasses
-from kintsugi.engine.config import DiscoveryConfig
 from kintsugi.engine.scheduler.discovery import QUESTION_TOKENS_MIN, Discovery
+from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.matching import Match, chunks_of
-from kintsugi.engine.scheduler.salts import Salts
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import make_chunk
 
@@ -52,11 +50,10 @@ def salts(store: RamStore) -> Salts:
     return salts
 
 
-def discovery_of(salts: Salts, clock: Clock | None = None, **settings: Any) -> Discovery:
-    config = DiscoveryConfig(**{"share": 10.0, **settings})
-    discovery = Discovery(config, salts, lambda: CLASSES, clock or Clock())
-    if discovery._classes is not None:
-        discovery._classes.result(30)
+def discovery_of(salts: Salts, clock: Clock | None = None, namespace: str = "") -> Discovery:
+    discovery = Discovery(namespace, salts, lambda: CLASSES, clock or Clock())
+    discovery.backlog.share = 10.0
+    discovery._classes.result(30)
     return discovery
 
 
@@ -122,12 +119,6 @@ def test_the_last_segment_is_no_question_where_one_stands_behind_it(
     match = discovery_of(salts).match(RamStore(), space_of(), prompt, None, True)
     chunks = [range(1, 201), range(201, 401)]
     assert chunks_of(match, len(prompt)) == tuple(chunks if is_chunk else chunks[:1])
-
-
-def test_the_number_of_sights_is_configured(salts: Salts) -> None:
-    discovery = discovery_of(salts, sights=3)
-    queued = [sight(discovery, [0, *passage(1), *passage(seed)]).segments_queued for seed in (2, 3, 4)]
-    assert queued == [0, 0, 1]
 
 
 def test_a_segment_counts_once_in_a_prompt(salts: Salts) -> None:
@@ -254,7 +245,6 @@ def test_an_erasure_forgets_sightings_and_what_waits(salts: Salts, store: RamSto
 )
 def test_which_requests_are_discovered(salts: Salts, params: dict[str, Any], is_covered: bool) -> None:
     assert discovery_of(salts).covers(KintsugiParams("acme", **params)) is is_covered
-    assert not discovery_of(salts, enabled=False).covers(KintsugiParams("acme", **params))
 
 
 def test_nothing_waits_for_the_classes_of_tokens(salts: Salts) -> None:
@@ -266,11 +256,10 @@ def test_nothing_waits_for_the_classes_of_tokens(salts: Salts) -> None:
         assert may_end.wait(30)
         return CLASSES
 
-    discovery, params = Discovery(DiscoveryConfig(), salts, load), KintsugiParams("acme", discover=True)
+    discovery, params = Discovery("", salts, load), KintsugiParams("acme", discover=True)
     assert is_due.wait(30)
     assert not discovery.covers(params)
     may_end.set()
-    assert discovery._classes is not None
     discovery._classes.result(30)
     assert discovery.covers(params)
 
@@ -281,8 +270,7 @@ def test_without_classes_nothing_is_discovered_and_a_line_says_so(
     def load() -> TokenClasses:
         raise ValueError("a tokenizer that nobody has thought of")
 
-    discovery = Discovery(DiscoveryConfig(), salts, load)
-    assert discovery._classes is not None
+    discovery = Discovery("", salts, load)
     assert discovery._classes.exception(30) is not None
     assert not discovery.covers(KintsugiParams("acme", discover=True))
     assert "the tokens' classes could not be loaded" in caplog.text
@@ -307,22 +295,6 @@ def test_a_salt_makes_a_namespace_of_its_own(salts: Salts) -> None:
     assert names[0] == "found"
     assert len(set(names)) == 4
     assert names[2] == names[4]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"sights": 0},
-        {"share": 0.0},
-        {"ttl_s": 0.0},
-        {"namespace": "a b"},
-        {"namespace": "a" * 93},
-        {"namespace": "a/-"},
-    ],
-)
-def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidField):
-        DiscoveryConfig(**wrong)
 
 
 def test_a_flood_of_distinct_prompts_costs_bounded_memory_and_no_other_namespace_notices(
@@ -359,7 +331,7 @@ def test_segments_that_find_no_room_to_wait_are_counted_and_told_once(
     ]
     assert [(one.segments_queued, one.segments_refused) for one in matches] == [(0, 0), (2, 3), (0, 3)]
     assert len(caplog.messages) == 1
-    assert "raise discovery.share" in caplog.messages[0]
+    assert "has memory for" in caplog.messages[0]
 
 
 def _key(generator: random.Random) -> ChunkKey:

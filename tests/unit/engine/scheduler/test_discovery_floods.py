@@ -13,7 +13,7 @@ from kintsugi.core.namespaces import narrow
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import TokenIds
 from kintsugi.discovery.sightings import BYTES_MAX
-from kintsugi.engine.scheduler.salts import Salts
+from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.store.client.ram import RamStore
 from tests.contracts.store_contract import make_chunk
 from tests.unit.engine.scheduler import test_discovery

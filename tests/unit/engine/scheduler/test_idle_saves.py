@@ -14,10 +14,9 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, TokenIds
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import SaveJob, StepMetadata
-from kintsugi.engine.scheduler.blend_stats import BlendStats
-from kintsugi.engine.scheduler.discovery import Discovery
-from kintsugi.engine.scheduler.idle_saves import AWAKE_S, BATCH_TOKENS_MAX, HOLD_S, IdleSaves
-from kintsugi.engine.scheduler.salts import Salts
+from kintsugi.engine.scheduler.discovery import AWAKE_S, BATCH_TOKENS_MAX, HOLD_S, TTL_S, Discovery, IdleSaves
+from kintsugi.engine.scheduler.hashing import Salts
+from kintsugi.engine.scheduler.stats import BlendStats
 from kintsugi.store.client.ram import RamStore
 from tests.unit.engine.scheduler import test_discovery
 from tests.unit.engine.scheduler.test_discovery import Clock, discovery_of, passage, sight, space_of
@@ -82,7 +81,7 @@ def test_a_save_begins_when_the_engine_is_idle_and_pauses_when_it_is_not(salts: 
     (job,) = jobs
     assert job.tokens.token_ids == [0, *passage(1)]
     assert (job.chunk_start, job.chunk_end, job.tokens.start) == (1, 201, 0)
-    assert job.ttl_s == discovery.config.ttl_s
+    assert job.ttl_s == TTL_S
     assert len(job.tokens.block_ids[0]) == -(-201 // BLOCK) == free - pool.get_num_free_blocks()
     assert begin(saves, is_idle=False) == ([], 0)
     assert begin(saves) == ([], tokens), "the one in hand goes on"
@@ -242,7 +241,8 @@ def test_nothing_is_discovered_before_erasures_are_known(store: RamStore) -> Non
 
 
 def test_saving_costs_its_share_of_the_prompts(salts: Salts) -> None:
-    discovery = discovery_of(salts, share=0.1)
+    discovery = discovery_of(salts)
+    discovery.backlog.share = 0.1
     saves, _ = saves_of(discovery)
     seen = 0
     for first in range(0, 60, 10):
@@ -269,9 +269,10 @@ def test_a_segment_that_does_not_fit_behind_the_context_is_left_out(salts: Salts
 
 
 def test_a_save_is_paid_for_with_what_it_computes(salts: Salts) -> None:
-    discovery = discovery_of(salts, share=0.5)
+    discovery = discovery_of(salts)
+    discovery.backlog.share = 0.5
     saves, _ = saves_of(discovery)
-    earned = discovery.config.share * (2 * (1 + 200 + 1))
+    earned = discovery.backlog.share * (2 * (1 + 200 + 1))
     queue(discovery, passage(1))
     begin(saves)
     assert discovery.backlog._earned == earned - (1 + 200)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kintsugi.engine.scheduler.parking import Parking, is_parked
+from kintsugi.engine.scheduler.requests import Parking, is_parked
 
 MANY = 1_000_000
 

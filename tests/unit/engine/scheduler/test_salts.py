@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.engine.scheduler.salts import Salts
+from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.store.client.ram import RamStore
 
 PART, SESSION = "docs/-/acme", "docs/-/acme/.5f"

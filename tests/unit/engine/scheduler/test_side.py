@@ -26,15 +26,13 @@ from kintsugi.core.plan import BlendPlan, ChunkSource, Selection
 from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.request import PARAMS_KEY, KintsugiParams, Op
 from kintsugi.core.spaces import ChunkKey, ModelFingerprint, Span, TokenIds
-from kintsugi.engine.config import DiscoveryConfig, EngineConfig
+from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.protocol import LoadSample, WorkerReport
 from kintsugi.engine.scheduler import hashing
-from kintsugi.engine.scheduler.discovery import Discovery
+from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves
 from kintsugi.engine.scheduler.gate import Gate
-from kintsugi.engine.scheduler.idle_saves import IdleSaves
-from kintsugi.engine.scheduler.parking import Parking, parking_of_saves
-from kintsugi.engine.scheduler.requests import add_span_keys
-from kintsugi.engine.scheduler.salts import Salts
+from kintsugi.engine.scheduler.hashing import Salts
+from kintsugi.engine.scheduler.requests import Parking, add_span_keys, parking_of_saves
 from kintsugi.engine.scheduler.side import SchedulerSide
 from kintsugi.fusor.control.controller import LoadingController
 from kintsugi.fusor.control.forecast import EngineShape
@@ -87,18 +85,18 @@ def side_of(store: StubStore) -> SchedulerSide:
     init_none_hash(sha256)
     salts = Salts(store)
     salts.refresh()
-    discovery = Discovery(DiscoveryConfig(), salts)
+    discovery = Discovery("", salts)
     return SchedulerSide(
         config=EngineConfig(),
         store=store,
-        planner=LoadingController(Selection(0.15), 0.5),
+        planner=LoadingController(Selection(0.15)),
         gate=Gate.fixed(BINDING, GateState(None, "")),
         salts=salts,
         fingerprint=ModelFingerprint.of({"model": "toy"}),
         prefix_token_ids=(),
         hash_block_size=BLOCK,
         declined_because=None,
-        engine=EngineShape(num_layers=4, projection_share=0.25, step_tokens_max=512, prefetch_layers=2),
+        engine=EngineShape(num_layers=4, projection_share=0.25, step_tokens_max=512),
         parking=Parking(places=2, cache_tokens=10_000),
         discovery=discovery,
         idle_saves=IdleSaves(discovery, EngineConfig(), [BLOCK], length_max=4096),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kintsugi.engine.protocol import PassSample
-from kintsugi.engine.scheduler.timing import REFUSALS_PER_PROBE, TRIAL_FIRST, TRIAL_LAST, Timing
+from kintsugi.engine.scheduler.stats import REFUSALS_PER_PROBE, TRIAL_FIRST, TRIAL_LAST, Timing
 
 
 @dataclass

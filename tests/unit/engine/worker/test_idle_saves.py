@@ -16,8 +16,7 @@ from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.engine.protocol import JobTokens, SaveJob
 from kintsugi.engine.worker.saves import IdleSavePasses
-from kintsugi.fusor.marks import Stopwatch
-from kintsugi.fusor.sliced import PassStatus, SlicedWork
+from kintsugi.fusor.sliced import PassStatus, SlicedWork, Stopwatch
 
 SPACE = ChunkSpace(ModelFingerprint.of({"model": "toy"}), "acme")
 

@@ -68,7 +68,7 @@ def job_of(selection: Selection, blocks: list[list[int]] = FULL, cached: int = 0
 
 
 def bytes_of(selection: Selection, blocks: list[list[int]] = FULL) -> int:
-    return memory.pass_bytes(model_of(), job_of(selection, blocks), PREFETCH)
+    return memory.pass_bytes(model_of(), job_of(selection, blocks))
 
 
 def asking(selector: SelectorName, check_layer: int = 1) -> Selection:
@@ -120,19 +120,19 @@ def test_a_question_that_passes_without_a_gap_has_a_cache_of_its_own(monkeypatch
     hits = (replace(hit, end=100), replace(hit, start=100 + gap))
     job.plan = replace(job.plan, hits=hits, chunks=(range(100, 100 + gap),))
     monkeypatch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", gap)
-    closed = memory.pass_bytes(model, job, PREFETCH)
+    closed = memory.pass_bytes(model, job)
     monkeypatch.setattr("kintsugi.fusor.gaps.KEPT_TOKENS", gap - 30)
     blocks = 1 + -(-(TOKENS + 1 - 30) // BLOCK)
     halves = 1 + (blocks - 1) * 2
     own = 2 * (blocks * BLOCK + halves * BLOCK // 2) * HEADS * 2 * HEAD_DIM * 2
-    assert memory.pass_bytes(model, job, PREFETCH) == closed + own
+    assert memory.pass_bytes(model, job) == closed + own
     model.layers[0].attention.sliding_window = 100
-    assert memory.pass_bytes(model, job, PREFETCH) == closed
+    assert memory.pass_bytes(model, job) == closed
 
 
 def test_what_the_engine_has_cached_is_not_loaded() -> None:
-    whole = memory.pass_bytes(model_of(), job_of(Selection(0.15)), PREFETCH)
-    rest = memory.pass_bytes(model_of(), job_of(Selection(0.15), cached=90), PREFETCH)
+    whole = memory.pass_bytes(model_of(), job_of(Selection(0.15)))
+    rest = memory.pass_bytes(model_of(), job_of(Selection(0.15), cached=90))
     assert whole - rest == (PREFETCH + 3 + 3) * LAYER_BYTES * 90 // HIT + 5 * 90 * ROW_BYTES
 
 

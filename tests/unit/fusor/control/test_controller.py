@@ -35,8 +35,8 @@ from kintsugi.fusor.gaps import find_left_out
 BYTES_PER_TOKEN = 128 << 10
 """KV bytes of a token over all layers of a Mistral-7B."""
 SOURCES = (ChunkSource("a:1", "ram"), ChunkSource("a:1", "ssd"), ChunkSource("b:1", "ram"))
-CONTROLLER = LoadingController(Selection(0.15), ratio_max=0.5)
-GPU = EngineShape(num_layers=32, projection_share=0.2, step_tokens_max=8192, prefetch_layers=4)
+CONTROLLER = LoadingController(Selection(0.15))
+GPU = EngineShape(num_layers=32, projection_share=0.2, step_tokens_max=8192)
 """As fast as an H200: 76 ms for 3,072 tokens."""
 GPU_STEP = (1e-3, 2.4e-5, 2e-10)
 GPU_BLEND = (1e-3, 2.4e-5 / 32, 2e-10 / 32, 4e-10 / 32, 0.0)
@@ -298,15 +298,16 @@ def test_the_ratio_stays_where_others_could_use_the_computing() -> None:
 
 
 def test_an_adaptive_ratio_knows_when_to_stop_by_itself() -> None:
-    adaptive = LoadingController(Selection(0.15, adaptive_mass=0.9), ratio_max=0.5)
+    adaptive = LoadingController(Selection(0.15, adaptive_mass=0.9))
     plan = outcome(asked(12e9, chunks=1, size=3072, is_alone=True), adaptive)
     assert isinstance(plan, BlendPlan)
     assert plan.selection.ratio == 0.15
 
 
-def test_loading_hides_behind_the_passes_ahead() -> None:
+def test_loading_hides_behind_the_passes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it may run ahead."""
-    request = asked(12e9, chunks=1, size=3072, engine=replace(GPU, prefetch_layers=16))
+    monkeypatch.setattr("kintsugi.fusor.control.forecast.PREFETCH_LAYERS", 16)
+    request = asked(12e9, chunks=1, size=3072)
     plan = outcome(request)
     behind = outcome(replace(request, ahead_s=0.5))
     assert isinstance(plan, BlendPlan)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from kintsugi.core.layout import ChunkLost, LayerFrame
 from kintsugi.core.plan import ChunkSource
-from kintsugi.fusor.control.estimates import Transfer
-from kintsugi.fusor.control.metering import Meter
+from kintsugi.fusor.control.estimates import Meter, Transfer
 
 NEAR, FAR = ChunkSource("a:1", "ram"), ChunkSource("b:1", "ssd")
 

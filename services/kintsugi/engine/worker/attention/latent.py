@@ -32,6 +32,11 @@ class LatentRows:
     """Cache slots of the sequence, int64 `[last place + 1]`."""
 
 
+def is_latent(attention: Any) -> bool:
+    """Return whether an attention stores latents instead of K and V."""
+    return hasattr(attention, "kv_lora_rank")
+
+
 def needs_rows(attention: Any) -> bool:
     """Return whether tokens after cached ones need `replace_latent_attention`."""
     return attention.attn_backend.get_name() in BACKENDS

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kintsugi.core.errors import SelfTestFailed
-from kintsugi.engine.worker.attention.kv import is_latent
+from kintsugi.engine.worker.attention.latent import is_latent
 from kintsugi.engine.worker.attention.packed import packed_kernel
-from kintsugi.fusor.attention import attend_scattered, kernel_reads
+from kintsugi.fusor.attention import attend_scattered
 
 BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Backends whose cache is `[blocks, kv_heads, block_size, 2 · head_dim]`, K before V in each row."""
@@ -55,10 +55,8 @@ def kernel_serves(attention: Any, device: torch.device) -> bool:
         return packed_kernel(attention) is not None
     if device.type != "cuda" or attention.attn_backend.get_name() not in BACKENDS:
         return False
-    if attention.kv_cache_dtype != "auto":
-        # Backends with an fp8 cache also quantise the query, with separate scales.
-        return False
-    return kernel_reads(attention.kv_cache_torch_dtype, torch.cuda.get_device_capability(device))
+    # Backends with an fp8 cache also quantise the query, with separate scales.
+    return bool(attention.kv_cache_dtype == "auto")
 
 
 def _attends_to_all(attention: Any) -> bool:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.engine.worker.attention.kv import HeadsKV, LatentKV, kv_of
 from kintsugi.engine.worker.attention.latent import LatentRows, needs_rows, replace_latent_attention
+from kintsugi.engine.worker.model import HeadsKV, LatentKV, kv_of
 from kintsugi.engine.worker.stack import _reads_cache
 from kintsugi.fusor.latent import absorb_query, attend_to_latents
 
