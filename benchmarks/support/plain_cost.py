@@ -31,8 +31,8 @@ TURNS = 8
 """Of each set of engines."""
 RESAMPLES = 2000
 IDLE_CONNECTOR = {
-    "kv_connector": "DecliningConnector",
-    "kv_connector_module_path": "kintsugi.engine.connector",
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "benchmarks.support.idle_connector",
     "kv_role": "kv_both",
 }
 

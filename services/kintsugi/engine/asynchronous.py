@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kintsugi.core.deploy import EngineSpec, ModelSpec
-from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable, VersionMismatch
+from kintsugi.core.errors import InvalidField, KintsugiError, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import (
     EngineBackend,
     EngineDelta,
@@ -58,7 +58,7 @@ from kintsugi.engine.watching import (
     audit_chunk,
     prefill_in_full,
 )
-from kintsugi.engine.worker.hooks import ENGINE_HOOKS, OPENAI_HOOKS, check_vllm, describe_missing
+from kintsugi.engine.worker.hooks import ENGINE_HOOKS, HOOKS, OPENAI_HOOKS, check_vllm
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
 from kintsugi.models.layers import DeclineReason
@@ -185,19 +185,20 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
 
     ``prepare`` is called on a thread with the binding that a calibration report must have, before the report
     is read. Raises `InvalidField` for an invalid configuration, `Unavailable` if vLLM does not start,
-    `VersionMismatch` if it lacks names that every engine needs.
+    `VersionMismatch` if it lacks a name that an engine needs.
     """
     config, began_s = spec.config, time.monotonic()
     # The kernel reads ahead; importing and loading would read in small pieces.
     asyncio.get_running_loop().run_in_executor(None, prefetch_engine, spec.model)
     # The fingerprint reads all weights; do so from disk while vLLM is imported.
     digested = asyncio.get_running_loop().run_in_executor(None, digest_weights, spec.model)
-    check_vllm(ENGINE_HOOKS)
+    check_vllm((*HOOKS, *ENGINE_HOOKS, *OPENAI_HOOKS))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from kintsugi.engine.scheduler.gate import binding_of, open_gate
+    from kintsugi.engine.worker.support import find_unsupported
 
     imported_s = time.monotonic()
     with vllm_start_errors(spec.model):
@@ -215,17 +216,7 @@ async def launch(spec: AsyncSpec, prepare: Callable[[Binding], None]) -> EngineP
             configured_s - imported_s,
             time.monotonic() - configured_s,
         )
-    return EngineParts(client, store, gate, why_not_blendable(vllm_config))
-
-
-def why_not_blendable(vllm_config: Any) -> str | None:
-    """Return `reason: detail` if the configuration or the vLLM version rules blending out; else None."""
-    missing = describe_missing()
-    if missing is not None:  # then importing `worker.support` may fail
-        return missing
-    from kintsugi.engine.worker.support import find_unsupported
-
-    return find_unsupported(vllm_config)
+    return EngineParts(client, store, gate, find_unsupported(vllm_config))
 
 
 class AsyncEngine(EngineBackend):
@@ -256,19 +247,12 @@ class AsyncEngine(EngineBackend):
         self._declined = parts.unsupported
         self._submitted = 0
         self._front: Any = None
-        self._without_front: str | None = None
-        """The reason why OpenAI's routes are closed; None if they are open, and before `warm_up`."""
         self._metrics: Any = None
 
     async def warm_up(self) -> None:
         """Prepare the engine for requests: import vLLM's OpenAI handlers, which takes seconds, and answer two
-        prompts. With the first prompt the worker reports whether it can blend; the second answer shows it.
-        If vLLM lacks names that the handlers need, OpenAI's routes stay closed and gRPC works."""
-        self._without_front = describe_missing(OPENAI_HOOKS)
-        if self._without_front is None:
-            self._front = self._make_front()
-        else:
-            log.error("OpenAI's routes are closed, gRPC's are open: %s", self._without_front)
+        prompts. With the first prompt the worker reports whether it can blend; the second answer shows it."""
+        self._front = self._make_front()
         tokens = TokenIds.of((*self.prefix_token_ids, *range(PROBE_TOKENS)))[-PROBE_TOKENS:]
         params = KintsugiParams(PROBE_NAMESPACE)
         for index in range(2):
@@ -380,7 +364,7 @@ class AsyncEngine(EngineBackend):
         # Ray Serve streams only from generator functions: a method that returns a generator runs in a thread.
         self.check_health()
         check_no_audit(call.params)
-        async with self._open_front().ask(call) as answer:
+        async with self._front.ask(call) as answer:
             yield answer.head
             if answer.events is None:
                 yield answer.body
@@ -391,18 +375,13 @@ class AsyncEngine(EngineBackend):
             for piece in answer.end():
                 yield piece
 
-    def _open_front(self) -> Any:
-        if self._without_front is not None:
-            raise VersionMismatch(f"{self._without_front}; until then use gRPC")
-        return self._front
-
     async def find_chunks(self, call: OpenAICall) -> PromptMatch:
         self.check_health()
         from kintsugi.engine.scheduler.matching import (
             match_prompts,  # imports torch; a service starts without
         )
 
-        prompts = await self._open_front().render(call)
+        prompts = await self._front.render(call)
         return await asyncio.to_thread(match_prompts, self.store, self.space, call.params, prompts)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:

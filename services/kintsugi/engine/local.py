@@ -39,7 +39,7 @@ from kintsugi.core.schema import STRICT, load
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span, TokenIds
 from kintsugi.engine.plugin import CONNECTOR
 from kintsugi.engine.versions import WORKING
-from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, LOCAL_HOOKS, check_vllm
+from kintsugi.engine.worker.hooks import ENGINE_HOOKS, FORCING_HOOKS, HOOKS, LOCAL_HOOKS, check_vllm
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.protocol.save_times import SaveTimes
 
@@ -166,7 +166,7 @@ class LocalEngine:
         vLLM. ``vllm_args`` are passed to `vllm.LLM`; defaults are eager execution, and `KV_CACHE_BYTES` of KV
         cache on a CPU. Sets `VLLM_ENABLE_V1_MULTIPROCESSING=0`, so that ``ram://`` stores are shared. Takes
         10-30 s, mostly for imports. Raises `NotFound` for a missing folder, `Unavailable` if vLLM does not
-        start, `VersionMismatch` if it lacks names that every engine needs, and the errors of the connector
+        start, `VersionMismatch` if it lacks a name that an engine needs, and the errors of the connector
         and of `reference.fetch_model`.
         """
         if isinstance(model, Path) and not model.is_dir():
@@ -174,6 +174,8 @@ class LocalEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         forces = FORCING in vllm_args.get("logits_processors", ())
         check_vllm((*ENGINE_HOOKS, *LOCAL_HOOKS, *(FORCING_HOOKS if forces else ())))
+        if extra_config is not None:
+            check_vllm(HOOKS)
         from vllm import LLM
 
         arguments = base_arguments(extra_config) | {"use_tqdm_on_load": False, **vllm_args}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.local import Generation
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.worker import side as worker
@@ -153,29 +152,6 @@ def test_an_engine_whose_self_test_breaks_serves_without_blending(
         declined = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
         assert reason_of(declined).startswith("self_test_failed")
         assert declined.token_ids == full.token_ids
-    finally:
-        engine_slot.close()
-
-
-def test_an_engine_on_a_vllm_that_lacks_something_serves_without_blending(
-    engine_slot: EngineSlot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kintsugi.engine import connector
-
-    monkeypatch.setattr(connector, "KintsugiConnector", connector.DecliningConnector)
-    reason = "vllm_version: this vLLM lacks a name"
-    monkeypatch.setattr(connector, "describe_missing", lambda: reason)
-    engine_slot.close()
-    engine = engine_slot.get("tiny-llama")
-    prompt = rag(*chunks_of(100, seed=9))
-    try:
-        full = ask_cold(engine, prompt.token_ids)
-        assert full.accounting is None
-        declined = ask_cold(engine, prompt.token_ids, prompt.params(0.0))
-        assert reason_of(declined) == reason
-        assert declined.token_ids == full.token_ids
-        with pytest.raises(NotBlendable, match="is a DecliningConnector"):
-            engine.save(PREFIX, chunks_of(100, seed=9), NAMESPACE)
     finally:
         engine_slot.close()
 

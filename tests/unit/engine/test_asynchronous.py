@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from kintsugi.core.errors import (
     ResourceExhausted,
     Unavailable,
     UnknownField,
-    VersionMismatch,
 )
 from kintsugi.core.exchange import EngineDelta, EngineRequest, OpenAICall, SaveState, Usage
 from kintsugi.core.gate import GateState
@@ -32,12 +30,10 @@ from kintsugi.engine.asynchronous import (
     AsyncSpec,
     EngineParts,
     arguments_for,
-    why_not_blendable,
 )
 from kintsugi.engine.local import Prompt
 from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.hashing import split_salt
-from kintsugi.engine.versions import RUN
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.store.client.ram import RamStore
@@ -149,40 +145,6 @@ def test_a_measurement_has_a_salt_of_its_own_and_a_scored_token_its_logprob() ->
     ((prompt, sampling, _, _),) = client.asked
     assert split_salt(prompt["cache_salt"]) == ("acme", "m1")
     assert sampling.logprob_token_ids == [5]
-
-
-def test_a_service_on_a_vllm_without_what_openai_needs_answers_over_grpc(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.renderers.online_renderer", None)
-    monkeypatch.delitem(sys.modules, "kintsugi.engine.openai.handlers", raising=False)
-    engine = engine_over(ScriptedClient())
-
-    async def ask() -> list[EngineDelta]:
-        await engine.warm_up()
-        call = OpenAICall("r", "/v1/completions", {"prompt": "a"}, KintsugiParams("acme"))
-        with pytest.raises(VersionMismatch, match="OnlineRenderer \\(OpenAI's routes\\)") as refusal:
-            await anext(engine.openai(call))
-        with pytest.raises(VersionMismatch):
-            await engine.find_chunks(call)
-        assert all(version in str(refusal.value) for version in RUN)
-        return await answer(engine, request())
-
-    assert [delta.text for delta in asyncio.run(ask())] == ["7 ", "8 "]
-
-
-def test_an_engine_on_a_vllm_without_what_blending_needs_says_so_and_imports_none_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.v1 import kv_cache_interface
-
-    monkeypatch.delattr(kv_cache_interface, "MLAAttentionSpec")
-    monkeypatch.delitem(sys.modules, "kintsugi.engine.worker.support", raising=False)
-    reason = why_not_blendable(None)
-    assert reason is not None
-    assert reason.startswith("vllm_version: ")
-    assert "MLAAttentionSpec" in reason
-    assert "kintsugi.engine.worker.support" not in sys.modules
 
 
 def test_a_probe_fails_once_the_core_has_ended() -> None:

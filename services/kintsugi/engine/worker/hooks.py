@@ -1,8 +1,7 @@
 """Every name of vLLM that Kintsugi uses, so that a version without one is reported at start.
 
-Without one of `HOOKS` nothing is blended; without one of `OPENAI_HOOKS` OpenAI's routes are closed; without
-one of the others an engine, or the process that needs it, does not start. Each message names what is missing
-and the versions that work.
+An engine on a vLLM without one of them does not start, and the error names what is missing and the versions
+that work.
 """
 
 from __future__ import annotations
@@ -180,15 +179,6 @@ def find_missing_hooks(hooks: Sequence[Hook] = HOOKS) -> list[Hook]:
     return [hook for hook in hooks if not hook.exists]
 
 
-def describe_missing(hooks: Sequence[Hook] = HOOKS) -> str | None:
-    """Return `reason: detail` with the hooks that this vLLM lacks and the versions that work; None if it has
-    all of them."""
-    missing = find_missing_hooks(hooks)
-    if not missing:
-        return None
-    return f"vllm_version: this vLLM lacks {', '.join(map(str, missing))}. {WORKING}"
-
-
 def check_vllm(hooks: Sequence[Hook]) -> None:
     """Raise `Unavailable` without vLLM, and `VersionMismatch` if it lacks one of the hooks."""
     try:
@@ -198,6 +188,6 @@ def check_vllm(hooks: Sequence[Hook]) -> None:
             f"vLLM cannot be imported ({error}); "
             "install kintsugi-kv[gpu], or without a GPU [cpu] as docs/howto/install.md says"
         ) from error
-    missing = describe_missing(hooks)
-    if missing is not None:
-        raise VersionMismatch(missing)
+    missing = find_missing_hooks(hooks)
+    if missing:
+        raise VersionMismatch(f"this vLLM lacks {', '.join(map(str, missing))}. {WORKING}")

@@ -15,16 +15,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kintsugi.engine.worker.hooks import describe_missing
 from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:
     """Return `reason: detail` of the first feature that rules blending out; None if there is none."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    missing, cache_dtype = describe_missing(), str(vllm_config.cache_config.cache_dtype)
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     checks = (
-        (missing is not None, str(missing)),
         (callable(model.hf_overrides), "hf_overrides: code cannot be part of a fingerprint; pass a mapping"),
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel: layers lie on several workers"),
         (parallel.data_parallel_size > 1, "data_parallel: ranks step together, a blend would not"),

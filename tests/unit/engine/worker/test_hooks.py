@@ -1,4 +1,4 @@
-"""A vLLM that lacks what blending needs is found out by names and signatures, and serves without."""
+"""A vLLM that lacks what an engine needs is found out by names and signatures, and does not start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import reload
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
 from kintsugi.core.errors import Unavailable, VersionMismatch
-from kintsugi.core.request import PARAMS_KEY
 from kintsugi.engine import connector, plugin
+from kintsugi.engine.blending_connector import BlendingConnector
 from kintsugi.engine.versions import RUN
 from kintsugi.engine.worker.hooks import (
     ALL_HOOKS,
@@ -28,7 +28,6 @@ from kintsugi.engine.worker.hooks import (
     OPENAI_HOOKS,
     Hook,
     check_vllm,
-    describe_missing,
     find_missing_hooks,
 )
 
@@ -37,7 +36,7 @@ ENGINE = Path(connector.__file__).parent
 
 def test_this_vllm_has_everything() -> None:
     assert find_missing_hooks(ALL_HOOKS) == []
-    assert describe_missing() is None
+    check_vllm(HOOKS)
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -83,9 +82,9 @@ def test_a_signature_that_cannot_be_read_is_missed() -> None:
 
 def test_a_name_that_is_gone_is_named_with_the_versions_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(base, "KVConnectorTransferResults")
-    reason = describe_missing()
-    assert reason is not None
-    assert reason.startswith("vllm_version: ")
+    with pytest.raises(VersionMismatch) as raised:
+        check_vllm(HOOKS)
+    reason = str(raised.value)
     assert "KVConnectorTransferResults (blending)" in reason
     assert all(version in reason for version in RUN)
 
@@ -106,6 +105,10 @@ def test_an_engine_that_cannot_start_says_what_vllm_lacks_and_which_versions_wor
         ) as raised:
             check_vllm(ENGINE_HOOKS)
     assert all(version in str(raised.value) for version in RUN)
+    with monkeypatch.context() as another:
+        another.setitem(sys.modules, "vllm.renderers.online_renderer", None)
+        with pytest.raises(VersionMismatch, match=r"OnlineRenderer \(OpenAI's routes\)"):
+            check_vllm(OPENAI_HOOKS)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(Unavailable, match="vLLM cannot be imported"):
         check_vllm(ENGINE_HOOKS)
@@ -120,24 +123,15 @@ def test_a_module_that_breaks_is_missed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not Hook(("breaks",), "name", "nothing").exists
 
 
-def test_importing_the_connector_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_is_not_loaded_on_a_vllm_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
         older.delattr(base, "KVConnectorTransferResults")
-        assert reload(connector).KintsugiConnector is connector.DecliningConnector
-    assert reload(connector).KintsugiConnector is not connector.DecliningConnector
+        with pytest.raises(VersionMismatch, match="KVConnectorTransferResults"):
+            reload(connector)
+    assert reload(connector).KintsugiConnector is BlendingConnector
 
 
 def test_registering_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
     plugin.register()
     assert "has no KV connectors" in caplog.text
-
-
-def test_only_those_who_asked_are_told_why() -> None:
-    declining: Any = object.__new__(connector.DecliningConnector)
-    declining._reason = "vllm_version: too old"
-    asked = SimpleNamespace(kv_transfer_params={PARAMS_KEY: {"namespace": "acme"}})
-    _, answer = declining.request_finished(asked, [])
-    assert answer[PARAMS_KEY]["outcome"] == "declined"
-    assert answer[PARAMS_KEY]["reason"] == "vllm_version: too old"
-    assert declining.request_finished(SimpleNamespace(kv_transfer_params=None), []) == (False, None)
