@@ -41,13 +41,13 @@ from benchmarks.support.plain_prefill import PlainPrefill
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
 from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress, State
 from kintsugi.precompute.spec import JobSpec, ModelFacts
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.fakes.stub_prefiller import StubPrefiller
 
 NAMESPACE = "bench"

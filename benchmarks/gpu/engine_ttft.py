@@ -72,7 +72,9 @@ def measure(running: LocalEngine, context: int, repeats: int) -> Iterator[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="mistral-7b-layers", help="a name of kintsugi.models.shapes")
+    parser.add_argument(
+        "--shape", default="mistral-7b-layers", help="a name of tests.fakes.random_models.shapes"
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--repeats", type=int, default=3)

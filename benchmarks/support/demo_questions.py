@@ -13,6 +13,7 @@ third ask one by one, the third without AVX-512, and only what full prefill answ
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +30,6 @@ from kintsugi.models.demo_questions import (
     RightAnswers,
     Said,
     read_demo_questions,
-    write_demo_questions,
 )
 from kintsugi.models.reference import REFERENCE
 
@@ -54,6 +54,12 @@ def ask(session: Session, questions: Sequence[DemoQuestion], alone: bool) -> lis
     with engine.unlimited():
         reuse = answer(0.0)
     return [Said(*texts) for texts in zip(full, reuse, answer(BLEND.ratio), strict=True)]
+
+
+def write_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
+    """Write the questions as JSON lines, replacing the file's content."""
+    lines = [json.dumps(asdict(question), ensure_ascii=False) for question in questions]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -81,7 +87,7 @@ def main() -> None:
         replace(question, said=(*question.said, said[question])) if question in said else question
         for question in questions
     ]
-    write_demo_questions(arguments.out, answered)
+    write_questions(arguments.out, answered)
     for name, count in asdict(RightAnswers.of(answered)).items():
         print(name, count)
 

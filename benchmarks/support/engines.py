@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.support.prompts import NAMESPACE, PREFIX, ChunkPrompt
 from kintsugi.core.plan import Selection
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 
 def say(text: str) -> None:

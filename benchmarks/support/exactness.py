@@ -21,7 +21,7 @@ from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.engine.worker import native
 from kintsugi.engine.worker.attention import scattered
 from kintsugi.fusor.kernels.packed import PackedKernel
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 SHAPES = (
     "tiny-llama",

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure
-from kintsugi.models.shapes import SHAPES, ModelShape
+from tests.fakes.random_models.shapes import SHAPES, ModelShape
 
 SHAPE = "llama-210m"
 BLENDS = 4

@@ -25,7 +25,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.load.run import Endpoint
 from kintsugi.engine.asynchronous import BIND, UNIPROC
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 NAME = "measured"
 NAMESPACE = "bench"

@@ -21,9 +21,9 @@ from kintsugi.core.exchange import EngineRequest, Usage
 from kintsugi.core.request import KintsugiParams, Op
 from kintsugi.core.spaces import TokenIds
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.deployment import Service, start_ray
 from kintsugi.serving.ray_backend import RayBackend
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 ROUTERS = ("ours", "two_choices")
 START_TIMEOUT_S = 400.0

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, MptConfig, Pretraine
 from benchmarks.support.architectures.reference import Reference
 from benchmarks.support.prompts import PREFIX, ChunkPrompt
 from kintsugi.core.errors import InvalidField
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.oracle import Oracle
 
 PROMPT = ChunkPrompt.make((33, 70, 41), question=9, seed=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kintsugi.models.vocabulary import train_tokenizer
+from tests.fakes.random_models.vocabulary import train_tokenizer
 
 CHATML = (
     "{% for message in messages %}"

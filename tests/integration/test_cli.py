@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import kintsugi
 from kintsugi.cli.main import app
-from kintsugi.models.factory import make_checkpoint
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.models.shapes import find_shape
+from tests.fakes.random_models.factory import make_checkpoint
+from tests.fakes.random_models.shapes import find_shape
 from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = pytest.mark.engine

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.models.shapes import find_shape
+from tests.fakes.random_models.factory import make_checkpoint
+from tests.fakes.random_models.shapes import find_shape
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

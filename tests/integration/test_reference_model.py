@@ -18,6 +18,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 FINGERPRINTS = {
     "smollm2-135m": "8fd991654dfd1c5b50347d6187f864a739c425bed4c0d04b112bf6317f215045",
     "qwen2.5-coder-0.5b": "17e74531b186186a98ef41e0d7aa901cdfeb766eb91866551d5e3859a9de7964",
+    "qwen2.5-coder-1.5b": "6a40f39742120423026b6d85fee3071470f6510b237afd7f52f244a92c6ad860",
 }
 """With another one, calibration reports and stored chunks of the model are not found any more."""
 
@@ -48,7 +49,7 @@ def test_it_answers(folder: Path) -> None:
     assert answer(folder) == "The capital of France is Paris."
 
 
-@pytest.fixture(scope="module", params=["qwen2.5-coder-0.5b"])
+@pytest.fixture(scope="module", params=["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def evaluated(request: pytest.FixtureRequest) -> PackagedModel:
     model = MODELS[request.param]
     if not model.is_cached:

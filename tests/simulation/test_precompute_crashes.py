@@ -30,7 +30,6 @@ import ray
 # A raylet gives its workers 15 otherwise: beside others' work they would hardly ever run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger
@@ -38,6 +37,7 @@ from kintsugi.precompute.pool import ensure_ray
 from kintsugi.precompute.progress import Progress
 from kintsugi.precompute.spec import JobSpec
 from kintsugi.store.client.grpc_store import GrpcStore
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.fakes.stub_prefiller import StubPrefiller
 from tests.workers import worker_process_ids
 

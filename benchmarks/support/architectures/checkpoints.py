@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from benchmarks.support.architectures.catalogue import Architecture
 from kintsugi.models.cache import cache_folder, make_folder_once
 from kintsugi.models.reference import resolve_model
-from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
+from tests.fakes.random_models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 
 RECIPE = 4
 """Raised when the same entry gives other weights, so that older cached checkpoints are not used."""

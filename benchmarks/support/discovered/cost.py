@@ -14,7 +14,7 @@ from benchmarks.support.engines import say
 from benchmarks.support.figures import Figure, spread
 from kintsugi.core.request import KintsugiParams
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 PROMPT_TOKENS, QUICK_TOKENS = 2400, 1200
 PAIRS, QUICK_PAIRS = 80, 12

@@ -40,7 +40,7 @@ def engine(store_url: str, seed: int) -> None:
     """Save random chunks with a real engine; say the key of each that is stored."""
     from kintsugi.core.spaces import ChunkKey
     from kintsugi.engine.local import LocalEngine
-    from kintsugi.models.factory import make_checkpoint_once
+    from tests.fakes.random_models.factory import make_checkpoint_once
 
     chance = random.Random(seed)
     config = {"store": store_url, "save_only": True, "allow_uncalibrated": True}

@@ -1,1 +1,1 @@
-"""Models: checkpoints, hub names, the reference model, fingerprints, and small random checkpoints."""
+"""Models: checkpoints, hub names, models in packages, fingerprints, layers, and prompt forms."""

@@ -218,8 +218,7 @@ def _hub_tensors(folder: Path, revision: str) -> list[list[Any]]:
 
 def _hub_revision(folder: Path) -> str | None:
     """Return the commit of a hub cache's snapshot folder; None for another folder."""
-    is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
-    return folder.name if is_snapshot and _REVISION.fullmatch(folder.name) else None
+    return folder.name if hub.name_of(folder) and _REVISION.fullmatch(folder.name) else None
 
 
 def _weight_files(folder: Path) -> list[Path]:

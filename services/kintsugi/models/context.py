@@ -6,7 +6,7 @@ space (docs/adr/0010). All of them get the tokens here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,7 @@ def tokenize_context(context: str, model: str, vllm_args: Mapping[str, Any] = NO
 
     ``vllm_args``: the engines' arguments, as in `load_tokenizer`. For `none`, no tokenizer is loaded.
     """
-    if context == NONE:
-        return ()
-    return _encode(context, _read_texts(context), load_tokenizer(model, vllm_args))
+    return () if context == NONE else encode_context(context, load_tokenizer(model, vllm_args))
 
 
 def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
@@ -41,14 +39,15 @@ def encode_context(context: str, tokenizer: Any) -> tuple[int, ...]:
     `BUNDLED_TOKENS` tokens) or the path of a text file, which is used whole. Raises `NotFound` for a missing
     file, `InvalidField` for a file that is not text, empty or too long.
     """
-    return () if context == NONE else _encode(context, _read_texts(context), tokenizer)
-
-
-def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    if context == NONE:
+        return ()
     if context == BUNDLED:
-        ids = [some[:BUNDLED_TOKENS] for some in ids]
-    tokens = sum(ids, ())
+        texts = [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
+        ids = [tuple(tokenizer(text, add_special_tokens=False).input_ids)[:BUNDLED_TOKENS] for text in texts]
+        return sum(ids, ())
+    purpose = f"`{NONE}`, `{BUNDLED}` or a text file with a passage or two"
+    text = read_user_text(Path(context), "context", purpose)
+    tokens = tuple(tokenizer(text, add_special_tokens=False).input_ids)
     if not tokens:
         raise InvalidField(
             "context", f"{context} has no tokens; name a file with a passage or two, or `none`"
@@ -60,10 +59,3 @@ def _encode(context: str, texts: Sequence[str], tokenizer: Any) -> tuple[int, ..
             "passages of a chunk's length are enough",
         )
     return tokens
-
-
-def _read_texts(context: str) -> list[str]:
-    if context == BUNDLED:
-        return [passage.text for passage in read_bundled_passages()[:BUNDLED_PASSAGES]]
-    purpose = f"`{NONE}`, `{BUNDLED}` or a text file with a passage or two"
-    return [read_user_text(Path(context), "context", purpose)]

@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from kintsugi.models.bundled import packaged_files
@@ -56,10 +55,6 @@ class DemoQuestion:
     def from_mapping(fields: dict[str, Any]) -> DemoQuestion:
         said = tuple(Said(**texts) for texts in fields.get("said", ()))
         return DemoQuestion(fields["passage"], fields["question"], tuple(fields["answers"]), said)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON form."""
-        return asdict(self)
 
     @property
     def full_is_right(self) -> bool:
@@ -112,12 +107,6 @@ def read_demo_questions() -> tuple[DemoQuestion, ...]:
     """Return all questions, in the order in which they were written. Raises `Unavailable`."""
     text = (packaged_files() / QUESTIONS_FILE).read_text(encoding="utf-8")
     return tuple(DemoQuestion.from_mapping(json.loads(line)) for line in text.splitlines())
-
-
-def write_demo_questions(path: Path, questions: Sequence[DemoQuestion]) -> None:
-    """Write the questions to a file, replacing its content."""
-    lines = [json.dumps(question.to_mapping(), ensure_ascii=False) for question in questions]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def choose_shown(questions: Sequence[DemoQuestion]) -> DemoQuestion:

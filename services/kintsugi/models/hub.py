@@ -7,6 +7,7 @@ environment variables. It is installed with tokenizers and with vLLM.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from kintsugi.core.errors import NotFound, PermissionDenied, Unavailable
 
 MAIN = "main"
+NAME_CHARS_MAX = 256
 REASON_CHARS_MAX = 300
 """Maximum length of a library's error in our message; some are whole paragraphs."""
 
@@ -36,8 +38,32 @@ def snapshot(name: str | Path, revision: str = MAIN) -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """Return the hub name of a snapshot's folder."""
-    return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    """Return the hub name of a snapshot's folder; empty for other folders."""
+    snapshots, repository = folder.parent.name, folder.parent.parent.name
+    if snapshots != "snapshots" or not repository.startswith("models--"):
+        return ""
+    return repository.removeprefix("models--").replace("--", "/", 1)
+
+
+def find_aliases(name: str, given: str, folder: str | Path) -> tuple[str, ...]:
+    """Return the names, other than `name`, by which clients may request a model: its hub name, the folder or
+    hub name `given` in the configuration, and the checkpoint's `folder`.
+
+    Each appears once, the folder's absolute path last.
+    """
+    hub_name = name_of(Path(folder)) or _name_in_config(Path(folder))
+    known = (hub_name, given, given.rstrip("/"), str(folder), str(Path(folder).resolve()))
+    return tuple(dict.fromkeys(alias for alias in known if alias and alias != name))
+
+
+def _name_in_config(folder: Path) -> str:
+    """Return the hub name in the checkpoint's config; empty if there is none."""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""  # vLLM reports the error in the config
+    # It may also be a folder of the machine that wrote the config, which must not be published.
+    return named if isinstance(named, str) and len(named) <= NAME_CHARS_MAX and is_hub_name(named) else ""
 
 
 def download_snapshot(name: str | Path, files: Sequence[str], revision: str = MAIN) -> Path:

@@ -18,9 +18,9 @@ from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.core.spaces import Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.models.cache import cache_folder, make_folder_once
-from kintsugi.models.factory import RECIPE, make_checkpoint_of, make_checkpoint_once
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
+from tests.fakes.random_models.factory import RECIPE, make_checkpoint_of, make_checkpoint_once
 from tests.heap import freeze_imports
 from tests.model_configs import DECLINED, FAMILIES, SEEDS, config_of
 from tests.waiting import wait_until

@@ -22,12 +22,12 @@ from kintsugi.core.request import SelectorName
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.engine.auditing import find_stored_copies
 from kintsugi.engine.local import Generation, LocalEngine
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.protocol.interface import ChunkStore
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

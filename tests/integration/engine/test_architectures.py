@@ -16,9 +16,9 @@ from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine
 from kintsugi.fusor.gaps import KEPT_TOKENS
-from kintsugi.models.factory import make_checkpoint_once
-from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
+from tests.fakes.random_models.factory import make_checkpoint_once
+from tests.fakes.random_models.shapes import TINY_SHAPES
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

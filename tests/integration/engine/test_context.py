@@ -13,7 +13,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, Span
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.fusor.codecs import decode_frame
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from kintsugi.engine.local import Generation
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.worker import side as worker
-from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Supports
+from tests.fakes.random_models.shapes import TINY_SHAPES
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

@@ -8,8 +8,8 @@ import pytest
 
 from kintsugi.engine.local import LocalEngine
 from kintsugi.models.checkpoint import checkpoint_folder, model_fingerprint
-from kintsugi.models.factory import make_checkpoint_once
 from tests.fakes.hub import COMMIT, FakeHub, point_library, serving
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import PATIENT, UNCALIBRATED, EngineSlot
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -8,7 +8,7 @@ import pytest
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.local import LocalEngine, transfer_config
-from kintsugi.models.factory import make_checkpoint_once
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PATIENT,

@@ -14,7 +14,6 @@ from kintsugi.core.prompt import Domain, LengthRange
 from kintsugi.core.report import CalibrationReport, LossBound, Noise, Quantity, Search, Thresholds
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine, Prompt
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import PromptForm
 from kintsugi.quality import reports
 from kintsugi.quality.calibrate import Budget, calibrate
@@ -25,6 +24,7 @@ from kintsugi.quality.session import MeasuringEngineSpec, start_measuring_engine
 from kintsugi.quality.shadow import Shadow, ShadowConfig
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.client.registry import open_store
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import EngineSlot
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

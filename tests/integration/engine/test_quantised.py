@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kintsugi.engine.local import LocalEngine
-from kintsugi.models.factory import make_checkpoint_once
 from tests.conftest import Figure, Supports
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import UNCALIBRATED, EngineSlot, engine_dtype
 from tests.integration.engine.test_architectures import assert_exact, saved
 

@@ -19,11 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kintsugi.engine.local import save_prompt, transfer_config
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PATIENT,

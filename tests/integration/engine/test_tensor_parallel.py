@@ -15,9 +15,9 @@ from kintsugi.core.accounting import ChunkAudit
 from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import SelectorName
 from kintsugi.fusor.audit import find_damage
-from kintsugi.models.factory import make_checkpoint_once
-from kintsugi.models.shapes import TINY_SHAPES
 from tests.conftest import Figure, Supports
+from tests.fakes.random_models.factory import make_checkpoint_once
+from tests.fakes.random_models.shapes import TINY_SHAPES
 from tests.integration.engine.conftest import PREFIX, chunks_of, engine_dtype, rag
 from tests.integration.engine.tensor_parallel import ATTENDING, QUERY_LAYERS, SIZES
 from tests.oracle import Oracle

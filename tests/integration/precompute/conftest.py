@@ -14,7 +14,6 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `precomp
 pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import ChunkingConfig
 from kintsugi.precompute.job import Job
@@ -25,6 +24,7 @@ from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
+from tests.fakes.random_models.factory import make_checkpoint_once
 from tests.fakes.stub_prefiller import StubPrefiller
 
 PASSAGE_CHARS_MIN = 200

@@ -15,7 +15,6 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, token_bytes
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.precompute import job as job_module
 from kintsugi.precompute.job import Job
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
@@ -28,6 +27,7 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import make_chunk
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 CHUNKS = 12
 

@@ -28,8 +28,8 @@ from kintsugi.core.deploy import (
     directory_url,
 )
 from kintsugi.gateway.addresses import free_port
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.serving.deployment import Service
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 MODEL = "tiny-llama"
 START_TIMEOUT_S = 240.0

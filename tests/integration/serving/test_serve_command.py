@@ -21,10 +21,10 @@ pytest.importorskip("starlette", reason="install the extra `serving`")
 
 from kintsugi.gateway.addresses import free_port
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, showcase
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.quality.questions import read_questions
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import Sampling
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

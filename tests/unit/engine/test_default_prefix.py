@@ -18,11 +18,11 @@ from kintsugi.engine.asynchronous import AsyncSpec
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.scheduler.gate import prefix_of
 from kintsugi.models.bundled import bundled_checkpoint, bundled_report
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import load_form
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.quality import reports
 from tests.fakes.chat_templates import CHATML, write_tokenizer
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 STORE = "grpc://127.0.0.1:1"
 

@@ -12,8 +12,8 @@ from kintsugi.core.errors import InvalidField, NotFound, Unavailable
 from kintsugi.core.prompt import FormName, PromptChunk
 from kintsugi.models.bundled import bundled_checkpoint, showcase
 from kintsugi.models.prompt_form import PromptForm, load_form, special_tokens
-from kintsugi.models.vocabulary import BOS_ID
 from tests.fakes.chat_templates import CHATML, DATED, DOCUMENTS, NO_SYSTEM, PARTS, tokenizer_with
+from tests.fakes.random_models.vocabulary import BOS_ID
 
 AUTO, CHAT, PLAIN = FormName.AUTO, FormName.CHAT, FormName.PLAIN
 

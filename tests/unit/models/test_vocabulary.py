@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kintsugi.models.passages import BUNDLED_QUESTIONS, read_bundled_passages
-from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
+from tests.fakes.random_models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
 
 TOKENIZER = train_tokenizer(1024, 8192)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.compilation.decorators import support_torch_compile
 
-from kintsugi.models.factory import make_checkpoint
-from kintsugi.models.shapes import TINY_SHAPES
+from tests.fakes.random_models.factory import make_checkpoint
+from tests.fakes.random_models.shapes import TINY_SHAPES
 from tests.oracle import Oracle, fresh_positions, load_model, measured_layers
 
 PREFIX, CHUNK, QUESTION = 3, 230, 9

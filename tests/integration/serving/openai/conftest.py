@@ -27,7 +27,7 @@ from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import Gateway, PutState
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import BUNDLED_NAME, bundled_checkpoint, bundled_report
-from kintsugi.models.names import find_aliases
+from kintsugi.models.hub import find_aliases
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.quality import reports
 from kintsugi.store.client.registry import open_store

@@ -19,8 +19,8 @@ from kintsugi.engine.openai.prompt import (
     with_documents,
     with_whole_messages,
 )
-from kintsugi.models.vocabulary import BOS_ID, train_tokenizer
 from kintsugi.precompute.chunking import Chunker
+from tests.fakes.random_models.vocabulary import BOS_ID, train_tokenizer
 
 
 @lru_cache(maxsize=1)

@@ -16,9 +16,9 @@ from kintsugi.core.prompt import FormName, PromptChunk
 from kintsugi.engine.openai.prompt import Segmented, SegmentTokenizer
 from kintsugi.models import prompt_form
 from kintsugi.models.bundled import bundled_checkpoint
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import PromptForm, load_form
 from tests.fakes.chat_templates import CHATML, DATED, DOCUMENTS, NO_SYSTEM, PARTS, write_tokenizer
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 CHUNKS = ("Tea is made from leaves of a shrub.\n", "Salt is a mineral, and it is mined.\n")
 QUESTION = "Which of them is made from leaves?"

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kintsugi.core.errors import InvalidField
-from kintsugi.models import factory
 from kintsugi.models.cache import cache_folder
-from kintsugi.models.factory import make_checkpoint, make_checkpoint_of, make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
-from kintsugi.models.shapes import SHAPES, TINY_SHAPES, find_shape
+from tests.fakes.random_models import factory
+from tests.fakes.random_models.factory import make_checkpoint, make_checkpoint_of, make_checkpoint_once
+from tests.fakes.random_models.shapes import SHAPES, TINY_SHAPES, find_shape
 from tests.model_configs import FAMILIES, SEEDS, config_of
 
 

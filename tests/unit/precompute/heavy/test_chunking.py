@@ -17,10 +17,10 @@ pytest.importorskip("semantic_text_splitter", reason="install the extra `chunkin
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.core.spaces import ChunkSpace, ModelFingerprint
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.passages import read_bundled_passages
 from kintsugi.precompute.chunking import SECTION_CHARS, Chunker, ChunkingConfig
 from tests.fakes.kinds_of_text import KINDS
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 SPACE = ChunkSpace(ModelFingerprint(bytes(32)), "acme", (0,))
 TEXT = "\n\n".join(passage.text for passage in read_bundled_passages())

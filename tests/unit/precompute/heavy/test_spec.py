@@ -16,7 +16,6 @@ pytest.importorskip("inscriptis", reason="install the extra `precompute`")
 from kintsugi.core.errors import Corrupted, InvalidField, NotBlendable, NotFound
 from kintsugi.models import reference
 from kintsugi.models.checkpoint import model_fingerprint
-from kintsugi.models.factory import make_checkpoint_once
 from kintsugi.models.prompt_form import PromptForm, load_tokenizer
 from kintsugi.precompute.chunking import Chunker, ChunkingConfig
 from kintsugi.precompute.spec import JobSpec, ModelFacts
@@ -24,6 +23,7 @@ from kintsugi.precompute.worker import durable_url
 from tests.fakes.chat_templates import CHATML
 from tests.fakes.hub import FakeHub, point_library, serving
 from tests.fakes.packaged_model import build_package
+from tests.fakes.random_models.factory import make_checkpoint_once
 
 
 def spec(**values: Any) -> JobSpec:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.models.names import find_aliases
+from kintsugi.models.hub import find_aliases
 
 
 def checkpoint(folder: Path, **config: object) -> Path:

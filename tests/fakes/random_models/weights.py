@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from kintsugi.models.shapes import Architecture, ModelShape
-from kintsugi.models.vocabulary import EOS_ID
+from tests.fakes.random_models.shapes import Architecture, ModelShape
+from tests.fakes.random_models.vocabulary import EOS_ID
 
 _QK_GAIN = math.sqrt(2.0)
 _GAINS = {

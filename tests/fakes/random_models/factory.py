@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from kintsugi.models.cache import cache_folder, make_folder_once
-from kintsugi.models.shapes import ModelShape, find_shape
-from kintsugi.models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
-from kintsugi.models.weights import WeightTraits, fill_weights
+from tests.fakes.random_models.shapes import ModelShape, find_shape
+from tests.fakes.random_models.vocabulary import BOS_ID, EOS_ID, train_tokenizer
+from tests.fakes.random_models.weights import WeightTraits, fill_weights
 
 RECIPE = 2
 """Increase this when the same shape and seed produce other weights, so that cached checkpoints are not
