@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.engine.versions import LACKING, PROBED, REQUIREMENT, RUN
-from kintsugi.models.layers import PLAIN
+from kintsugi.models.layers import ADVICE, DeclineReason
 
 PAGE = Path("docs/SUPPORT.md")
 MATRIX_RESULT = Path("benchmarks/results/architectures.json")
@@ -123,6 +123,7 @@ DECLINED = """\
 ## Declined
 
 Every prompt is prefilled in full, and the response and a metric say why. Prefix caching works as before.
+[MODELS.md](MODELS.md) explains the reasons; `benchmarks/results/architectures.json` names each class's layer.
 """
 
 OPEN = """\
@@ -284,10 +285,14 @@ def _difference(value: float | None) -> str:
 
 
 def _declines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The head of the section says what every reason says."""
-    yield from _header(("model class", "reason"))
+    """One line for a reason, with the engine's present advice and the classes that are declined for it."""
+    names: dict[str, list[str]] = {}
     for row in rows:
-        yield _row([_title(row), _cell(row["reason"].replace(f"; {PLAIN}", ""))])
+        names.setdefault(row["reason"].split(":")[0], []).append(_title(row))
+    yield from _header(("reason", "to blend", "model classes"))
+    for reason, those in sorted(names.items(), key=lambda item: -len(item[1])):
+        _, _, advice = ADVICE[DeclineReason(reason)].partition("; to blend, ")
+        yield _row([f"`{reason}`", _cell(advice), ", ".join(those)])
 
 
 def _left_out(classes: Mapping[str, str]) -> Iterator[str]:

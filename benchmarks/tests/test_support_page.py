@@ -18,7 +18,6 @@ from benchmarks.support.support_page import (
     render_page,
 )
 from kintsugi.engine.versions import REQUIREMENT, is_tested
-from kintsugi.models.layers import PLAIN
 
 
 def document(*results: tuple[str, str, str], **figures: float) -> dict[str, Any]:
@@ -87,11 +86,11 @@ def test_the_page_has_what_each_row_found() -> None:
     exact = row(
         "A/yarn", "exact", figures={"ratio 1": 1e-5, "bfloat16": 0.0}, shows=["sinks"], two_ranks=ranks
     )
-    declined = row("B", "declined", f"recurrent: layer 0 has a state | a conv; {PLAIN}; serve another")
+    declined = row("B", "declined", "recurrent: layer 0 has a state")
     broken = row("D", "wrong", "ratio 1: the tokens differ")
     text = render_page(matrix(broken, exact, declined), Evidence())
     assert "| A, yarn | attention sinks | 1.0e-05 | – | 0 | – | – | – | 2.0e-06 |" in text
-    assert r"| B | recurrent: layer 0 has a state \| a conv; serve another |" in text
+    assert "| `recurrent` | serve a model whose layers are all attention | B |" in text
     assert "| D | wrong | ratio 1: the tokens differ |" in text
     assert "1 classes are exact, 0 of them at any ratio" in text
     assert "1 of the 3 text-generating classes in the registry of vLLM 0.32.0 were not tried" in text

@@ -25,12 +25,12 @@ DECODERS = ("_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS", "_MULTI
 """The parts of vLLM's registry with classes that generate text."""
 MULTIMODAL = "_MULTIMODAL_MODELS"
 
-NO_CONFIG = "its config class comes with a checkpoint's own code, which is not run here"
+NO_CONFIG = "its config class is code of a checkpoint, which is not run here"
 WRAPPER = (
-    "wraps a decoder for other inputs; its engine needs the processor of a checkpoint, and a few such models "
-    "are asked in its place"
+    "wraps a decoder for other inputs; its engine needs a checkpoint's processor, so a few such models stand "
+    "for all"
 )
-NOT_A_DECODER = "transcribes or reads one input with an encoder and a decoder: it is sent no chunks"
+NOT_A_DECODER = "an encoder and a decoder for one audio or page, so its prompts contain no chunks"
 
 LEFT_OUT: Mapping[str, str] = {
     "CohereAsrForConditionalGeneration": NOT_A_DECODER,
@@ -39,22 +39,19 @@ LEFT_OUT: Mapping[str, str] = {
     "Emu3ForConditionalGeneration": WRAPPER,
     "HunYuanVLForConditionalGeneration": WRAPPER,
     "VibeVoiceAsrForConditionalGeneration": WRAPPER,
-    "DbrxForCausalLM": "transformers 5.19 reads its config but builds no model from it",
+    "DbrxForCausalLM": "transformers 5.19 reads its config but cannot make a model from it",
     "InklingForConditionalGeneration": WRAPPER,
-    "LongcatFlashForCausalLM": "its router calls a kernel that vLLM 0.32 has for GPUs alone (topk_softmax)",
-    "NanbeigeForCausalLM": "transformers 5.19 has no such model, and vLLM runs it through transformers alone",
+    "LongcatFlashForCausalLM": "its router calls a kernel that vLLM 0.32 has only for GPUs (topk_softmax)",
+    "NanbeigeForCausalLM": "transformers 5.19 lacks the model, and vLLM runs it only through transformers",
     "HCXVisionV2ForCausalLM": WRAPPER,
-    "MuseGlimmerForCausalLM": (
-        "vLLM 0.32 imports torchvision for it, which locks/cpu.txt has not; it has to be asked where that is "
-        "installed"
-    ),
+    "MuseGlimmerForCausalLM": ("vLLM 0.32 imports torchvision for it, which locks/cpu.txt does not contain"),
     "Rnj1ForCausalLM": (
-        "vLLM 0.32 does not start it on a CPU: it tells the attention backend `chunk_lookback`, which only "
-        "Triton's knows; it has to be asked on a GPU"
+        "vLLM 0.32 does not start it on a CPU: it passes `chunk_lookback` to the attention backend, which "
+        "only Triton's accepts; try it on a GPU"
     ),
     "Step1ForCausalLM": (
-        "vLLM 0.32 does not start it on a CPU: that attention backend has no ALiBi with square roots; it has "
-        "to be asked on a GPU"
+        "vLLM 0.32 does not start it on a CPU: the CPU's attention backend has no ALiBi with square roots; "
+        "try it on a GPU"
     ),
 }
 """Reasons that differ from the part's: `NO_CONFIG` for text models, `WRAPPER` for multimodal ones."""
