@@ -13,11 +13,12 @@ from pathlib import Path
 
 from kintsugi.core.layout import HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import ChunkStore, LayerFrame
+from tests.fakes.fixed_directory import FixedDirectory
 
 NAMESPACE = "acme"
 START_S = 60.0

@@ -14,7 +14,6 @@ from kintsugi.core.errors import KintsugiError
 from kintsugi.store.client.directory import ShardAddress, ShardDirectory
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
-from kintsugi.store.shard.erasure import ErasureMark, ErasureRange
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.workers.keeper import Turns
 
@@ -62,8 +61,7 @@ class CatchingUp(Turns):
                     found = store.list_erasures(peer, seen, learned=True, asked_by=self._shard.shard_id)
                     if found.shard_id != peer or found.next == seen:
                         return
-                    merged = {namespace: ErasureMark(*mark) for namespace, mark in found.merged.items()}
-                    self._shard.apply_erasures(peer, ErasureRange(found.erasures, found.next, merged))
+                    self._shard.apply_erasures(peer, found)
         except KintsugiError as error:
             log.warning("shard %s does not say what was erased: %s", peer, error)
 

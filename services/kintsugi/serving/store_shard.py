@@ -34,7 +34,7 @@ from kintsugi.store.client.registry import open_directory
 from kintsugi.store.protocol.access import Access, open_access
 from kintsugi.store.protocol.tls import is_loopback
 from kintsugi.store.replication import Replicator
-from kintsugi.store.shard.admission import RATIO
+from kintsugi.store.shard.eviction.room import RATIO
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard

@@ -20,7 +20,7 @@ from kintsugi.sdk.client import Client
 from kintsugi.sdk.types import DocumentChunk, Key
 from kintsugi.serving import catching_up
 from kintsugi.serving.catching_up import CatchingUp
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard import erasure as records
@@ -28,6 +28,7 @@ from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from tests.contracts.store_contract import make_chunk
+from tests.fakes.fixed_directory import FixedDirectory
 from tests.fakes.marked_service import CORPUS, MIB, PHRASE, MarkedService, running
 from tests.fakes.stub_backend import StubDelays
 from tests.integration.serving.gateways import Setup

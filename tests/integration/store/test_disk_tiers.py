@@ -19,7 +19,7 @@ import pytest
 from kintsugi.core.errors import Corrupted, InvalidField, ResourceExhausted, Unavailable, VersionMismatch
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
@@ -37,6 +37,7 @@ from kintsugi.store.shard.tiers.ram_tier import RamTier
 from kintsugi.store.shard.workers.keeper import Keeper
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all
+from tests.fakes.fixed_directory import FixedDirectory
 
 MIB = 1 << 20
 DURABLE = GrpcOptions(ack="durable")

@@ -13,7 +13,7 @@ import pytest
 from kintsugi.core.errors import InvalidField, PermissionDenied
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey, ChunkSpace
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.key_file import KeyFile, create_keys, destroy_keys, retire_keys, rotate_keys
 from kintsugi.store.client.options import GrpcOptions
@@ -27,6 +27,7 @@ from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, LAYOUT, StoreContract, make_chunk, read_all
+from tests.fakes.fixed_directory import FixedDirectory
 
 EVERY_HEAD = HeadRange(0, LAYOUT.num_kv_heads)
 TOKENS = range(40)

@@ -19,20 +19,21 @@ from kintsugi.core.errors import DeadlineExceeded, NotFound, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import put_messages
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol import tls, wire
 from kintsugi.store.protocol.interface import ChunkStore, Erasure, LayerFrame
 from kintsugi.store.protocol.wire import CLIENT_OPTIONS
-from kintsugi.store.shard.admission import ShardConfig
+from kintsugi.store.shard import shard as shard_module
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import disk_tier as slab_module
 from tests.contracts.store_contract import make_chunk, read_all
+from tests.fakes.fixed_directory import FixedDirectory
 
 MIB = 1 << 20
 DURABLE = GrpcOptions(ack="durable")
@@ -229,7 +230,8 @@ def test_readers_and_writers_who_stall_are_cut(
     # gRPC may widen its window until the other two frames fit: then all was sent, and nothing is to be cut.
     monkeypatch.setattr(tls, "CLIENT_OPTIONS", (*CLIENT_OPTIONS, ("grpc.http2.bdp_probe", 0)))
     (held, frames), (half, other) = make_chunk(range(100_000)), make_chunk(range(1, 10_000))
-    spec = ShardSpec(128 * MIB, config=ShardConfig(erase_grace_s=0.1))
+    monkeypatch.setattr(shard_module, "ERASE_GRACE_S", 0.1)
+    spec = ShardSpec(128 * MIB)
     began, go_on = threading.Event(), threading.Event()
 
     def stalled() -> Iterator[bytes]:
@@ -275,8 +277,9 @@ def test_what_is_put_and_read_after_an_erasure_began_is_not_cut_with_it(
 ) -> None:
     """An erasure waits for a reader that stalls, while its chunk is put again, and another is read."""
     held, (other, _) = make_chunk(range(1000)), make_chunk(range(1001))
+    monkeypatch.setattr(shard_module, "ERASE_GRACE_S", 0.0)
     with (
-        closing(open_shard(ShardSpec(16 * MIB, config=ShardConfig(erase_grace_s=0.0)))) as shard,
+        closing(open_shard(ShardSpec(16 * MIB))) as shard,
         ShardServer(shard, "127.0.0.1:0") as server,
         closing(GrpcStore(server.address)) as store,
         ThreadPoolExecutor(2) as threads,

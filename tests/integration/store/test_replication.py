@@ -17,7 +17,7 @@ from kintsugi.core.layout import SALT_BYTES, ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store import replication as replicator_module
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.sharded import ShardedStore
 from kintsugi.store.protocol.interface import Erasure
@@ -37,6 +37,7 @@ from tests.contracts.store_contract import (
     make_mixed_chunk,
     read_all,
 )
+from tests.fakes.fixed_directory import FixedDirectory
 
 CHUNKS = 12
 

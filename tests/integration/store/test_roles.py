@@ -21,7 +21,7 @@ from kintsugi.cli.main import app
 from kintsugi.core.errors import InvalidField, KintsugiError, PermissionDenied, Unauthenticated
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
@@ -35,6 +35,7 @@ from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.authority import Authority
 from tests.contracts.store_contract import StoreContract, make_chunk, make_report, read_all
+from tests.fakes.fixed_directory import FixedDirectory
 
 MANIFEST, FRAMES = make_chunk(range(40))
 NAMESPACE, KEY = MANIFEST.namespace, MANIFEST.key

@@ -15,7 +15,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.serving.directory import DirectoryService
-from kintsugi.store.client.directory import FixedDirectory, GrpcDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import GrpcDirectory, ShardAddress, ShardMap
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.registry import open_store
 from kintsugi.store.client.sharded import ShardedStore
@@ -27,6 +27,7 @@ from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.ram_tier import RamTier
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, make_report, read_all
+from tests.fakes.fixed_directory import FixedDirectory
 
 SEE_SHARDS = "see which shards answer: kintsugi status --url URL"
 
@@ -246,36 +247,6 @@ def test_a_shard_that_leaves_the_map_and_returns_is_used_again(servers: list[Sha
     assert all(store.lookup("acme", keys))
     assert read_all(store, mine)[0] == (0, 0, moved[1][0])
     store.close()
-
-
-def test_events_are_lost_where_the_map_changes_and_late_where_a_shard_is_silent(
-    stack: ExitStack, servers: list[ShardServer]
-) -> None:
-    directory = FixedDirectory(shard_map(servers))
-    store = stack.enter_context(closing(ShardedStore(directory)))
-    cursor = store.events("acme", "", 100).cursor
-    fill(store, 8)
-    page = store.events("acme", cursor, 100)
-    assert {event.shard for event in page.events} <= {server.address for server in servers}
-    assert [event.at_s for event in page.events] == sorted(event.at_s for event in page.events)
-    directory.shards = shard_map(servers[1:])
-    left = store.events("acme", page.cursor, 100)
-    assert left.lost, "what the first shard held cannot be reached"
-    assert not store.events("acme", left.cursor, 100).lost
-    directory.shards = shard_map(servers)
-    joined = store.events("acme", left.cursor, 100)
-    assert (joined.events, joined.lost) == ([], True)
-    manifest, frames = make_chunk(range(7))
-    store.put(manifest, frames)
-    owner = directory.shards.owners(manifest.key)[0]
-    silent = next(server for server in servers if server.shard.shard_id == owner.shard_id)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(silent.shard, "events", _fail)
-        quiet = store.events("acme", joined.cursor, 100)
-        assert (quiet.events, quiet.lost) == ([], False)
-    late = store.events("acme", quiet.cursor, 100)
-    assert [(event.key, event.shard) for event in late.events] == [(manifest.key, owner.address)]
-    assert not late.lost
 
 
 def _fail(*_: object) -> None:

@@ -12,7 +12,7 @@ from kintsugi.core.errors import InvalidField, UnknownField
 from kintsugi.core.schema import load
 from kintsugi.engine import config
 from kintsugi.engine.config import EngineConfig
-from kintsugi.store.shard.admission import RATIO
+from kintsugi.store.shard.eviction.room import RATIO
 
 
 def test_every_option_is_read_by_the_engine() -> None:

@@ -7,7 +7,7 @@ import math
 import socket
 import ssl
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -19,6 +19,7 @@ from kintsugi.gateway.fronts.grpc_server import STOP_GRACE_S
 from kintsugi.gateway.fronts.http_connection import HEAD_READ_S, BoundedConnection, Connections
 from kintsugi.store.protocol.access import identities_of_certificate
 from kintsugi.store.protocol.tls import TlsFiles
+from kintsugi.store.protocol.watched_files import WatchedFiles
 
 KEEP_ALIVE_S = 60
 BACKLOG = 2048
@@ -38,8 +39,8 @@ class _Tls:
     def __init__(self, files: TlsFiles) -> None:
         """Raises `InvalidField` if a file cannot be read or has other contents."""
         self._files = files
-        self._stamp = files.stamp()
-        self.context = self._current = self._read()
+        self._watched = WatchedFiles("set of TLS files", files.paths, self._read, always_check=True)
+        self.context = self._watched.current()
         self.context.sni_callback = self._on_hello
 
     def _read(self) -> ssl.SSLContext:
@@ -58,12 +59,7 @@ class _Tls:
 
     def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
         """Use the present files for a handshake. Called whether or not the client names a server."""
-        stamp = self._files.stamp()
-        if stamp and stamp != self._stamp:
-            with suppress(InvalidField):  # files that are being replaced are read at the next handshake
-                self._current = self._read()
-                self._stamp = stamp
-        connection.context = self._current
+        connection.context = self._watched.current()
 
 
 class _CertifiedConnection(BoundedConnection):

@@ -140,19 +140,6 @@ class ShardDirectory(ABC):
         """Stop watching. Idempotent."""
 
 
-class FixedDirectory(ShardDirectory):
-    """A map that the process itself sets."""
-
-    def __init__(self, shards: ShardMap) -> None:
-        self.shards = shards
-
-    def current(self) -> ShardMap:
-        return self.shards
-
-    def close(self) -> None:
-        return None
-
-
 class FileDirectory(ShardDirectory):
     """A shard map in a JSON file, `{"version": 1, "replicas": 1, "shards": [{"shard_id": …, "address": …}]}`.
 

@@ -41,7 +41,9 @@ from kintsugi.store.protocol.interface import (
     ChunkStore,
     ErasedPlace,
     Erasure,
+    ErasureMark,
     ErasurePage,
+    ErasureRange,
     Found,
     LayerFrame,
     PinLease,
@@ -51,24 +53,12 @@ from kintsugi.store.protocol.interface import (
 ERASE_TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
-class ShardErasures:
-    """Erasures that one shard recorded."""
-
-    shard_id: str
-    erasures: Sequence[Erasure]
-    next: int
-    """The number of the last of them; the next page begins after it."""
-    merged: Mapping[str, tuple[int, float]]
-    """The shard's `ErasureRange.merged`."""
-
-
-def erasures_of_wire(answer: pb.ListErasuresResponse) -> ShardErasures:
+def erasures_of_wire(answer: pb.ListErasuresResponse) -> ErasureRange:
     erasures = [
         Erasure(one.namespace, ChunkKey(one.key) if one.key else None, one.at_s) for one in answer.erasures
     ]
-    merged = {one.namespace: (one.number, one.at_s) for one in answer.merged}
-    return ShardErasures(answer.shard_id, erasures, answer.next, merged)
+    merged = {one.namespace: ErasureMark(one.number, one.at_s) for one in answer.merged}
+    return ErasureRange(erasures, answer.next, merged, answer.shard_id)
 
 
 def places_of(erased: pb.Erased) -> list[ErasedPlace]:
@@ -510,7 +500,7 @@ class GrpcStore(ChunkStore):
 
     def list_erasures(
         self, shard_id: str, after: int | None, learned: bool = False, asked_by: str = ""
-    ) -> ShardErasures:
+    ) -> ErasureRange:
         """Return the erasures after number `after`, which the shard with id `shard_id` returned; all erasures
         if the shard has another id; only the latest number if `after` is None. With `learned`, erasures that
         the shard learned from other shards are included. `asked_by` is the id of a shard that asks and has

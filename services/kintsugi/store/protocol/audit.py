@@ -32,9 +32,9 @@ to push other lines out of the log."""
 FILE_MODE = 0o600
 
 
-@dataclass(frozen=True)
+@dataclass
 class AuditEntry:
-    """One request."""
+    """One request, as far as it is known."""
 
     method: str
     """Name of the RPC, or the HTTP path."""

@@ -67,16 +67,6 @@ NEEDS: Mapping[str, Need] = {
 """Requirements by the name of the call's handler."""
 
 
-@dataclass
-class _Call:
-    """The facts known about one call."""
-
-    verb: Verb | None
-    caller: str = ""
-    namespace: str = ""
-    keys: tuple[str, ...] = ()
-
-
 class ShardGuard:
     """Authorises calls, and writes their results to the audit log."""
 
@@ -90,7 +80,7 @@ class ShardGuard:
 
         Raises `Unauthenticated`, `PermissionDenied`, and `InvalidField` for an invalid namespace.
         """
-        call, result, text = _Call(NEEDS[rpc].verb), "OK", ""
+        call = AuditEntry(rpc, "OK", verb=NEEDS[rpc].verb)
         try:
             caller = self._identify(context)
             call.caller = caller.name
@@ -100,19 +90,17 @@ class ShardGuard:
                 _authorize(caller, NEEDS[rpc], call, request)
             yield request
         except KintsugiError as error:
-            result, text = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
+            call.result, call.error = status_of(error).name, str(error)[:DETAIL_CHARS_MAX]
             raise
         except asyncio.CancelledError:  # the client ended the call, as it ends every lease
-            result = "CANCELLED"
+            call.result = "CANCELLED"
             raise
         except Exception:
-            result = "INTERNAL"
+            call.result = "INTERNAL"
             raise
         finally:
-            if self._audit is not None and (NEEDS[rpc].is_audited or text):
-                self._audit.write(
-                    AuditEntry(rpc, result, call.caller, call.verb, call.namespace, call.keys, error=text)
-                )
+            if self._audit is not None and (NEEDS[rpc].is_audited or call.error):
+                self._audit.write(call)
 
     def _identify(self, context: Any) -> Caller:
         """Raises `Unauthenticated`."""
@@ -121,7 +109,7 @@ class ShardGuard:
         return self._access.caller(parse_bearer(metadata.get("authorization")), identities)
 
     async def _check_put(
-        self, caller: Caller, call: _Call, messages: AsyncIterator[bytes]
+        self, caller: Caller, call: AuditEntry, messages: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
         """Check the header of a put, which comes first, and yield every message."""
         is_first = True
@@ -133,7 +121,7 @@ class ShardGuard:
             yield message
 
 
-def _authorize(caller: Caller, need: Need, call: _Call, request: Any) -> None:
+def _authorize(caller: Caller, need: Need, call: AuditEntry, request: Any) -> None:
     """Record the names in a request, and authorise it. Raises `PermissionDenied` and `InvalidField`."""
     if isinstance(request, pb.LeaseLayersRequest):
         request = request.request

@@ -6,8 +6,9 @@ stored completely, or it is a miss."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kintsugi.core.errors import InvalidField
@@ -100,6 +101,28 @@ class ErasurePage:
     erasures: Sequence[Erasure]
     cursor: str
     """Where the next page begins; the same as before if nothing more was recorded."""
+
+
+@dataclass(frozen=True)
+class ErasureMark:
+    """The number of an erasure, and a time in Unix seconds."""
+
+    number: int = 0
+    at_s: float = -math.inf
+
+
+@dataclass(frozen=True)
+class ErasureRange:
+    """A page of the erasures that one shard recorded, in their order."""
+
+    erasures: Sequence[Erasure]
+    next: int
+    """The number up to which this page covers the erasures."""
+    merged: Mapping[str, ErasureMark]
+    """The merged erasures by namespace (empty: all namespaces): their highest number and latest time. Only
+    marks above the requested number are included."""
+    shard_id: str = ""
+    """The shard that sent the page; empty in that shard."""
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,6 @@ class TlsFiles:
         """The files to watch for changes."""
         return (self.cert, self.key) if self.ca is None else (self.ca, self.cert, self.key)
 
-    def stamp(self) -> tuple[int, ...]:
-        """Return a value that changes whenever a file does; empty if a file cannot be read."""
-        try:
-            return tuple(path.stat().st_mtime_ns for path in self.paths)
-        except OSError:
-            return ()
-
     def expires_s(self) -> float:
         """Return when the certificate expires, in Unix seconds; NaN if it cannot be read."""
         try:

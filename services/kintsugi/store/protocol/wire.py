@@ -7,6 +7,7 @@ protobuf would copy every frame once more on either side."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import TypeVar
 
@@ -179,28 +180,10 @@ def readable_manifest(wire: pb.Manifest) -> ChunkManifest | None:
 
 def shard_use(address: str, stats: pb.StatsResponse) -> ShardUse:
     """Return the usage of a shard that answered."""
-    tiers = (
-        TierUse(
-            tier.name,
-            tier.chunks,
-            tier.bytes_used,
-            tier.bytes_capacity,
-            tier.evictions,
-            tier.queue_bytes,
-            tier.failure,
-        )
-        for tier in stats.tiers
-    )
-    return ShardUse(
-        address,
-        True,
-        stats.draining,
-        stats.chunks,
-        stats.hits,
-        stats.misses,
-        stats.quarantined,
-        tuple(tiers),
-    )
+    names = [one.name for one in fields(TierUse)]
+    tiers = tuple(TierUse(*(getattr(tier, name) for name in names)) for tier in stats.tiers)
+    counts = (stats.chunks, stats.hits, stats.misses, stats.quarantined)
+    return ShardUse(address, True, stats.draining, *counts, tiers)
 
 
 def keys_from_wire(keys: Sequence[bytes]) -> list[ChunkKey]:

@@ -17,6 +17,7 @@ import math
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.namespaces import enclosing, is_within
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
-from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.protocol.interface import Erasure, ErasureMark, ErasureRange
 from kintsugi.store.protocol.save_times import AFTER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
 from kintsugi.store.shard.put import ChunkPut
@@ -117,6 +118,13 @@ def is_in_hand(
     return any(map(scope.covers, addresses))
 
 
+CLEAR_BATCH = 256
+"""Maximum number of a namespace's chunks that are forgotten per acquisition of the table's lock."""
+FREE_POLL_S = 0.02
+DELETION_S = 600.0
+"""How long copies of a deleted chunk are refused: longer than a shard takes to send a copy that it has
+read."""
+DELETIONS_MAX = 100_000
 ERASURES_MAX = 200_000
 NAMESPACE_MAX = ERASURES_MAX // 16
 """Maximum number of records of one namespace."""
@@ -140,26 +148,6 @@ class _Record:
     at_s: float
     number: int
     learned: bool
-
-
-@dataclass(frozen=True)
-class ErasureMark:
-    """The number of an erasure, and a time in Unix seconds."""
-
-    number: int = 0
-    at_s: float = -math.inf
-
-
-@dataclass(frozen=True)
-class ErasureRange:
-    """A page of erasures, in their order."""
-
-    erasures: Sequence[Erasure]
-    next: int
-    """The number up to which this page covers the erasures."""
-    merged: Mapping[str, ErasureMark]
-    """The merged erasures by namespace (empty: all namespaces): their highest number and latest time. Only
-    marks above the requested number are included."""
 
 
 class Erasures:
@@ -485,3 +473,33 @@ class Shared:
         """Wait for the running work and prevent further runs."""
         with self._running:
             self._closed = True
+
+
+class Deletions:
+    """Recent deletions. Another shard may have read a copy before a deletion; it must not restore the chunk.
+
+    Not thread-safe: the table holds the lock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deleted_s: OrderedDict[Address | str, float] = OrderedDict()
+        """When a chunk or a whole namespace was deleted: the newest `DELETIONS_MAX`."""
+        self._forgotten_s = -math.inf
+        """Time of the newest deletion that was dropped from the list."""
+
+    def note(self, deleted: Iterable[Address | str]) -> None:
+        """Note that chunks or whole namespaces were deleted now, whether or not they existed."""
+        now_s = self._clock()
+        for one in deleted:
+            self._deleted_s[one] = now_s
+            self._deleted_s.move_to_end(one)
+        while len(self._deleted_s) > DELETIONS_MAX:
+            self._forgotten_s = self._deleted_s.popitem(last=False)[1]
+
+    def cover(self, address: Address) -> bool:
+        """Return whether a chunk may have been deleted within `DELETION_S`."""
+        whole = (self._deleted_s.get(namespace) for namespace in enclosing(address[0]))
+        times = (self._deleted_s.get(address), *whole, self._forgotten_s)
+        last_s = max(time for time in times if time is not None)
+        return self._clock() - last_s < DELETION_S

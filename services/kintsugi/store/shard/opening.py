@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
 import lmdb
 
 from kintsugi.core.errors import Corrupted, InvalidField
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import MakePolicy
 from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.malloc import keep_large_buffers
@@ -99,7 +98,6 @@ class ShardSpec:
     """Fastest first."""
     policy: str = DEFAULT_POLICY
     """Name of the eviction policy of every tier."""
-    config: ShardConfig = field(default_factory=ShardConfig)
     bucket: BucketSpec | None = None
     """The tier below the SSD tiers. Needs at least one SSD tier."""
 
@@ -130,7 +128,6 @@ def open_shard(spec: ShardSpec) -> Shard:
                 RamTier(spec.ram_bytes, policy),
                 disks,
                 shard_id=shard_id,
-                config=spec.config,
                 home=home,
                 bucket=bucket,
             )

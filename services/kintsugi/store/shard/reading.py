@@ -6,8 +6,8 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kintsugi.core.errors import Corrupted
-from kintsugi.core.layout import ChunkManifest, HeadRange
+from kintsugi.core.errors import Corrupted, InvalidField
+from kintsugi.core.layout import SIDE_KIND_MAX, ChunkManifest, HeadRange
 from kintsugi.store.shard.entry import Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -80,3 +80,13 @@ class Reading:
         """Whether it holds bytes of a chunk that was forgotten or moved, which cannot be freed until it
         ends."""
         return any(chunk is not None and chunk.residence.condemned for chunk in self.chunks)
+
+
+def check_range(manifest: ChunkManifest, layers: range, heads: HeadRange) -> None:
+    """Raise `InvalidField` unless the chunk has these layers and heads. Side frames may be requested of any
+    chunk; a chunk without frames of that kind sends none."""
+    layout = manifest.layout
+    if not -SIDE_KIND_MAX <= layers.start < layers.stop <= layout.num_layers or layers.step != 1:
+        raise InvalidField("layers", f"[{layers.start}, {layers.stop}) is outside [0, {layout.num_layers})")
+    if not 0 <= heads.start < heads.stop <= layout.num_kv_heads:
+        raise InvalidField("heads", f"[{heads.start}, {heads.stop}) is outside [0, {layout.num_kv_heads})")

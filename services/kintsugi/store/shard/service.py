@@ -33,9 +33,9 @@ from kintsugi.store.protocol.grpc_status import abort_call
 from kintsugi.store.protocol.guard import ShardGuard
 from kintsugi.store.protocol.interface import ANCHOR_CANDIDATES_MAX
 from kintsugi.store.protocol.tls import TlsFiles
-from kintsugi.store.shard.admission import NoRoomYet
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.erasure import Removed, Scope
+from kintsugi.store.shard.eviction.room import NoRoomYet
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
 from kintsugi.store.shard.put import ChunkPut, PutOptions

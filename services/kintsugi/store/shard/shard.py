@@ -24,7 +24,6 @@ from kintsugi.core.namespaces import NamespaceRules, enclosing
 from kintsugi.core.spaces import ChunkKey, check_namespace
 from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
-from kintsugi.store.shard.admission import ShardConfig
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
 from kintsugi.store.shard.erasure import ErasureRange, Erasures, Holders, Removed, Scope, Shared, scopes_of
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl, erased_meanwhile
@@ -45,6 +44,9 @@ log = logging.getLogger(__name__)
 
 ERASE_S_MAX = 300.0
 """How long an erasure waits for readers and writers of its chunks."""
+ERASE_GRACE_S = 2.0
+"""How long an erasure waits for clients' reads and puts of its chunks before it cuts them: longer than a
+client needs to read its chunks."""
 CUT_PERIOD_S = 1.0
 """Interval at which an erasure cuts the calls that it waits for."""
 
@@ -57,7 +59,6 @@ class Shard:
         ram: RamTier,
         disks: Sequence[DiskTier] = (),
         shard_id: str | None = None,
-        config: ShardConfig | None = None,
         home: Home | None = None,
         wall_clock: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
@@ -69,12 +70,11 @@ class Shard:
         self.disks = disks
         self.bucket = bucket
         far = () if bucket is None else (bucket,)
-        self.table = EntryTable(ram, disks, config or ShardConfig(), wall_clock, clock, far)
+        self.table = EntryTable(ram, disks, wall_clock, clock, far)
         self.reports = Reports(None if home is None else home.path / "reports")
         self.erasures = Erasures(None if home is None else home.path / "erasures")
         self._wall_clock = wall_clock
         self.holders = Holders()
-        self._erase_grace_s = (config or ShardConfig()).erase_grace_s
         self._wiper = Shared()
         self._home = home
         self._writers: list[WriteBack] = []
@@ -281,7 +281,7 @@ class Shard:
         """Delete the chunks whose saves were requested until `at_s` (Unix seconds; 0: now), wipe their bytes,
         and record the erasure, so that later puts of such chunks are refused.
 
-        Blocks while clients use the chunks; cuts their calls after `ShardConfig.erase_grace_s`. Raises
+        Blocks while clients use the chunks; cuts their calls after `ERASE_GRACE_S`. Raises
         `ResourceExhausted` before anything is deleted; `DeadlineExceeded` or `Unavailable` if the chunks are
         deleted but some bytes may remain.
         """
@@ -304,7 +304,7 @@ class Shard:
         flushed, late = wait(self.flush_writers(), timeout_s)
         for one in flushed:
             one.result()
-        wait_s = self._erase_grace_s
+        wait_s = ERASE_GRACE_S
         while late or not self.table.await_free(scope, min(wait_s, deadline_s - time.monotonic())):
             if late or time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(
@@ -406,8 +406,11 @@ class Shard:
         self.table.shares.rules = rules
 
     def set_ratio(self, ratio: float) -> None:
-        """Place later chunks for blends of this ratio (`ShardConfig.ratio`). Raises `InvalidField`."""
-        self.table.config = replace(self.table.config, ratio=ratio)
+        """Place later chunks for blends that compute this share of a chunk's prefill. A tier is fast enough
+        for a chunk if its load takes no longer than that share. Raises `InvalidField` outside (0, 1]."""
+        if not 0 < ratio <= 1:
+            raise InvalidField("ratio", f"{ratio} is outside (0, 1]")
+        self.table.ratio = ratio
 
     def unpin(self, lease_id: str) -> int:
         """End a lease early. Returns how many chunks it held."""

@@ -18,24 +18,27 @@ from functools import partial
 from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.shard import admission, life
-from kintsugi.store.shard.admission import CLEAR_BATCH, FREE_POLL_S, Deletions, NoRoomYet, ShardConfig
+from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Index, Residence
-from kintsugi.store.shard.erasure import Removed, Scope, is_in_hand
+from kintsugi.store.shard.erasure import CLEAR_BATCH, FREE_POLL_S, Deletions, Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.room import (
     NO_SSD_TIER,
+    RATIO,
     Counters,
     NamespaceUse,
+    NoRoomYet,
     ReuseGaps,
     Room,
     Shares,
     Transitions,
     find_faster_queue,
     find_queue,
+    give_up,
+    hides_s,
 )
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
-from kintsugi.store.shard.reading import HeldChunk, Reading
+from kintsugi.store.shard.reading import HeldChunk, Reading, check_range
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier, Unrecorded
 from kintsugi.store.shard.tiers.ram_tier import RamTier
@@ -48,7 +51,6 @@ from kintsugi.store.shard.work import (
     WriteBatch,
     WriteJob,
     WriteQueue,
-    give_up,
     run_in_turn,
 )
 
@@ -62,7 +64,6 @@ class EntryTable:
         self,
         ram: RamTier,
         disks: Sequence[DiskTier],
-        config: ShardConfig,
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
         bucket: Sequence[LowerTier] = (),
@@ -78,7 +79,7 @@ class EntryTable:
         """The error that ended one of the shard's threads. From then on, nothing is served."""
         self._ram, self._disks = ram, disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
-        self.config = config
+        self.ratio = RATIO
         """`Shard.set_ratio` replaces it."""
         self._wall_clock, self._clock = wall_clock, clock
         self._index = Index()
@@ -203,7 +204,7 @@ class EntryTable:
         """Reserve room in RAM. If the chunk is present, retain it and return None. Waits at most `wait_s`.
         Raises `ResourceExhausted` for a chunk that can never fit, `NoRoomYet` if `wait_s` was too short."""
         self.shares.check_size(manifest)
-        hides_s, deadline_s = self.config.hides_s(options.recompute_ms), self._clock() + wait_s
+        limit_s, deadline_s = hides_s(self.ratio, options.recompute_ms), self._clock() + wait_s
         address = (manifest.namespace, manifest.key)
         with self._lock:
             while True:
@@ -214,11 +215,11 @@ class EntryTable:
                     return None
                 if options.is_copy and (self._deletions.cover(address) or not self._room.is_there(manifest)):
                     return None
-                tier, residence = self._room.make_to_put(manifest, options, hides_s)
+                tier, residence = self._room.make_to_put(manifest, options, limit_s)
                 if residence is not None:
                     break
                 if self._clock() >= deadline_s:
-                    raise admission.no_room_yet(manifest, self._ram.allocator)
+                    raise self._room.refusal(manifest)
                 self._changed.wait(deadline_s - self._clock())
             life.acquire(residence)
             entry = ChunkEntry(manifest, self._wall_clock() + options.ttl_s, options.recompute_ms)
@@ -446,7 +447,7 @@ class EntryTable:
         """Take chunks that the tier's policy gives up, for more bytes than needed. Their copies stay until
         `end_demotions`."""
         with self._lock:
-            evictions = give_up(tier, admission.bytes_to_evict(needed_bytes, tier.capacity_bytes))
+            evictions = give_up(tier, needed_bytes)
             self._demoting.update(evictions)
         return evictions
 
@@ -501,7 +502,7 @@ class EntryTable:
             entries = [self._find(address) for address in addresses]
             for entry in entries:
                 if entry is not None:
-                    admission.check_range(entry.manifest, layers, heads)
+                    check_range(entry.manifest, layers, heads)
             # First the chunks in RAM: loads evict, and must not evict chunks of this reading.
             held = [None if e is None or e.ram is None else life.hold(e, e.ram, heads) for e in entries]
             self._begin_loads(entry for entry in entries if entry is not None)
@@ -557,7 +558,7 @@ class EntryTable:
         stays."""
         with self._lock:
             entry = step.load.entry
-            hides_s, now_s = self.config.hides_s(entry.recompute_ms), self._clock()
+            limit_s, now_s = hides_s(self.ratio, entry.recompute_ms), self._clock()
             is_newly_lost = life.advance_load(step, lost)
             self.loads.end(step)
             if is_newly_lost and is_unreachable:
@@ -565,7 +566,7 @@ class EntryTable:
             elif is_newly_lost:
                 self._quarantine(entry)
             elif not self.draining and (
-                queue := find_faster_queue(self.queues, entry, hides_s, now_s, self._demoting)
+                queue := find_faster_queue(self.queues, entry, limit_s, now_s, self._demoting)
             ):
                 self._begin_write(entry, queue)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from kintsugi.core.errors import ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
-from kintsugi.store.shard.admission import may_leave_disk
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
@@ -161,17 +160,6 @@ class WriteQueue:
         self._flushes = []
         self.closed = True
         return batch
-
-
-def give_up(tier: LowerTier, goal_bytes: int) -> list[Eviction]:
-    """Take chunks that a tier's policy gives up, for `goal_bytes` or until no more may leave."""
-    evictions: list[Eviction] = []
-    while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
-        assert victim.disk is not None
-        tier.evictions += 1
-        goal_bytes -= victim.manifest.chunk_bytes
-        evictions.append(Eviction(victim, victim.disk))
-    return evictions
 
 
 @dataclass(frozen=True)

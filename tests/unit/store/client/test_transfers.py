@@ -11,13 +11,14 @@ import pytest
 from kintsugi.core.errors import DeadlineExceeded, KintsugiError, NotFound, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
-from kintsugi.store.client.directory import FixedDirectory, ShardAddress, ShardMap
+from kintsugi.store.client.directory import ShardAddress, ShardMap
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.client.sharded import ShardedStore, _Shard
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import FAILURES_MAX, OPEN_S, CircuitBreaker
 from tests.contracts.store_contract import make_chunk
+from tests.fakes.fixed_directory import FixedDirectory
 
 MANIFEST, FRAMES = make_chunk(range(8))
 HEADS = HeadRange(0, MANIFEST.layout.num_kv_heads)

@@ -10,9 +10,8 @@ from kintsugi.core.errors import InvalidField, ResourceExhausted
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.store.shard import pins as pins_module
-from kintsugi.store.shard.admission import NoRoomYet, ShardConfig
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.eviction.room import choose_tier
+from kintsugi.store.shard.eviction.room import NoRoomYet, choose_tier, hides_s
 from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.lower_tier import Unrecorded
@@ -221,7 +220,7 @@ SPEEDS = [("ssd0", 1e9), ("ssd1", 1e8)]
 
 
 @pytest.mark.parametrize(
-    ("hides_s", "durable", "tier"),
+    ("limit_s", "durable", "tier"),
     [
         (0.0, False, "ssd0"),
         (0.1, False, "ssd1"),
@@ -230,20 +229,19 @@ SPEEDS = [("ssd0", 1e9), ("ssd1", 1e8)]
         (0.0005, True, "ssd0"),
     ],
 )
-def test_a_put_goes_to_the_cheapest_tier_that_hides(hides_s: float, durable: bool, tier: str) -> None:
-    assert choose_tier(SPEEDS, 2_000_000, hides_s, durable) == tier
+def test_a_put_goes_to_the_cheapest_tier_that_hides(limit_s: float, durable: bool, tier: str) -> None:
+    assert choose_tier(SPEEDS, 2_000_000, limit_s, durable) == tier
 
 
-def test_a_load_hides_behind_the_ratio_of_a_prefill_not_behind_all_of_it() -> None:
+def test_a_load_hides_behind_the_ratio_of_a_prefill_not_behind_all_of_it(shard: Shard) -> None:
     """2 MB come from the slow tier in 20 ms."""
     prefill_ms, tiers = 100.0, {}
     for ratio in (0.15, 0.25, 1.0):
-        hides_s = ShardConfig(ratio=ratio).hides_s(prefill_ms)
-        tiers[ratio] = choose_tier(SPEEDS, 2_000_000, hides_s, durable=False)
+        tiers[ratio] = choose_tier(SPEEDS, 2_000_000, hides_s(ratio, prefill_ms), durable=False)
     assert tiers == {0.15: "ssd0", 0.25: "ssd1", 1.0: "ssd1"}
     for ratio in (0.0, 1.1, float("nan")):
         with pytest.raises(InvalidField, match="ratio"):
-            ShardConfig(ratio=ratio)
+            shard.set_ratio(ratio)
 
 
 def test_a_recompute_cost_that_is_none_is_refused() -> None:

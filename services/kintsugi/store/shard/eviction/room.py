@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
-from kintsugi.store.shard import admission
 from kintsugi.store.shard.entry import Address, ChunkEntry, Index, Residence
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.put import PutOptions
@@ -41,7 +40,19 @@ WINDOW_S = 60.0
 RETURNS_MAX = 4096
 
 
+RATIO = 0.15
+"""The default ratio of blends."""
+ROOM_BYTES_MIN = 64 << 20
+"""An SSD tier evicts this much at once, but at most 1/16 of the tier: each round costs a catalog commit."""
+
+
 # Placement
+
+
+def hides_s(ratio: float, recompute_ms: float) -> float:
+    """Return how long the load of a chunk may take so that its blend, which computes the share `ratio` of the
+    chunk's prefill, hides it; 0 if unknown."""
+    return ratio * recompute_ms / 1e3
 
 
 def choose_tier(tiers: Sequence[tuple[str, float]], chunk_bytes: int, hides_s: float, durable: bool) -> str:
@@ -222,7 +233,7 @@ class Shares:
         is_own = self.may_make_room(namespace)
         for tier in reversed(self._lower):
             victim = tier.policy.evict(
-                lambda entry: is_own(entry.manifest.namespace) and admission.may_leave_disk(entry)
+                lambda entry: is_own(entry.manifest.namespace) and may_leave_disk(entry)
             )
             if victim is not None:
                 tier.evictions += 1
@@ -264,6 +275,40 @@ def _ssd_refusal(manifest: ChunkManifest) -> ResourceExhausted:
 
 
 # Room
+
+
+class NoRoomYet(ResourceExhausted):
+    """There is no room now, but other chunks are being read or written back and may leave later."""
+
+
+def may_leave_ram(entry: ChunkEntry, can_write: bool, is_chosen: Callable[[str], bool] | None = None) -> bool:
+    """Return whether the RAM copy may leave. `can_write`: chunks without another copy may be queued or
+    dropped now. `is_chosen`: whether chunks of a namespace may leave; None: all may."""
+    if is_chosen is not None and not is_chosen(entry.manifest.namespace):
+        return False
+    if entry.ram is None or entry.ram.readers or (entry.pins and not entry.is_below_ram):
+        return False
+    return entry.is_below_ram or can_write
+
+
+def may_leave_disk(entry: ChunkEntry) -> bool:
+    """Return whether a tier below RAM may give up its copy. A chunk that is being moved stays: its demotion
+    might write to the tier that it moves to, whose catalog can name only one copy."""
+    if entry.disk is None or entry.disk.readers or entry.pins:
+        return False
+    return entry.writing is None
+
+
+def give_up(tier: LowerTier, needed_bytes: int) -> list[Eviction]:
+    """Take chunks that a tier's policy gives up, for more bytes than needed or until no more may leave."""
+    goal_bytes = max(needed_bytes, min(ROOM_BYTES_MIN, tier.capacity_bytes // 16))
+    evictions: list[Eviction] = []
+    while goal_bytes > 0 and (victim := tier.policy.evict(may_leave_disk)) is not None:
+        assert victim.disk is not None
+        tier.evictions += 1
+        goal_bytes -= victim.manifest.chunk_bytes
+        evictions.append(Eviction(victim, victim.disk))
+    return evictions
 
 
 @dataclass
@@ -402,7 +447,7 @@ class Room:
         afterwards. Returns whether any chunk could be evicted."""
         queue = self._queues[0] if self._queues and not self._queues[0].tier.failure else None
         may_write = queue is None or queue.queue_bytes < needed_bytes
-        victim = self._ram.policy.evict(lambda entry: admission.may_leave_ram(entry, may_write, is_own))
+        victim = self._ram.policy.evict(lambda entry: may_leave_ram(entry, may_write, is_own))
         if victim is None:
             return False
         assert victim.ram is not None
@@ -421,3 +466,11 @@ class Room:
         """Forget an evicted chunk."""
         self._transitions.forget(entry)
         self._reuse.record_eviction(entry.address)
+
+    def refusal(self, manifest: ChunkManifest) -> NoRoomYet:
+        """The error for a put that found no room in time."""
+        return NoRoomYet(
+            f"{manifest.chunk_bytes} bytes do not fit beside what is pinned, being read or waiting for the "
+            f"disk ({self._ram.allocator.free_bytes} of {self._ram.capacity_bytes} bytes of RAM are "
+            "free), or into what the namespace may use; try again later"
+        )

@@ -37,7 +37,7 @@ class Promoter:
         self, table: EntryTable, queue: LoadQueue, arena: Arena, readers: int = READERS, name: str = "read"
     ) -> None:
         self.faults: Counter[str] = Counter()
-        """Chunks that a bucket lost (`missing`, `damaged`), and loads that it did not serve (`failed`)."""
+        """Chunks that the tier lost (`missing`, `damaged`), and loads that it did not serve (`failed`)."""
         self._table = table
         self._queue = queue
         self._arena = arena
@@ -59,49 +59,34 @@ class Promoter:
     def _run(self) -> None:
         try:
             while (step := self._table.next_load(self._queue)) is not None:
-                if step.load.tier.is_remote:
-                    self._table.advance_load(step, *self._read_bucket(step))
-                else:
-                    self._table.advance_load(step, self._read(step))
+                self._table.advance_load(step, *self._read(step))
         except BaseException as error:  # noqa: BLE001 - the shard fails, visibly
             self._table.fail(error)
 
-    def _read(self, step: LoadStep) -> str:
-        """Read the frames of a step. Returns why they cannot be read; empty if they are in place."""
-        load, target = step.load, step.load.target
-        if target.lost:
-            return target.lost
-        try:
-            frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
-            load.tier.read(load.source, step.start, frames)
-        except (OSError, Corrupted) as error:
-            log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, error)
-            return f"{load.tier.name}: {TOLD['failed']}"
-        return ""
-
-    def _read_bucket(self, step: LoadStep) -> tuple[str, bool]:
-        """As `_read`, and whether the chunk may be readable later."""
+    def _read(self, step: LoadStep) -> tuple[str, bool]:
+        """Read the frames of a step. Returns why they cannot be read (empty if they are in place), and
+        whether the chunk may be readable later, as in a bucket that does not answer."""
         load, target = step.load, step.load.target
         if target.lost:
             return target.lost, False
-        if self._queue.closed:
+        if load.tier.is_remote and self._queue.closed:
             return f"{load.tier.name}: the shard is ending", True
         frames = [self._arena.view(*place) for place in target.places(step.start, step.stop)]
-        fault, is_unreachable = "damaged", False
         try:
             load.tier.read(load.source, step.start, frames)
-            _check_frames(step, frames)
+            if load.tier.is_remote:
+                _check_frames(step, frames)
         except ObjectMissing as error:
-            fault, reason = "missing", str(error)
+            fault, failure = "missing", str(error)
         except Corrupted as error:
-            reason = str(error)
+            fault, failure = "damaged", str(error)
         except OSError as error:
-            fault, is_unreachable, reason = "failed", True, str(error)
+            fault, failure = "failed", str(error)
         else:
             return "", False
         self.faults[fault] += 1
-        log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, reason)
-        return f"{load.tier.name}: {TOLD[fault]}", is_unreachable
+        log.error("chunk %s cannot be read: %s: %s", load.entry.manifest.key, load.tier.name, failure)
+        return f"{load.tier.name}: {TOLD[fault]}", load.tier.is_remote and fault == "failed"
 
 
 def _check_frames(step: LoadStep, frames: Sequence[memoryview]) -> None:
