@@ -253,15 +253,15 @@ def _fail(*_: object) -> None:
     raise Unavailable("not now")
 
 
-def _events(store: ShardedStore, namespace: str) -> object:
-    return store.events(namespace, "", 10)
+def _list(store: ShardedStore, namespace: str) -> object:
+    return store.list(namespace)
 
 
 def _stream(store: ShardedStore, namespace: str) -> object:
     return list(store.stream(namespace, [ChunkKey(bytes(32))], range(1), HeadRange(0, 4), deadline_s=5.0))
 
 
-@pytest.mark.parametrize("refused", [_events, _stream])
+@pytest.mark.parametrize("refused", [_list, _stream])
 def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(
     stack: ExitStack, refused: Callable[[ShardedStore, str], object]
 ) -> None:
@@ -269,16 +269,16 @@ def test_who_is_refused_while_a_shard_comes_back_keeps_nobody_else_from_it(
     server = serve(stack, "shard-0")
     store = stack.enter_context(closing(ShardedStore(FixedDirectory(shard_map([server])))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.shard, "events", _fail)
+        patch.setattr(server.shard, "page", _fail)
         for _ in range(FAILURES_MAX):
             with pytest.raises(Unavailable):
-                store.events("acme", "", 10)
+                store.list("acme")
     (shard,) = store._shards.values()
     assert not shard.breaker.is_closed
     shard.breaker._clock = lambda: time.monotonic() + OPEN_S  # when the next call probes
     with pytest.raises(InvalidField):
         refused(store, "not a namespace")
-    assert not store.events("acme", "", 10).lost
+    assert store.list("acme") == []
 
 
 def test_a_crowded_shard_is_read_around(servers: list[ShardServer], monkeypatch: pytest.MonkeyPatch) -> None:
