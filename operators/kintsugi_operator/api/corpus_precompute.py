@@ -22,6 +22,8 @@ class CorpusFormat(StrEnum):
     TEXT = "text"
     MARKDOWN = "markdown"
     HTML = "html"
+    PDF = "pdf"
+    DOCX = "docx"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class CorpusExpert(ManifestSettings):
     """Settings of a corpus that few need."""
 
     format: CorpusFormat = CorpusFormat.BY_SUFFIX
-    """Format of the files: jsonl, parquet, csv, text, markdown or html; empty: by each file's suffix."""
+    """Format of the files: jsonl, parquet, csv, text, markdown, html, pdf or docx; empty: by each
+    file's suffix."""
     columns: CorpusColumns = field(default_factory=CorpusColumns)
     errors_share: float = setting(0.05, minimum=0, maximum=1)
     """Share of the documents that may fail before the job does, 0 to 1."""

@@ -161,7 +161,7 @@ class Chunker:
         Cost: about 2 µs per character, mostly for counting the tokens of candidate chunks.
         """
         splitter = self._markdown if markdown else self._text
-        ranges = (
+        ranges: Iterator[tuple[int, int]] = (
             (begin + start, begin + start + len(piece))
             for begin, end in _sections(text)
             for start, piece in splitter.chunk_indices(text[begin:end])

@@ -37,10 +37,10 @@ from kintsugi.precompute.ledger import Ledger, ScannedDocument
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.sources.files import FileRange, list_source
+from kintsugi.precompute.sources.files import ROW_FORMATS, FileRange, list_source
 from kintsugi.precompute.sources.readers import Failure
 from kintsugi.precompute.sources.sandbox import read_confined
-from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
+from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan, scan_here
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.warm import delete_some_orphans, forget
 from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable_url
@@ -51,6 +51,8 @@ QUEUED_BATCHES = 4
 LOOKUP_CHUNKS = 256
 """Chunks of a block that are looked up in one call."""
 FAILURES_SHOWN = 20
+LEFT_OUT_LISTED = 1_000
+"""Maximum number of left-out files that a report lists."""
 STORE_PATIENCE_S = 600.0
 """Seconds that the store may be unavailable before the job fails. The next run continues."""
 STORE_WAIT_S = (0.5, 1.0, 2.0, 5.0)
@@ -105,6 +107,7 @@ class Job:
         self._started_s = 0.0
         self._fill_started_s: float | None = None
         self._failed_urls: set[str] = set()
+        self._left_out_urls: set[str] = set()
 
     def cancel(self) -> None:
         """End the job after its running batches. To continue it, run the same job again."""
@@ -178,8 +181,11 @@ class Job:
         clean: dict[str, str] = {}
         for block in self._scan_changed(edition, run, clean):
             self._record_block(edition, run, block)
-        for url in self._failed_urls:
-            clean.pop(url, None)
+        for url in self._failed_urls | self._left_out_urls:
+            clean.pop(url, None)  # it is read again in the next run
+        if self._left_out_urls and not self.progress.documents:
+            self._check_failures(final=True)
+            raise InvalidField("source", "has no document; " + _list_reasons(self.progress.left_out))
         self.progress.documents_vanished = self._ledger.end_scan(
             edition, run, clean, sorted(self._failed_urls)
         )
@@ -196,6 +202,7 @@ class Job:
         listing = list_source(spec.source, spec.format)
         pieces = listing.pieces
         self._note_failures([Failure(url, 0, reason) for url, reason in listing.unlisted.items()])
+        self._note_left_out([Failure(url, 0, reason) for url, reason in listing.left_out.items()])
         known = self._ledger.stamps(edition)
         clean.update({piece.url: piece.stamp for piece in pieces})
         unchanged = {url for url, stamp in clean.items() if stamp and known.get(url) == stamp}
@@ -205,9 +212,13 @@ class Job:
         changed = [piece for piece in pieces if piece.url not in unchanged]
         if not changed:
             return
-        self._check_columns(changed[0])
+        if all(piece.format in ROW_FORMATS for piece in pieces):
+            self._check_columns(changed[0])
         Chunker.of_model(spec.model, spec.chunking)  # raises its errors here, not inside a Ray task
         self._bytes_to_read = sum({piece.url: piece.size for piece in changed}.values())
+        if self._dry:
+            yield from scan_here(changed, task)
+            return
         ensure_ray(spec.workers)
         yield from scan(changed, task)
 
@@ -218,13 +229,15 @@ class Job:
             first = next(documents, None)
         if isinstance(first, Failure) and first.reason.startswith("no column"):
             raise InvalidField(
-                "columns.text", f"{piece.url}: {first.reason}; name the column of the text (--text-column)"
+                "columns.text",
+                f"{piece.url}: {first.reason}; name the column of the text (--columns text=NAME)",
             )
 
     def _record_block(self, edition: int, run: int, block: Sequence[Scanned]) -> None:
         """Record one block of the scan in the ledger and queue its new chunks."""
         documents = [item for item in block if isinstance(item, ScannedDocument)]
-        failures = [item for item in block if isinstance(item, Failure)]
+        failures = [item for item in block if isinstance(item, Failure) and not item.left_out]
+        self._note_left_out([item for item in block if isinstance(item, Failure) and item.left_out])
         space = self.facts.space
         recorded = self._ledger.record(edition, run, space.namespace, documents, space.name_key)
         progress = self.progress
@@ -244,6 +257,11 @@ class Job:
         self._failed_urls.update(failure.url for failure in failures)
         self._show_failures(failures)
 
+    def _note_left_out(self, files: Sequence[Failure]) -> None:
+        self.progress.files_left_out += len(files)
+        self._left_out_urls.update(file.url for file in files)
+        self.progress.left_out += files[: max(0, LEFT_OUT_LISTED - len(self.progress.left_out))]
+
     def _show_failures(self, failures: Sequence[Failure]) -> None:
         room = FAILURES_SHOWN - len(self.progress.failures)
         self.progress.failures += failures[: max(0, room)]
@@ -256,12 +274,11 @@ class Job:
             (progress.chunks_failed, progress.chunks, "chunks"),
         ):
             if total and failed > share_max * total and (final or total >= DOCUMENTS_JUDGED):
-                reasons = "; ".join(
-                    f"{failure.document_id or failure.url}: {failure.reason}"
-                    for failure in progress.failures[:3]
-                )
                 raise InvalidField(
-                    "source", f"{failed} of {total} {what} failed, more than {share_max:.0%} ({reasons})"
+                    "source",
+                    f"{failed} of {total} {what} failed, more than {share_max:.0%} "
+                    f"({_list_reasons(progress.failures)}); mend or remove them, or allow more with "
+                    "--errors-share. Stored chunks stay",
                 )
 
     def _queue_missing(self, chunks: Sequence[PendingChunk]) -> None:
@@ -450,7 +467,15 @@ class Job:
             start_s = self._pool.engine_start_s if self._pool is not None else 0.0
             self.progress.engine_start_s = start_s
             self.progress.fill_s = now_s - self._fill_started_s - start_s
-        self._on_progress(replace(self.progress, failures=list(self.progress.failures)))
+        self._on_progress(
+            replace(
+                self.progress, failures=list(self.progress.failures), left_out=list(self.progress.left_out)
+            )
+        )
+
+
+def _list_reasons(failures: Sequence[Failure]) -> str:
+    return "; ".join(f"{one.document_id or one.url}: {one.reason}" for one in failures[:3])
 
 
 def survey(spec: JobSpec, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:

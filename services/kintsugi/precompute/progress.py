@@ -31,6 +31,8 @@ class Progress:
     documents_unchanged: int = 0
     documents_failed: int = 0
     documents_vanished: int = 0
+    files_left_out: int = 0
+    """Files that are not documents: hidden, blank, or of unknown suffix and not text."""
     chunks_listed: int = 0
     """Chunks of the documents that this run read, including duplicates."""
     chunks: int = 0
@@ -64,6 +66,8 @@ class Progress:
     """Seconds since the first batch was sent, without the start of the engines."""
     failures: list[Failure] = field(default_factory=list)
     """The first failures; `documents_failed` counts all."""
+    left_out: list[Failure] = field(default_factory=list)
+    """The first left-out files with the reasons; `files_left_out` counts all."""
     error: str = ""
 
     @property

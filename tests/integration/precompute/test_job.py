@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -231,7 +232,7 @@ def test_a_bad_document_is_reported_and_the_rest_goes_on(bench: Bench) -> None:
     progress = bench.run(errors_share_max=0.5)
     assert (progress.documents, progress.documents_failed) == (12, 2)
     assert {failure.reason[:9] for failure in progress.failures} == {"no column", "is not JS"}
-    with pytest.raises(InvalidField, match="2 of 14 documents failed, more than 5%"):
+    with pytest.raises(InvalidField, match=r"2 of 14 documents failed, more than 5%.*--errors-share"):
         bench.run()
     assert progress.chunks_filled == len(bench.prefilled)  # nothing lost by the failure, nothing done twice
 
@@ -289,6 +290,37 @@ def test_a_survey_says_what_would_be_done_and_changes_nothing(bench: Bench) -> N
     covered = survey(bench.spec())
     assert covered.coverage == 1.0
     assert covered.tiers == {"ram": planned.chunks}
+
+
+def test_a_survey_needs_no_ray(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(bench.source, TEXTS)
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    planned = survey(bench.spec())
+    assert planned.chunks_missing == planned.chunks > 0
+
+
+def test_a_folder_as_people_have_it(bench: Bench) -> None:
+    folder = bench.folder / "corpus"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git/HEAD").write_text("ref")
+    for name in ("README", "retry.py", "notes.rst"):
+        (folder / name).write_text(f"All about {name}. " * 40)
+    (folder / "logo.png").write_bytes(b"\x89PNG\0")
+    (folder / "prices.csv").write_text("article,price\n" + "KB-1,29.00\n" * 50)
+    source = str(folder)
+    for _ in range(2):  # a second run lists them again
+        progress = bench.run(source=source, errors_share_max=0.25)
+        assert (progress.documents, progress.documents_failed, progress.files_left_out) == (3, 1, 2)
+        assert {Path(file.url).name: file.reason for file in progress.left_out} == {
+            "logo.png": "is not text",
+            ".git": "is hidden: its name begins with a dot",
+        }
+    with pytest.raises(InvalidField, match=r"1 of 4 documents failed.*prices\.csv: no column 'text'"):
+        bench.run(source=source)
+    for name in ("README", "retry.py", "notes.rst", "prices.csv"):
+        (folder / name).unlink()
+    with pytest.raises(InvalidField, match=r"has no document.*is not text"):
+        bench.run(source=source)
 
 
 def test_a_corpus_beyond_its_bytes_stops_and_keeps_what_it_has(bench: Bench) -> None:

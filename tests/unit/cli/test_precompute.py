@@ -59,11 +59,15 @@ def test_the_final_table_names_some_failures_and_counts_the_rest(
         documents=5,
         documents_failed=3,
         failures=[Failure("file:///a", 0, "bad")],
+        files_left_out=30,
+        left_out=[Failure(f"file:///{number}.png", 0, "is not text", left_out=True) for number in range(30)],
     )
     command._report(Screen(as_json=False), progress, None, 1)
     said = capsys.readouterr().out
-    assert "/a: bad" in said
-    assert said.rstrip().endswith("and 2 more")
+    assert "failed: /a: bad" in said
+    assert "failed: 2 more" in said
+    assert "left out: /0.png: is not text" in said
+    assert said.rstrip().endswith("left out: 10 more")
 
 
 def test_a_dry_run_shows_what_is_missing_rather_than_a_rate_of_nothing() -> None:

@@ -37,6 +37,7 @@ CLASSES = (
     "kintsugi.precompute.chunking:ChunkingConfig",
     "kintsugi.sdk.langchain:KintsugiTextSplitter",
     "kintsugi.sdk.llama_index:KintsugiNodeParser",
+    "kintsugi.sdk.llama_index:KintsugiPromptHelper",
     "kintsugi.core.plan:Selection",
     "kintsugi.core.report:Binding",
     "kintsugi.core.request:KintsugiParams",

@@ -45,6 +45,8 @@ from kintsugi.precompute.warm import pin as pin_corpus
 
 LEASE_S = 86_400.0
 """Time until the pins of a corpus expire."""
+LEFT_OUT_SHOWN = 20
+"""Left-out files on the screen; `--json` lists more."""
 DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
 
@@ -60,7 +62,10 @@ class CorpusOptions:
     """Options for the documents, and for how they are cut into chunks."""
 
     source: Annotated[
-        str, typer.Argument(help="File, folder or URL of JSONL, Parquet, CSV, text, Markdown or HTML.")
+        str,
+        typer.Argument(
+            help="File, folder or URL of JSONL, Parquet, CSV, Markdown, HTML, PDF, DOCX or any text."
+        ),
     ]
     model: Annotated[
         str, typer.Option("--model", "-m", help=f"Checkpoint folder, {REFERENCE.name}, or a hub name.")
@@ -130,7 +135,7 @@ def run(
     gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
     tokens_per_s: Annotated[float, typer.Option(min=0, help="Maximum tokens per second; 0: no limit.")] = 0.0,
     errors_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of documents that may fail.")
+        float, typer.Option(min=0, max=1, help="Share of documents that may fail without failing the job.")
     ] = 0.05,
     replace_model: Annotated[bool, typer.Option(help="Fill for a new model; keep the old chunks.")] = False,
     retire: Annotated[
@@ -239,6 +244,7 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
     rows = [
         ("documents", f"{progress.documents} ({progress.documents_unchanged} unchanged)"),
         ("failed · vanished", f"{progress.documents_failed} · {progress.documents_vanished}"),
+        ("files left out", str(progress.files_left_out)),
         ("distinct chunks", f"{progress.chunks} ({format_bytes(progress.bytes_total)})"),
         ("resident before", str(progress.chunks_resident)),
         *((f"in {tier}", str(count)) for tier, count in sorted(progress.tiers.items())),
@@ -261,13 +267,17 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
 
 
 def _print_failures(console: Console, progress: Progress) -> None:
-    """Print the recorded failures, and how many more there were."""
-    for failure in progress.failures:
-        line = f"{_locate(failure)}: {failure.reason}"
-        console.print(line, markup=False, soft_wrap=True)
-    unnamed = progress.documents_failed + progress.chunks_failed - len(progress.failures)
-    if unnamed > 0:
-        console.print(f"and {unnamed} more")
+    """Print the recorded failures and left-out files, and how many more there were."""
+    failed = progress.documents_failed + progress.chunks_failed
+    for title, shown, count in (
+        ("failed", progress.failures, failed),
+        ("left out", progress.left_out[:LEFT_OUT_SHOWN], progress.files_left_out),
+    ):
+        for failure in shown:
+            line = f"{title}: {_locate(failure)}: {failure.reason}"
+            console.print(line, markup=False, soft_wrap=True)
+        if count > len(shown):
+            console.print(f"{title}: {count - len(shown)} more")
 
 
 def _locate(failure: Failure) -> str:

@@ -30,8 +30,12 @@ class Format(StrEnum):
     TEXT = "text"
     MARKDOWN = "markdown"
     HTML = "html"
+    PDF = "pdf"
+    DOCX = "docx"
 
 
+ROW_FORMATS = (Format.JSONL, Format.PARQUET, Format.CSV)
+"""Formats whose documents are rows with columns."""
 _CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified")
 """Names of the values, reported by file systems, that change when the file changes."""
 _SUFFIXES = {
@@ -45,7 +49,11 @@ _SUFFIXES = {
     ".markdown": Format.MARKDOWN,
     ".html": Format.HTML,
     ".htm": Format.HTML,
+    ".pdf": Format.PDF,
+    ".docx": Format.DOCX,
 }
+_GZIP = ".gz"
+_HIDDEN = "is hidden: its name begins with a dot"
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,12 @@ class FileRange:
     start: int = 0
     stop: int | None = None
     """The range has the lines that begin at byte offsets `[start, stop)`; None: up to the end."""
+    guessed: bool = False
+    """Whether the suffix is unknown. The file is then a text document, or is left out if it is not text."""
+
+    @property
+    def is_gzipped(self) -> bool:
+        return self.name.lower().endswith(_GZIP)
 
 
 @dataclass(frozen=True)
@@ -72,21 +86,27 @@ class Listing:
     pieces: list[FileRange]
     """Sorted by path."""
     unlisted: dict[str, str]
-    """For each URL that is not among the pieces, the reason. A folder's URL ends with a slash."""
+    """For each URL that cannot be read, the reason. A folder's URL ends with a slash."""
+    left_out: dict[str, str]
+    """For each URL that is left out, which is not an error, the reason."""
+
+    def refuse(self, url: str, reason: str, known: Format | None) -> None:
+        """Add a URL that cannot be read: an error only if its format is known."""
+        (self.left_out if known is None else self.unlisted)[url] = reason
 
 
 def list_source(source: str, only: Format | None = None) -> Listing:
     """List the source's files; `only` sets their format instead of their suffixes.
 
-    Follows links to files, but not to folders unless the source itself is one. Raises `NotFound` if there are
-    no files, `InvalidField` if no file has a known format, `ResourceExhausted` beyond `FILES_MAX`,
-    `Unavailable` if the file system does not answer.
+    Follows links to files, but not to folders unless the source itself is one. Leaves out hidden files and
+    folders, whose names begin with a dot. Raises `NotFound` if there are no files, `InvalidField` if all are
+    left out, `ResourceExhausted` beyond `FILES_MAX`, `Unavailable` if the file system does not answer.
     """
     system, root = _open_filesystem(source)
     found: dict[str, dict[str, Any]] = {}
-    unlisted: dict[str, str] = {}
+    listing = Listing([], {}, {})
     try:
-        for path, info in _walk_files(system, root, unlisted):
+        for path, info in _walk_files(system, root, listing):
             found[path] = info
             if len(found) > FILES_MAX:
                 raise ResourceExhausted(
@@ -98,26 +118,25 @@ def list_source(source: str, only: Format | None = None) -> Listing:
         raise NotFound(f"{source} does not exist; check the path") from None
     except OSError as error:
         raise Unavailable(f"{source} cannot be listed: {error}") from error
-    pieces: list[FileRange] = []
     for path, info in sorted(found.items()):
-        chosen = only or _format_of(path)
+        known = only or _format_of(path)
         url = system.unstrip_protocol(path)
-        if chosen is None:
-            continue
         if info["type"] != "file":
-            unlisted[url] = "is neither a file nor a link to one"
-            continue
-        name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
-        pieces += _cut_file(FileRange(url, name, chosen, _stamp(info), int(info.get("size") or 0)), info)
-    if not found and not unlisted:
-        raise NotFound(f"{source} has no files; check the path")
-    if not pieces and not unlisted:
-        raise InvalidField(
-            "source",
-            f"{source} has {len(found)} files, none with a known suffix ({', '.join(_SUFFIXES)}); "
-            f"choose their format: {', '.join(Format)}",
-        )
-    return Listing(pieces, unlisted)
+            listing.refuse(url, "is neither a file nor a link to one", known)
+        elif known is None and "http" in system.protocol:
+            listing.left_out[url] = "is linked from a web page and has no known suffix"
+        else:
+            name = posixpath.relpath(path, root) if path != root else posixpath.basename(path)
+            size = int(info.get("size") or 0)
+            piece = FileRange(url, name, known or Format.TEXT, _stamp(info), size, guessed=known is None)
+            listing.pieces.extend(_cut_file(piece, info))
+    if not listing.pieces and not listing.unlisted:
+        if not listing.left_out:
+            raise NotFound(f"{source} has no files; check the path")
+        url, reason = next(iter(listing.left_out.items()))
+        count = len(listing.left_out)
+        raise InvalidField("source", f"{source} has no file to read; {count} are left out ({url}: {reason})")
+    return listing
 
 
 def _open_filesystem(source: str) -> tuple[Any, str]:
@@ -136,10 +155,14 @@ def _open_filesystem(source: str) -> tuple[Any, str]:
     return system, root.rstrip("/") or "/"
 
 
-def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path and info of every entry that is not a folder, in no particular order."""
+def _walk_files(system: Any, root: str, listing: Listing) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path and info of every entry that is neither a folder nor hidden, in no particular order."""
     if not _is_tree(system):
-        yield from system.find(root, detail=True).items()
+        for path, info in system.find(root, detail=True).items():
+            if any(part.startswith(".") for part in path.removeprefix(root).split("/")):
+                listing.left_out[system.unstrip_protocol(path)] = _HIDDEN
+            else:
+                yield path, info
         return
     # A web server reports everything as a file, so the suffix decides.
     info = system.info(root)
@@ -154,14 +177,17 @@ def _walk_files(system: Any, root: str, unlisted: dict[str, str]) -> Iterator[tu
         except OSError as error:
             if folder == root:
                 raise
-            unlisted[f"{system.unstrip_protocol(folder)}/"] = f"cannot be listed: {error}"
+            listing.unlisted[f"{system.unstrip_protocol(folder)}/"] = f"cannot be listed: {error}"
             continue
         for entry in entries:
             path = entry["name"].rstrip("/")
-            if entry["type"] == "directory":
+            if posixpath.basename(path).startswith("."):
+                slash = "/" if entry["type"] == "directory" else ""
+                listing.left_out[f"{system.unstrip_protocol(path)}{slash}"] = _HIDDEN
+            elif entry["type"] == "directory":
                 waiting.append(path)
             elif entry.get("islink"):
-                yield from _follow_link(system, path, unlisted)
+                yield from _follow_link(system, path, listing)
             else:
                 yield path, entry
 
@@ -173,24 +199,24 @@ def _is_tree(system: Any) -> bool:
     return type(system).find is AbstractFileSystem.find
 
 
-def _follow_link(system: Any, path: str, unlisted: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _follow_link(system: Any, path: str, listing: Listing) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         info = system.info(path)
     except OSError:
-        if _format_of(path) is not None:
-            unlisted[system.unstrip_protocol(path)] = "is a link to nothing"
+        listing.refuse(system.unstrip_protocol(path), "is a link to nothing", _format_of(path))
         return
     if info["type"] != "directory":
         yield path, info
 
 
 def _format_of(path: str) -> Format | None:
-    return _SUFFIXES.get(posixpath.splitext(path)[1].lower())
+    """Return the format that the suffix names, before `.gz` if there is one."""
+    return _SUFFIXES.get(posixpath.splitext(path.lower().removesuffix(_GZIP))[1])
 
 
 def _cut_file(piece: FileRange, info: dict[str, Any]) -> list[FileRange]:
     seekable = info.get("partial", True)  # a web server reports whether it can send parts of a file
-    if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable:
+    if piece.format is not Format.JSONL or piece.size <= PIECE_BYTES or not seekable or piece.is_gzipped:
         return [piece]
     starts = range(0, piece.size, PIECE_BYTES)
     return [replace(piece, start=start, stop=min(start + PIECE_BYTES, piece.size)) for start in starts]

@@ -8,8 +8,9 @@ import csv
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec
@@ -17,12 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kintsugi.core.errors import InvalidField
+from kintsugi.core.prompt import end_line
 from kintsugi.core.schema import STRICT
 from kintsugi.precompute.documents import check_document_id
 from kintsugi.precompute.sources.files import FileRange, Format
+from kintsugi.precompute.sources.office import OFFICE_BYTES_MAX, extract_docx, extract_pdf
 
 DOCUMENT_BYTES_MAX = 16 << 20
 """Longer documents fail, because each reading task holds a whole document in memory."""
+HEAD_BYTES = 8_192
+"""A file of unknown suffix is left out without reading further if its beginning has a zero byte."""
 PARQUET_ROWS = 64
 PARQUET_BUFFER_BYTES = 8 << 20
 """Columns are read in buffers of this size: a row group need not fit into memory."""
@@ -31,6 +36,7 @@ PARQUET_EXPANSION_MAX = 1_000
 expand to a billion rows."""
 ROW_CHARS = 100
 """Characters that each row counts in addition to its text."""
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHARSET = re.compile(rb"""charset=["']?([A-Za-z0-9_.:-]+)""")
 _WEB_CHARSETS = frozenset(
     {
@@ -95,13 +101,15 @@ class Failure:
     place: int
     reason: str
     document_id: str = field(default="")
+    left_out: bool = False
+    """Whether a file of unknown suffix is left out because it is not text, or blank. That is not an error."""
 
 
 def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
     """Yield the piece's documents in order. Parses in this process; for untrusted files use
     `sandbox.read_confined`."""
     try:
-        with fsspec.open(piece.url, "rb") as stream:
+        with fsspec.open(piece.url, "rb", compression="gzip" if piece.is_gzipped else None) as stream:
             if piece.format is Format.JSONL:
                 # A remote file's own stream does not limit the length of a line.
                 with io.BufferedReader(stream) as lines:
@@ -112,7 +120,7 @@ def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
                 yield from _read_csv(piece, stream, columns)
             else:
                 yield _read_whole(piece, stream)
-    except (OSError, pa.ArrowException, ValueError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, csv.Error) as error:
         yield Failure(piece.url, piece.start, f"the file cannot be read: {type(error).__name__}: {error}")
 
 
@@ -221,30 +229,57 @@ def _read_csv(piece: FileRange, stream: Any, columns: Columns) -> Iterator[Docum
     csv.field_size_limit(DOCUMENT_BYTES_MAX + 1)
     # Bytes that are not UTF-8 become surrogates. `check_document` finds them, so only the row fails.
     with io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        for place, row in enumerate(csv.DictReader(text)):
+        rows = csv.DictReader(text)
+        if columns.text not in (names := rows.fieldnames or ()):
+            yield row_to_document(dict.fromkeys(map(str, names)), piece, 0, columns)
+            return
+        for place, row in enumerate(rows):
             yield row_to_document({str(name): value for name, value in row.items()}, piece, place, columns)
 
 
 def _read_whole(piece: FileRange, stream: Any) -> Document | Failure:
-    data: bytes = stream.read(DOCUMENT_BYTES_MAX + 1)
-    if len(data) > DOCUMENT_BYTES_MAX:
-        return Failure(piece.url, 0, f"exceeds {DOCUMENT_BYTES_MAX} bytes; split it", piece.name)
+    """Read a file that is one document."""
+    data: bytes = stream.read(HEAD_BYTES)
+    if piece.guessed and b"\0" in data and not data.startswith(_UTF16_MARKS):
+        return Failure(piece.url, 0, "is not text", piece.name, left_out=True)
+    bytes_max = OFFICE_BYTES_MAX if piece.format in (Format.PDF, Format.DOCX) else DOCUMENT_BYTES_MAX
+    data += stream.read(bytes_max + 1 - len(data))
+    if len(data) > bytes_max:
+        return Failure(piece.url, 0, f"exceeds {bytes_max} bytes; split it", piece.name)
+    problem = text = ""
     try:
-        text = _decode_text(data, piece.format)
+        text = _read_text(data, piece.format)
     except LookupError as error:
-        return Failure(piece.url, 0, f"declares a charset that is not read ({error}); convert it", piece.name)
+        problem = f"declares a charset that is not read ({error}); convert it"
     except UnicodeDecodeError:
-        return Failure(piece.url, 0, "is not UTF-8 text; convert it first", piece.name)
-    if piece.format is Format.HTML:
-        from inscriptis import get_text
+        problem = "is neither UTF-8 text nor UTF-16 text with a byte order mark; convert it first"
+    if piece.format in (Format.TEXT, Format.MARKDOWN) and "\0" in text:
+        problem = "is not text: it has a zero character"
+    if problem:
+        return Failure(piece.url, 0, problem, piece.name, left_out=piece.guessed)
+    document = Document(piece.url, 0, piece.name, text, markdown=piece.format is Format.MARKDOWN)
+    checked = check_document(document)
+    return replace(checked, left_out=piece.guessed) if isinstance(checked, Failure) else checked
 
-        text = get_text(text).strip() if text.strip() else text
-    return check_document(Document(piece.url, 0, piece.name, text, markdown=piece.format is Format.MARKDOWN))
+
+def _read_text(data: bytes, kind: Format) -> str:
+    """Return the text of a file. Raises `LookupError`, `UnicodeDecodeError`, and anything for a broken PDF or
+    DOCX file."""
+    if kind is Format.PDF:
+        return end_line(extract_pdf(data))
+    if kind is Format.DOCX:
+        return end_line(extract_docx(data))
+    if kind is not Format.HTML:
+        return data.decode("utf-16" if data.startswith(_UTF16_MARKS) else "utf-8-sig")
+    from inscriptis import get_text
+
+    page = _decode_page(data)
+    return end_line(get_text(page).strip()) if page.strip() else page
 
 
-def _decode_text(data: bytes, kind: Format) -> str:
-    """Decode as UTF-8, or as the charset that an HTML page declares."""
-    declared = _CHARSET.search(data[:2048]) if kind is Format.HTML else None
+def _decode_page(data: bytes) -> str:
+    """Decode an HTML page as the charset that it declares, or else as UTF-8."""
+    declared = _CHARSET.search(data[:2048])
     if declared is None:
         return data.decode("utf-8-sig")
     charset = codecs.lookup(declared[1].decode("ascii"))

@@ -1,7 +1,7 @@
-"""Reads and chunks files on Ray Data; yields documents with the keys of their chunks.
+"""Reads and chunks files, on Ray Data or in this process; yields documents with the keys of their chunks.
 
-Each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks until their blocks
-are consumed, so the driver holds only a few blocks of any corpus.
+On Ray Data, each task reads one piece lazily and emits blocks of bounded size. Ray Data pauses tasks until
+their blocks are consumed, so the driver holds only a few blocks of any corpus.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ class ChunkTask:
     def read_pieces(self, batch: pa.Table) -> Iterator[pa.Table]:
         """Read and chunk pieces."""
         for piece in _unpickle(batch):
-            yield from self._tables(read_confined(piece, self.columns))
+            yield from map(_pickle, self.read_blocks(piece))
 
-    def _tables(self, documents: Iterator[Document | Failure]) -> Iterator[pa.Table]:
+    def read_blocks(self, piece: FileRange) -> Iterator[list[Scanned]]:
+        """Read and chunk one piece."""
         block: list[Scanned] = []
         tokens = 0
-        for document in documents:
+        for document in read_confined(piece, self.columns):
             scanned = document if isinstance(document, Failure) else self._chunk(document)
             block.append(scanned)
             if isinstance(scanned, ScannedDocument):
                 tokens += sum(chunk.num_tokens for chunk in scanned.chunks)
             if len(block) >= BLOCK_DOCUMENTS or tokens >= BLOCK_TOKENS:
-                yield _pickle(block)
+                yield block
                 block, tokens = [], 0
-        yield _pickle(block)
+        yield block
 
     def _chunk(self, document: Document) -> ScannedDocument:
         facts = f"{self.chunking.identity}\0{document.markdown}\0{document.text}"
@@ -108,6 +109,12 @@ def scan(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]
     except RayError as error:
         cause = getattr(error, "cause", None) or error
         raise Unavailable(f"reading the corpus failed: {type(cause).__name__}: {cause}") from error
+
+
+def scan_here(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]]:
+    """Like `scan`, but in this process, without Ray."""
+    for piece in pieces:
+        yield from task.read_blocks(piece)
 
 
 def _silence_ray() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
 import json
 import os
 import threading
@@ -62,11 +64,78 @@ def test_folders_of_text_markdown_and_html(tmp_path: Path) -> None:
     (tmp_path / "c.html").write_bytes(
         '<meta charset="latin-1"><script>no()</script><h1>Tea</h1><p>h\u00e9 there'.encode("latin-1")
     )
-    (tmp_path / "ignored.bin").write_bytes(b"\0")
     found = documents(tmp_path)
-    assert found == {"a.txt": "plain", "deep/b.md": "# Title\n\nmarked", "c.html": "Tea\n\nh\u00e9 there"}
+    assert found == {"a.txt": "plain", "deep/b.md": "# Title\n\nmarked", "c.html": "Tea\n\nh\u00e9 there\n"}
     marked = [item for item in read_all(tmp_path) if isinstance(item, Document) and item.markdown]
     assert [item.document_id for item in marked] == ["deep/b.md"]
+
+
+def test_text_of_any_name_is_read(tmp_path: Path) -> None:
+    """Content decides, not the suffix."""
+    (tmp_path / "src").mkdir()
+    texts = {
+        "README": "Read me.\n",
+        "LICENSE": "MIT\n",
+        "a.py": "x = 1\n",
+        "b.json": "{}\n",
+        "c.yaml": "a: 1\n",
+    }
+    texts |= {"d.rst": "Title\n=====\n", "e.cfg": "\ttab\r\n", "src/\u6f22": "\u6f22\u5b57\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+    for name, charset in (("f.log", "utf-16"), ("g.txt", "utf-16-be")):
+        mark = b"" if charset == "utf-16" else codecs.BOM_UTF16_BE
+        (tmp_path / name).write_bytes(mark + "two bytes each\n".encode(charset))
+        texts[name] = "two bytes each\n"
+    assert documents(tmp_path) == texts
+
+
+def test_what_is_not_text_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0" + bytes(100_000))
+    (tmp_path / "late.bin").write_bytes(b"x" * readers.HEAD_BYTES + b"\0")
+    (tmp_path / "latin").write_bytes("caf\u00e9".encode("latin-1"))
+    (tmp_path / "__init__.py").write_bytes(b"")
+    (tmp_path / ".env").write_text("SECRET=1")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/config").write_text("[core]")
+    found = read_all(tmp_path)
+    assert [item.document_id for item in found if isinstance(item, Document)] == ["a.txt"]
+    left_out = {item.document_id: item for item in found if isinstance(item, Failure)}
+    assert all(item.left_out for item in left_out.values())
+    assert {name: item.reason.split(";")[0] for name, item in left_out.items()} == {
+        "image.png": "is not text",
+        "late.bin": "is not text: it has a zero character",
+        "latin": "is neither UTF-8 text nor UTF-16 text with a byte order mark",
+        "__init__.py": "has no text",
+    }
+    at = f"file://{tmp_path}"
+    reason = "is hidden: its name begins with a dot"
+    assert list_source(str(tmp_path)).left_out == {f"{at}/.env": reason, f"{at}/.git/": reason}
+
+
+def test_gzipped_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"plain"))
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"# Title"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode() + b"\n"))
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"id,text\nc,column\n"))
+    (tmp_path / "notes.gz").write_bytes(gzip.compress(b"no suffix"))
+    assert documents(tmp_path) == {
+        "a.txt.gz": "plain",
+        "b.md.gz": "# Title",
+        "d0": "text 0 \u00e9",
+        "c": "column",
+        "notes.gz": "no suffix",
+    }
+    (tmp_path / "c.jsonl.gz").write_bytes(b"not gzip")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"cut off" * 99)[:-9])
+    assert len(failures(tmp_path)) == 2
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "DOCUMENT_BYTES_MAX", 10_000)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b" " * 10_000_000))
+    assert failures(tmp_path) == ["exceeds 10000 bytes; split it"]
 
 
 def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
@@ -119,6 +188,11 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
     assert len(failures(tmp_path)) == 2
 
 
+def test_a_csv_without_the_column_is_one_failure(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("body,n\n" + "x,1\n" * 50)
+    assert failures(tmp_path) == ["no column 'text'; there are 'body', 'n'"]
+
+
 @pytest.fixture(autouse=True)
 def restore_field_limit() -> Iterator[None]:
     """Reading CSV sets a limit of the whole process: restore it for other tests."""
@@ -131,7 +205,7 @@ def test_wrong_encodings_broken_files_and_enormous_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "DOCUMENT_BYTES_MAX", 100)
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xff")
     (tmp_path / "b.parquet").write_bytes(b"not parquet")
     (tmp_path / "c.txt").write_text("x" * 101)
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "y" * 300}) + "\n" + json.dumps({"text": "z"}))
@@ -156,10 +230,12 @@ def test_a_file_that_vanished_is_a_failure(tmp_path: Path) -> None:
 def test_sources_that_are_none_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFound, match="check the path"):
         list_source(str(tmp_path / "nowhere"))
-    (tmp_path / "x.bin").write_bytes(b"x")
-    with pytest.raises(InvalidField, match="choose their format"):
+    (tmp_path / ".x").write_bytes(b"x")
+    with pytest.raises(InvalidField, match=r"no file to read; 1 are left out \(.*\.x: is hidden"):
         list_source(str(tmp_path))
-    assert list_source(str(tmp_path), Format.TEXT).pieces[0].format is Format.TEXT
+    (tmp_path / "x.bin").write_bytes(b"x")
+    (piece,) = list_source(str(tmp_path), Format.CSV).pieces
+    assert (piece.format, piece.guessed) == (Format.CSV, False)
     with pytest.raises(InvalidField, match="cannot be opened"):
         list_source("nosuch://x")
     monkeypatch.setattr(files, "FILES_MAX", 0)
@@ -174,6 +250,7 @@ def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> No
     os.mkfifo(source / "pipe.txt")
     (source / "gone.txt").symlink_to("nowhere")
     (source / "other.bin").symlink_to("nowhere")
+    os.mkfifo(source / "socket")
     (source / "deep/loop").symlink_to("..")
     (tmp_path / "link").symlink_to(source)
     listing = list_source(str(tmp_path / "link"))
@@ -182,6 +259,10 @@ def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> No
     assert listing.unlisted == {
         f"{at}/gone.txt": "is a link to nothing",
         f"{at}/pipe.txt": "is neither a file nor a link to one",
+    }
+    assert listing.left_out == {
+        f"{at}/other.bin": "is a link to nothing",
+        f"{at}/socket": "is neither a file nor a link to one",
     }
 
 
