@@ -138,7 +138,6 @@ class _Calls:
         self,
         chunks: Iterable[str | Tokens],
         *,
-        tier: str = "auto",
         wait: bool = True,
         ttl_s: float | None = None,
         timeout_s: float | None = None,
@@ -154,9 +153,7 @@ class _Calls:
             raise InvalidField("chunks", "is one string; give a list of chunks")
         results: list[PutChunk] = []
         for batch in messages.batches(chunks):
-            request = pb.PutChunksRequest(
-                namespace=self._namespace, chunks=batch, tier=tier, wait=wait, ttl_s=ttl_s
-            )
+            request = pb.PutChunksRequest(namespace=self._namespace, chunks=batch, wait=wait, ttl_s=ttl_s)
             response = await self._unary("PutChunks", request, pb.PutChunksResponse, timeout_s)
             results += map(messages.put_of_wire, response.results)
         return results

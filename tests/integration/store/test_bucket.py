@@ -181,10 +181,9 @@ class _Demoting(GrpcStore):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
-        inserted = super().put(manifest, frames, recompute_ms, tier, ttl_s)
+        inserted = super().put(manifest, frames, recompute_ms, ttl_s)
         demote(self._shard)
         return inserted
 

@@ -77,11 +77,10 @@ class _PlainManifests(GrpcStore):
         manifest: ChunkManifest,
         frames: Sequence[Buffer],
         recompute_ms: float = 0.0,
-        tier: str = "",
         ttl_s: float = 0.0,
     ) -> bool:
         self._as_given.setdefault(manifest.key, manifest)
-        return super().put(manifest, frames, recompute_ms, tier, ttl_s)
+        return super().put(manifest, frames, recompute_ms, ttl_s)
 
     def _as_put(self, stored: ChunkManifest) -> ChunkManifest:
         if stored.namespace != "acme":
