@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.reference import gather_head, visible_positions
+from kintsugi.fusor.attention import gather_head, visible_positions
 
 SHAPES = {"mistral-7b": (32, 8, 128), "llama-70b": (64, 8, 128), "llama-70b-rank-of-8": (8, 1, 128)}
 """Query heads, kv heads, head size."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.reference import reference_attention
+from kintsugi.fusor.attention import reference_attention
 
 Implementation = Callable[..., Tensor]
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kintsugi.fusor.reference import reference_attention
+from kintsugi.fusor.attention import reference_attention
 from kintsugi.fusor.staging import loading_stream
 
 OPERATION_S = 1e-3

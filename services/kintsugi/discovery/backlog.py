@@ -18,7 +18,7 @@ TOKENS_MAX = 1 << 20
 SEGMENT_TOKENS_MIN = 256
 """Minimum charge of a segment, so that at most 4,096 wait."""
 NAMESPACE_TOKENS_MAX = TOKENS_MAX // 2
-"""Maximum for one namespace, including all its parts."""
+"""Maximum number of tokens that wait for one namespace, including all its parts."""
 SHARE = 0.5
 """Tokens that saving may compute per token of prompts."""
 EARNED_MAX = 1 << 16

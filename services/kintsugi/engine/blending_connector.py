@@ -32,7 +32,7 @@ from kintsugi.core.errors import InvalidField, SelfTestFailed
 from kintsugi.core.schema import load
 from kintsugi.engine.config import EngineConfig
 from kintsugi.engine.plugin import end_with_parent
-from kintsugi.engine.protocol import StepMetadata, WorkerFacts, WorkerReport
+from kintsugi.engine.protocol import WorkerFacts
 from kintsugi.engine.scheduler.discovery import Discovery, IdleSaves, load_token_classes
 from kintsugi.engine.scheduler.events import announce_exact_only
 from kintsugi.engine.scheduler.gate import binding_of, open_gate, prefix_of
@@ -50,9 +50,8 @@ from kintsugi.engine.worker.support import (
     find_wrapper,
     has_windows,
 )
-from kintsugi.fusor.control.controller import LoadingController
+from kintsugi.fusor.control.controller import LoadingController, Planner
 from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.fusor.control.planner import Planner
 from kintsugi.store.client.registry import is_process_local, open_store
 
 if TYPE_CHECKING:
@@ -68,6 +67,11 @@ logger = init_logger(__name__)
 
 class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The connector's object of one role."""
+
+    _scheduler: SchedulerSide
+    """Only in the scheduler's role."""
+    _worker: WorkerSide
+    """Only in the worker's role."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -93,13 +97,12 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         store = open_store(config.store)
         # Per step, blends compute half of what a prefill may: a decode waits no longer for a blend.
         slice_tokens = max(1, vllm_config.scheduler_config.max_num_batched_tokens // 2)
-        self._side: SchedulerSide | WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             end_with_parent()
             binding = binding_of(vllm_config, config)
             salts = Salts(store).start()
             discovery = Discovery(config.discovery_namespace, salts, partial(load_token_classes, vllm_config))
-            self._side = SchedulerSide(
+            self._scheduler = SchedulerSide(
                 config=config,
                 store=store,
                 planner=_planner_of(config),
@@ -129,17 +132,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:
-            self._side = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
-
-    @property
-    def _scheduler(self) -> SchedulerSide:
-        assert isinstance(self._side, SchedulerSide)
-        return self._side
-
-    @property
-    def _worker(self) -> WorkerSide:
-        assert isinstance(self._side, WorkerSide)
-        return self._side
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config, store, slice_tokens)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -158,7 +151,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if gpu_block_pool.enable_kv_cache_events:
             announce_exact_only(gpu_block_pool)
-        self._scheduler.discovery.pool = gpu_block_pool
+        self._scheduler.idle_saves.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -177,14 +170,11 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.begin_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._scheduler.update(report)
+        self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM should keep stepping without requests, to save discovered segments."""
-        side = self._scheduler
-        return side.declined_because is None and side.idle_saves.is_pending
+        return self._scheduler.declined_because is None and self._scheduler.idle_saves.is_pending
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.request_finished(request)
@@ -208,9 +198,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.facts()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        self._worker.step(metadata)
+        self._worker.step(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: the batch contains no request whose KV is not loaded yet."""
@@ -224,8 +212,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: a save is reported finished after its chunk is committed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done, failed = self._worker.take_finished()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+        return self._worker.take_finished()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_report()
@@ -234,7 +221,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """End the step: vLLM calls this at the end of every step."""
-        return self._side.end_step() if isinstance(self._side, SchedulerSide) else None
+        return self._scheduler.end_step() if self.role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -252,7 +239,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        self._side.close()
+        (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).close()
 
 
 PROJECTION_SHARE_FIRST = 0.25

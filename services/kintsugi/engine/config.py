@@ -125,8 +125,14 @@ class EngineConfig:
         self, model: ModelFingerprint, namespace: str, prefix_token_ids: Sequence[int], name_key: bytes = b""
     ) -> ChunkSpace:
         """Return the chunk space of a namespace's requests."""
-        context = tuple(self.context_token_ids)
-        return ChunkSpace(model, namespace, tuple(prefix_token_ids), self.portable, context, name_key)
+        return ChunkSpace(
+            model,
+            namespace,
+            tuple(prefix_token_ids),
+            self.portable,
+            tuple(self.context_token_ids),
+            name_key,
+        )
 
     @property
     def selection(self) -> Selection:

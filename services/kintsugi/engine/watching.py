@@ -212,8 +212,8 @@ def _is_stopped(output: Any) -> bool:
 
 
 class _ToldAccountings:
-    """Accountings that the scheduler's side reports of running requests with stop strings, whose final output
-    has none. Used in the client's event loop."""
+    """Accountings of running requests with stop strings, whose final output has no accounting. The
+    scheduler's side reports them. Used in the client's event loop."""
 
     def __init__(self, manager: Any | None) -> None:
         """``manager``: vLLM's `StatLoggerManager`; None if statistics are off, so that nothing is

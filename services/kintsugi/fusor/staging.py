@@ -35,18 +35,18 @@ ALIGNMENT_BYTES = 16
 
 def upload(on_host: Tensor, device: torch.device) -> Tensor:
     """Copy to `device` without waiting for the copy. On a CPU, returns the same tensor."""
-    if device.type == "cpu":
-        return on_host
-    return on_host.pin_memory().to(device, non_blocking=True)
+    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
     """Copy to the host without waiting for the copy: wait for the device before reading. On a CPU, returns
     the same tensor."""
-    if tensor.device.type == "cpu":
-        return tensor
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return on_host.copy_(tensor, non_blocking=True)
+    return tensor if tensor.device.type == "cpu" else _pinned(tensor).copy_(tensor, non_blocking=True)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Allocate pinned memory of the tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 @functools.cache

@@ -158,8 +158,7 @@ def test_a_higher_ratio_than_the_minimum_needs_no_name_of_its_own(
     from dataclasses import replace
 
     from kintsugi.core.plan import BlendPlan
-    from kintsugi.fusor.control.controller import LoadingController
-    from kintsugi.fusor.control.planner import Planner, PlanRequest
+    from kintsugi.fusor.control.controller import LoadingController, Planner, PlanRequest
     from tests.integration.engine.conftest import ask
 
     def raised(self: LoadingController, request: PlanRequest) -> BlendPlan:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kintsugi.core.request import SelectorName
-from kintsugi.fusor.control.planner import hits_beyond
+from kintsugi.fusor.control.controller import hits_beyond
 from kintsugi.fusor.loader import LoadedLayer
 from kintsugi.fusor.question import WEIGHTS_MAX, QuestionPass, attention_mass, find_places
 from kintsugi.fusor.selectors import quota

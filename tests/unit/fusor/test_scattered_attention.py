@@ -17,9 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kintsugi.fusor.attention import attend_scattered
+from kintsugi.fusor.attention import attend_scattered, reference_attention
 from kintsugi.fusor.kernels.scattered import Tile, choose_splits, variant_sizes
-from kintsugi.fusor.reference import reference_attention
 from tests.contracts.scattered_attention import PATTERNS, TOLERANCE, Case, problem_of
 
 REPOSITORY = Path(__file__).parents[3]

@@ -58,10 +58,10 @@ such as `Answer:`, has fewer."""
 SLICE_TOKENS = 64
 """Work per step, in tokens computed in all layers. A request that arrives meanwhile waits for it."""
 AWAKE_S = 10.0
-"""Time for which saves keep an engine without requests stepping. The rest waits until after the next request.
-Stopping an engine may take as long."""
+"""Time for which saves keep an idle engine stepping. Later saves wait until after the next request. Stopping
+an engine may take as long."""
 HOLD_S = 30.0
-"""Time for which they keep it stepping to finish the current batch, which holds cache blocks."""
+"""Time for which saves keep an idle engine stepping to finish the current batch, which holds cache blocks."""
 BATCH_TOKENS_MAX = 2048
 """Maximum tokens of the segments of a batch. A batch is computed completely before any chunk is stored."""
 POOL_SHARE_MAX = 0.125

@@ -40,7 +40,7 @@ from kintsugi.engine.protocol import BlendJob, JobTokens, SaveJob
 from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
 from kintsugi.engine.scheduler.matching import Match, count_match, hits_of
-from kintsugi.fusor.control.planner import Planner
+from kintsugi.fusor.control.controller import Planner
 from kintsugi.models.layers import DeclineReason
 
 if TYPE_CHECKING:

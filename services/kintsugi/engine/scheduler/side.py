@@ -58,9 +58,8 @@ from kintsugi.engine.scheduler.requests import (
     values_of,
 )
 from kintsugi.engine.scheduler.stats import BlendStats, Timing
-from kintsugi.fusor.control.controller import predict_full_s
+from kintsugi.fusor.control.controller import Planner, PlanRequest, hits_beyond, plan_again, predict_full_s
 from kintsugi.fusor.control.forecast import EngineShape, ForecastRegion, terms_of
-from kintsugi.fusor.control.planner import Planner, PlanRequest, hits_beyond, plan_again
 from kintsugi.fusor.selectors import depends_on_question
 from kintsugi.store.protocol.interface import ChunkStore
 
@@ -496,8 +495,10 @@ class SchedulerSide:
             tokens = dataclasses.replace(state.job.tokens, block_ids=block_ids)
             self._metadata.blends.append(dataclasses.replace(state.job, tokens=tokens))
 
-    def update(self, report: WorkerReport) -> None:
-        """Process a worker's report, before the scheduler releases the finished requests."""
+    def update(self, report: WorkerReport | None) -> None:
+        """Process the workers' report, if they have one, before the scheduler releases finished requests."""
+        if report is None:
+            return
         if report.unable is not None:
             self.declined_because = report.unable
         try:

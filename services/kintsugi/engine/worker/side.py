@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -191,10 +192,10 @@ class WorkerSide:
         """Whether requests wait for passes that run or have not begun."""
         return bool(self._blends or self._blends_waiting or self._save is not None or self._saves_waiting)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
+    def take_finished(self) -> KVConnectorTransferResults:
         """Return the ids of requests that are done, and the ids among them without KV."""
         done = self._released | set(self._finished)
-        return done, set(self._without_kv)
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=set(self._without_kv))
 
     def take_report(self) -> WorkerReport | None:
         """Return the report since the last call, after `take_finished`; None if nothing happened."""

@@ -28,7 +28,7 @@ from kintsugi.discovery.token_classes import TokenClasses
 from kintsugi.engine.scheduler.discovery import Discovery
 from kintsugi.engine.scheduler.matching import Match
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.fusor.control.planner import Planner, PlanRequest
+from kintsugi.fusor.control.controller import Planner, PlanRequest
 from tests.contracts.store_contract import make_chunk
 from tests.unit.engine.scheduler.test_side import BLOCK, PROMPT, StubStore, request_of, said, side_of
 

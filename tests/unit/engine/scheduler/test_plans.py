@@ -21,7 +21,7 @@ from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span
 from kintsugi.engine.protocol import WorkerReport
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.fusor.control.planner import Planner, PlanRequest
+from kintsugi.fusor.control.controller import Planner, PlanRequest
 from kintsugi.store.protocol.interface import Found
 from tests.unit.engine.scheduler import test_side
 from tests.unit.engine.scheduler.test_side import (

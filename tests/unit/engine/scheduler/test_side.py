@@ -34,9 +34,8 @@ from kintsugi.engine.scheduler.gate import Gate
 from kintsugi.engine.scheduler.hashing import Salts
 from kintsugi.engine.scheduler.requests import Parking, add_span_keys, parking_of_saves
 from kintsugi.engine.scheduler.side import SchedulerSide
-from kintsugi.fusor.control.controller import LoadingController
+from kintsugi.fusor.control.controller import LoadingController, Planner, PlanRequest
 from kintsugi.fusor.control.forecast import EngineShape
-from kintsugi.fusor.control.planner import Planner, PlanRequest
 from kintsugi.store.client.ram import RamStore
 from kintsugi.store.protocol.interface import Found
 from tests.unit.core.test_report import BINDING

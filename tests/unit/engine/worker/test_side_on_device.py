@@ -160,7 +160,7 @@ def test_a_blend_waits_for_nothing_and_is_timed_by_the_device(bench: Bench, devi
     bench.step_until_launched()
     for _ in range(3):
         bench.step()
-    assert not bench.side.take_finished()[0]
+    assert not bench.side.take_finished().finished_recving
     computed_s = device.device_s - began_s - sum(looked_s)
     device.is_behind = False
     bench.step()

@@ -17,6 +17,8 @@ from kintsugi.fusor.control.controller import (
     FREE_SHARE,
     WORTHWHILE_SHARE,
     LoadingController,
+    Planner,
+    PlanRequest,
     candidates,
     predict_full_s,
 )
@@ -29,7 +31,6 @@ from kintsugi.fusor.control.forecast import (
     full_prefill_s,
     terms_of,
 )
-from kintsugi.fusor.control.planner import Planner, PlanRequest
 from kintsugi.fusor.gaps import find_left_out
 
 BYTES_PER_TOKEN = 128 << 10

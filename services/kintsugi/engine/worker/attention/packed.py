@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from kintsugi.engine.worker import native
+from kintsugi.fusor.attention import reference_attention
 from kintsugi.fusor.kernels import packed
 from kintsugi.fusor.kernels.native import Instructions
 from kintsugi.fusor.kernels.packed import PackedKernel
-from kintsugi.fusor.reference import reference_attention
 
 logger = init_logger(__name__)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from kintsugi.engine.worker import native
 from kintsugi.engine.worker.attention import packed
 from kintsugi.engine.worker.attention.scattered import ScatteredRows, kernel_serves, replace_attention_impl
+from kintsugi.fusor.attention import reference_attention
 from kintsugi.fusor.kernels import native as kernels
 from kintsugi.fusor.kernels.native import Instructions, find_compiler
-from kintsugi.fusor.reference import reference_attention
 from kintsugi.models.cache import CACHE_VARIABLE
 from tests.fakes.packed_cache import pack
 
