@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.support.figures import Figure, report
-from kintsugi.serving.routing import BLOCK_TOKENS, EngineView, PrefixMemory, RouteCosts, Wanted, rank_engines
+from kintsugi.serving.routing import BLOCK_TOKENS, EngineView, PrefixMemory, Wanted, rank_engines
 from tests.fakes.engine_fleet import (
     CHUNK_TOKENS,
     CHUNKS,
@@ -60,7 +60,7 @@ def read_conversations(path: Path) -> list[Arrival]:
 
 
 def compare(name: str, arrivals: list[Arrival], fleet: Fleet) -> list[Figure]:
-    """Our router with its default costs against the two others, on the same requests and engines."""
+    """Our router against the two others, on the same requests and engines."""
     say(f"{name}: {len(arrivals)} requests on {fleet.engines} engines")
     ours = simulate(arrivals, fleet, ForecastRouter(fleet.shards()), SEED)
     others: dict[str, Waits] = {
@@ -114,7 +114,7 @@ def decision_us() -> Figure:
     repeats = 2_000
     began_s = time.process_time()
     for _ in range(repeats):
-        rank_engines(views, wanted, memory, RouteCosts())
+        rank_engines(views, wanted, memory)
     return Figure("decision_us", (time.process_time() - began_s) / repeats * 1e6, "µs of CPU")
 
 

@@ -22,7 +22,6 @@ from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     EngineView,
     PrefixMemory,
-    RouteCosts,
     Wanted,
     rank_engines,
     tokens_by_host,
@@ -187,9 +186,8 @@ class TwoChoices(Router):
 class ForecastRouter(Router):
     """`serving.routing`, with what `serving.engine_router` knows: old reports, and what it sent itself."""
 
-    def __init__(self, shards: ShardMap, costs: RouteCosts | None = None) -> None:
+    def __init__(self, shards: ShardMap) -> None:
         self._shards = shards
-        self._costs = costs or RouteCosts()
         self._memory = PrefixMemory()
         self._now_s = 0.0
         self._reports: dict[str, LoadStats] = {}
@@ -205,7 +203,7 @@ class ForecastRouter(Router):
         self._now_s = arrival.at_s
         views = {engine.name: self._view(engine) for engine in engines}
         wanted = Wanted(arrival.num_tokens, arrival.blocks, tokens_by_host(arrival.spans, self._shards))
-        name = rank_engines(views, wanted, self._memory, self._costs)[0]
+        name = rank_engines(views, wanted, self._memory)[0]
         self._memory.record_route(arrival.blocks, name)
         self._sent[name].add(str(number), arrival.num_tokens)
         return next(engine for engine in engines if engine.name == name)

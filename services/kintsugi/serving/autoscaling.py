@@ -40,8 +40,9 @@ class EngineLoad:
 
 
 def engines_wanted(load: EngineLoad, queueing_ms_max: float) -> int:
-    """The number of engines with which requests are predicted to wait at most ``queueing_ms_max`` and each
-    engine is busy for at most `BUSY_SHARE_MAX` of the time. At least 1, at most twice the present number."""
+    """Return the number of engines with which requests are predicted to wait at most ``queueing_ms_max``, and
+    each engine is busy for at most `BUSY_SHARE_MAX` of the time. At least 1, at most twice the present
+    number."""
     wanted = load.busy_engines / BUSY_SHARE_MAX
     if load.tokens_per_s > 0:
         wanted = max(wanted, 1e3 * load.waiting_tokens / load.tokens_per_s / queueing_ms_max)
@@ -62,8 +63,8 @@ class ShardLoad:
 
 
 def shards_wanted(load: ShardLoad) -> int:
-    """One shard more if full shards evict chunks that are soon looked up again; one fewer if the others have
-    room for all chunks; else the present number."""
+    """Return the number of shards: one more if full shards evict chunks that are soon looked up again, one
+    fewer if the others have room for all chunks, otherwise the present number."""
     if load.shards < 1 or load.capacity_bytes <= 0:
         return max(1, load.shards)
     is_full = load.used_bytes >= FILL_SHARE_MIN * load.capacity_bytes
@@ -79,12 +80,12 @@ Metrics = Mapping[str, Mapping[Any, float]]
 
 
 def _values(metrics: Metrics | None, name: str) -> list[float]:
-    """The values that replicas reported under this name; empty before the first report."""
+    """Return the values that replicas reported under this name; empty before the first report."""
     return [float(value) for value in (metrics or {}).get(name, {}).values()]
 
 
 def engine_load(metrics: Metrics | None, engines: int) -> EngineLoad:
-    """The load, from what the replicas' `Engine.record_autoscaling_stats` returned."""
+    """Return the load, from the results of the replicas' `EngineReplica.record_autoscaling_stats`."""
     rates = [rate for rate in _values(metrics, "tokens_per_s") if rate > 0]
     return EngineLoad(
         engines,
@@ -95,7 +96,7 @@ def engine_load(metrics: Metrics | None, engines: int) -> EngineLoad:
 
 
 def shard_load(metrics: Metrics | None, shards: int) -> ShardLoad:
-    """The load, from what the replicas' `StoreShard.record_autoscaling_stats` returned."""
+    """Return the load, from the results of the replicas' `StoreShard.record_autoscaling_stats`."""
     return ShardLoad(
         shards,
         sum(_values(metrics, "used_bytes")),
@@ -108,7 +109,7 @@ class EnginePolicy:
     """The engines' policy in Serve's `AutoscalingConfig`."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of engines, and an empty state. The number stays until a replica has reported."""
+        """Return the number of engines, and an empty state. The number stays until a replica has reported."""
         metrics = context.aggregated_metrics
         if not _values(metrics, "busy_share"):
             return context.target_num_replicas, {}
@@ -120,7 +121,7 @@ class ShardPolicy:
     """The shards' policy in Serve's `AutoscalingConfig`."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of shards, and an empty state. The number stays until a replica has reported."""
+        """Return the number of shards, and an empty state. The number stays until a replica has reported."""
         metrics = context.aggregated_metrics
         if not _values(metrics, "capacity_bytes"):
             return context.target_num_replicas, {}

@@ -46,7 +46,7 @@ class CatchingUp(Turns):
             try:
                 shards = self._directory.current().shards
             except KintsugiError as error:
-                log.warning("erasures are not asked for: %s", error)
+                log.warning("the other shards' erasures cannot be requested: %s", error)
                 return
             for address in shards:
                 if address.shard_id != self._shard.shard_id:
@@ -63,7 +63,7 @@ class CatchingUp(Turns):
                         return
                     self._shard.apply_erasures(peer, found)
         except KintsugiError as error:
-            log.warning("shard %s does not say what was erased: %s", peer, error)
+            log.warning("shard %s does not report its erasures: %s", peer, error)
 
     def close(self) -> None:
         """Stop, and close the directory. Idempotent."""

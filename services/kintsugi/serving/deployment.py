@@ -136,7 +136,7 @@ class Service:
             client.deploy_apps(schema)
 
     def progress(self) -> list[DeploymentProgress]:
-        """All deployments that Serve has created so far, shards first. Raises `Unavailable`."""
+        """Return all deployments that Serve has created so far, shards first. Raises `Unavailable`."""
         from ray import serve
 
         found: list[DeploymentProgress] = []
@@ -188,7 +188,7 @@ class Service:
             time.sleep(POLL_S)
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` of one gateway's gRPC and HTTP ports. Raises `Unavailable`."""
+        """Return `host:port` of one gateway's gRPC and HTTP ports. Raises `Unavailable`."""
         from ray import serve
 
         with _expect_ray("reach the gateway"):

@@ -183,19 +183,16 @@ class DirectoryService:
     def __init__(self, directory: ShardDirectory) -> None:
         self._directory = directory
 
-    async def get_shard_map(self, request: Any, context: Any) -> pb.ShardMap:
-        try:
-            return map_to_wire(self._directory.current())
-        except KintsugiError as error:
-            await context.abort(status_of(error), str(error))
-            raise
-
     async def watch_shard_map(
         self, request: pb.WatchShardMapRequest, context: Any
     ) -> AsyncIterator[pb.ShardMap]:
         sent = None
         while True:
-            current = await self.get_shard_map(request, context)
+            try:
+                current = map_to_wire(self._directory.current())
+            except KintsugiError as error:
+                await context.abort(status_of(error), str(error))
+                raise
             if current != sent:
                 yield current
                 sent = current
@@ -203,9 +200,6 @@ class DirectoryService:
 
     def generic_handler(self) -> Any:
         handlers = {
-            "GetShardMap": grpc.unary_unary_rpc_method_handler(
-                self.get_shard_map, pb.GetShardMapRequest.FromString, pb.ShardMap.SerializeToString
-            ),
             "WatchShardMap": grpc.unary_stream_rpc_method_handler(
                 self.watch_shard_map, pb.WatchShardMapRequest.FromString, pb.ShardMap.SerializeToString
             ),
@@ -256,7 +250,7 @@ class DirectoryActor:
             self._server = server
 
     def address(self) -> str:
-        """`host:port`, with this node's address in place of a wildcard."""
+        """Return `host:port`, with this node's address in place of a wildcard."""
         import ray
 
         return advertised_address(self._listen, ray.util.get_node_ip_address())
@@ -312,7 +306,7 @@ def remove_directory() -> None:
 
 
 def reachable(store_url: str) -> str:
-    """A store's URL, with the directory's address in place of a wildcard."""
+    """Return a store's URL, with the directory's address in place of a wildcard."""
     import ray
 
     parts = urlsplit(store_url)
@@ -324,7 +318,7 @@ def reachable(store_url: str) -> str:
 
 
 def split_store_url(store_url: str) -> tuple[str, TlsFiles | None]:
-    """The directory's `host:port` and TLS files in a `shards://` URL. Raises `InvalidField`."""
+    """Return the directory's `host:port` and TLS files from a `shards://` URL. Raises `InvalidField`."""
     parts = urlsplit(store_url)
     if parts.scheme != "shards" or not parts.netloc:
         raise InvalidField("store_url", f"{store_url!r} must name a directory as shards://host:port")

@@ -103,7 +103,7 @@ class EngineReplica(AsyncEngine):
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures that `serving.autoscaling.EnginePolicy` reads."""
+        """Return the figures that `serving.autoscaling.EnginePolicy` reads."""
         if self.client is None:
             return {}
         stats = self.stats()

@@ -19,7 +19,6 @@ from kintsugi.serving.directory import reachable, split_store_url
 from kintsugi.serving.routing import (
     EngineView,
     PrefixMemory,
-    RouteCosts,
     Wanted,
     estimate_wanted,
     prefix_digests,
@@ -48,8 +47,8 @@ class Sent:
             self._by_request.clear()
 
     def waiting_tokens(self) -> int:
-        """Prompt tokens that wait. Between two reports, assumes that the engine works at its reported
-        rate."""
+        """Return the number of prompt tokens that wait. Between two reports, the engine is assumed to work at
+        its reported rate."""
         age_s = self._clock() - self._reported_s
         answered = age_s * float(self._report.get("tokens_per_s", 0.0))
         return max(0, int(self._report.get("waiting_tokens", 0) - answered)) + self.tokens
@@ -65,11 +64,8 @@ class Sent:
 class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     """Ranks all replicas for one handle. Serve takes the next replica if one is full."""
 
-    def initialize_state(self, store_url: str = "", **costs: float) -> None:
-        """With a ``store_url`` of shards, an engine on the host of a request's chunks is preferred.
-        ``costs``: fields of `RouteCosts`.
-        """
-        self._costs = RouteCosts(**costs)
+    def initialize_state(self, store_url: str = "") -> None:
+        """With a ``store_url`` of shards, an engine on the host of a request's chunks is preferred."""
         self._memory = PrefixMemory()
         self._sent: dict[str, Sent] = {}
         self._directory: GrpcDirectory | None = None
@@ -96,7 +92,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         views = {name: self._view(name, replica) for name, replica in replicas.items()}
         wanted = self._memoize_wanted(pending_request)
-        order = rank_engines(views, wanted, self._memory, self._costs)
+        order = rank_engines(views, wanted, self._memory)
         return [[replicas[name]] for name in order]
 
     def _view(self, name: str, replica: Any) -> EngineView:
@@ -120,7 +116,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return wanted
 
     def _derive_wanted(self, pending_request: PendingRequest) -> Wanted:
-        """The needs of a call; none for calls such as `info`."""
+        """Return the needs of a call; none for calls such as `info`."""
         for argument in pending_request.args:
             if isinstance(argument, EngineRequest):
                 ids, params = argument.prompt_token_ids, argument.params
@@ -130,7 +126,7 @@ class EngineRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
                 prefix = prefix_digests(params.namespace, ids)
                 return Wanted(len(ids), prefix, chunks, argument.fingerprint)
             if isinstance(argument, OpenAICall):
-                return estimate_wanted(argument.params.namespace, argument.body)
+                return estimate_wanted(argument)
         return Wanted(0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:

@@ -86,7 +86,7 @@ class GatewayReplica:
         keep_replica_on_loopback()
         raise_file_limit()
         if start_export():
-            log.info("traces are exported as the OTEL_* variables configure it")
+            log.info("traces are exported as configured by the OTEL_* variables")
         self._backend = RayBackend(engines)
         self._model = load(ModelSpec, model, "model").path
         self._store_url = reachable(store_url)
@@ -107,7 +107,7 @@ class GatewayReplica:
         log.info("listening on %s", self.addresses())
 
     def addresses(self) -> dict[str, str]:
-        """`host:port` by protocol. Raises `Unavailable` while no port is open."""
+        """Return `host:port` by protocol. Raises `Unavailable` while no port is open."""
         if self._opened is None:
             raise Unavailable("the gateway is not open")
         return {"grpc": self._opened.grpc.address, "http": self._opened.http.address}

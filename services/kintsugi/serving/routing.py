@@ -7,41 +7,29 @@ and the cost of fetching chunks from another host.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import xxhash
 
+from kintsugi.core.exchange import OpenAICall
 from kintsugi.core.spaces import Span, TokenIds
+from kintsugi.gateway.fronts.openai_request import CHARS_PER_TOKEN, find_prompt_texts
 from kintsugi.store.client.directory import ShardMap
 
 BLOCK_TOKENS = 128
 """Prefixes are remembered in blocks of this many tokens."""
 REMEMBERED_MAX = 65_536
-CHARS_PER_TOKEN = 4
-"""Characters per token of English text, roughly."""
-PROMPT_FIELDS = ("messages", "prompt", "instructions", "input")
-"""Fields of OpenAI bodies with the prompt, in the prompt's order. No endpoint has another endpoint's
-fields."""
-TEXT_FIELDS = ("content", "text", "output")
-"""Fields with texts in messages, their parts and tool results."""
-DEPTH_MAX = 5
-"""Nesting of a part's text: fields, messages, message, parts, part."""
 BLOCKS_MAX = 64
 """Number of blocks of a prompt that are compared: bounds the work per request."""
 
 
-@dataclass(frozen=True)
-class RouteCosts:
-    """Parameters of the predicted cost."""
-
-    prefill_ms_per_token: float = 0.1
-    """Used until an engine reports its measured rate."""
-    hit_share: float = 0.3
-    """Cost of a stored chunk's token, as a share of prefilling it."""
-    remote_ms_per_token: float = 0.01
-    """Extra cost of loading a token's KV from another host."""
+PREFILL_MS_PER_TOKEN = 0.1
+"""Used until an engine reports its measured rate."""
+HIT_SHARE = 0.3
+"""Cost of a stored chunk's token, as a share of prefilling it."""
+REMOTE_MS_PER_TOKEN = 0.01
+"""Extra cost of loading a token's KV from another host."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class EngineView:
     """One engine, as a router sees it."""
 
     waiting_tokens: int = 0
-    """Prompt tokens that wait: those in its report, and those sent to it since."""
+    """Prompt tokens that wait, from its report and the requests sent to it since."""
     tokens_per_s: float = 0.0
     """Prefill rate; 0: not measured yet."""
     host: str = ""
@@ -81,7 +69,7 @@ class Wanted:
 
 
 def prefix_digests(namespace: str, token_ids: TokenIds) -> tuple[int, ...]:
-    """Digests of the prompt's prefixes of 1, 2, … whole blocks."""
+    """Return digests of the prompt's prefixes of 1, 2, … whole blocks."""
     data = token_ids[: BLOCKS_MAX * BLOCK_TOKENS].data
     size = 4 * BLOCK_TOKENS
     starts = range(0, len(data) - size + 1, size)
@@ -105,26 +93,16 @@ def _chain_digests(salt: bytes, blocks: Iterable[bytes]) -> tuple[int, ...]:
     return tuple(digests)
 
 
-def estimate_wanted(namespace: str, body: Mapping[str, Any]) -> Wanted:
-    """The estimated needs of a request with this OpenAI body, which only an engine can tokenise.
-
-    Never fails: engines validate bodies.
-    """
-    text = "".join(_texts([body.get(name) for name in PROMPT_FIELDS], depth=0))
-    return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(namespace, text))
-
-
-def _texts(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif depth < DEPTH_MAX and isinstance(value, Mapping):
-        yield from (text for name in TEXT_FIELDS for text in _texts(value.get(name), depth + 1))
-    elif depth < DEPTH_MAX and isinstance(value, Sequence):
-        yield from (text for each in value for text in _texts(each, depth + 1))
+def estimate_wanted(call: OpenAICall) -> Wanted:
+    """Return the estimated needs of an OpenAI request, which only an engine can tokenise."""
+    texts = find_prompt_texts(call.path, call.body)
+    text = "".join(one for one in texts if isinstance(one, str))
+    return Wanted(len(text) // CHARS_PER_TOKEN + 1, text_digests(call.params.namespace, text))
 
 
 def tokens_by_host(spans: Sequence[Span], shards: ShardMap) -> dict[str, int]:
-    """Tokens of known chunks by the host of their first shard; empty if all shards are on one host."""
+    """Return the tokens of known chunks by the host of their first shard; empty if all shards are on one
+    host."""
     hosts = {shard.shard_id: shard.address.rpartition(":")[0] for shard in shards.shards}
     if len(set(hosts.values())) < 2:
         return {}
@@ -156,7 +134,7 @@ class PrefixMemory:
             holders.pop(engine, None)
 
     def resident_tokens(self, prefix: Sequence[int], engine: str) -> int:
-        """Prompt tokens that the engine probably has in its prefix cache."""
+        """Return the number of prompt tokens that the engine probably has in its prefix cache."""
         blocks = 0
         for digest in prefix:
             if engine not in self._engines.get(digest, ()):
@@ -165,21 +143,19 @@ class PrefixMemory:
         return blocks * BLOCK_TOKENS
 
 
-def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int, costs: RouteCosts) -> float:
-    """Predicted time to first token at one engine, in milliseconds. It never decreases with a longer queue or
-    more remote tokens, and never increases with more resident tokens."""
-    per_token_ms = 1e3 / view.tokens_per_s if view.tokens_per_s > 0 else costs.prefill_ms_per_token
+def cost_ms(view: EngineView, wanted: Wanted, resident_tokens: int) -> float:
+    """Return the predicted time to first token at one engine, in milliseconds. It never decreases with a
+    longer queue or more remote tokens, and never increases with more resident tokens."""
+    per_token_ms = 1e3 / view.tokens_per_s if view.tokens_per_s > 0 else PREFILL_MS_PER_TOKEN
     resident = min(resident_tokens, wanted.num_tokens)
     left = wanted.num_tokens - resident
     hit = min(wanted.chunk_tokens, left)
     remote = min(wanted.chunk_tokens - wanted.chunks.get(view.host, 0), left)
-    own_ms = per_token_ms * (left - hit + costs.hit_share * hit) + costs.remote_ms_per_token * remote
+    own_ms = per_token_ms * (left - hit + HIT_SHARE * hit) + REMOTE_MS_PER_TOKEN * remote
     return per_token_ms * view.waiting_tokens + own_ms
 
 
-def rank_engines(
-    views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory, costs: RouteCosts
-) -> list[str]:
+def rank_engines(views: Mapping[str, EngineView], wanted: Wanted, memory: PrefixMemory) -> list[str]:
     """Engines, the best first; engines with another model come last.
 
     Equal engines are ordered by digests of their names that differ by prompt, so that new prompts spread over
@@ -189,7 +165,7 @@ def rank_engines(
 
     def key(name: str) -> tuple[int, float, int]:
         view = views[name]
-        cost = cost_ms(view, wanted, memory.resident_tokens(wanted.prefix, name), costs)
+        cost = cost_ms(view, wanted, memory.resident_tokens(wanted.prefix, name))
         order = xxhash.xxh3_64_intdigest(name.encode(), seed=salt)
         return wanted.strangeness(view), round(cost, 3), order
 

@@ -172,7 +172,7 @@ class StoreShard:
             raise Unavailable(f"the shard failed ({self._shard.failure!r})")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The figures that `serving.autoscaling.ShardPolicy` reads."""
+        """Return the figures that `serving.autoscaling.ShardPolicy` reads."""
         return {
             # Without the bucket, whose capacity does not grow with the shards.
             "used_bytes": float(sum(tier.used_bytes for tier in self._shard.local_tiers)),

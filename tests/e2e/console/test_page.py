@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kintsugi.gateway.access import add_grant, new_token
+from kintsugi.gateway.console.comparison import parts_of, view_of
 from kintsugi.gateway.console.routes import FILES
-from kintsugi.gateway.console.view import parts_of, view_of
 from kintsugi.store.protocol.access import TokenFile
 from tests.fakes.console_service import LAYERS, ConsoleService, console_service
 from tests.unit.cli.fakes import PROMPT, explained_accounting

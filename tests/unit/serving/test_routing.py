@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kintsugi.core.exchange import CHAT_PATH, OpenAICall
+from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey, Span, TokenIds
+from kintsugi.gateway.fronts.openai_request import PROMPT_FIELDS
 from kintsugi.serving.routing import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
     EngineView,
     PrefixMemory,
-    RouteCosts,
     Wanted,
     cost_ms,
     estimate_wanted,
@@ -25,7 +27,6 @@ from kintsugi.serving.routing import (
 )
 from kintsugi.store.client.directory import ShardAddress, ShardMap
 
-COSTS = RouteCosts()
 PROMPT = TokenIds.of(range(1000))
 
 
@@ -58,7 +59,7 @@ def test_memory_is_bounded() -> None:
 
 def test_an_idle_engine_wins_over_a_busy_one() -> None:
     views = {"busy": EngineView(5000, 10_000.0), "idle": EngineView(0, 10_000.0)}
-    assert rank_engines(views, Wanted(1000), PrefixMemory(), COSTS) == ["idle", "busy"]
+    assert rank_engines(views, Wanted(1000), PrefixMemory()) == ["idle", "busy"]
 
 
 def test_a_resident_prefix_is_worth_waiting_for_as_long_as_computing_it_would_take() -> None:
@@ -68,20 +69,20 @@ def test_a_resident_prefix_is_worth_waiting_for_as_long_as_computing_it_would_ta
     wanted = Wanted(len(PROMPT), digests)
     for waiting, first in ((800, "warm"), (1000, "cold")):
         views = {"warm": EngineView(waiting, 10_000.0), "cold": EngineView(0, 10_000.0)}
-        assert rank_engines(views, wanted, memory, COSTS)[0] == first
+        assert rank_engines(views, wanted, memory)[0] == first
 
 
 def test_chunks_on_the_same_host_decide_between_equals() -> None:
     views = {"here": EngineView(host="1"), "there": EngineView(host="2")}
-    assert rank_engines(views, Wanted(1000, chunks={"1": 900, "2": 100}), PrefixMemory(), COSTS)[0] == "here"
-    assert rank_engines(views, Wanted(1000, chunks={"1": 100, "2": 900}), PrefixMemory(), COSTS)[0] == "there"
+    assert rank_engines(views, Wanted(1000, chunks={"1": 900, "2": 100}), PrefixMemory())[0] == "here"
+    assert rank_engines(views, Wanted(1000, chunks={"1": 100, "2": 900}), PrefixMemory())[0] == "there"
 
 
 def test_equals_share_prompts_that_nobody_holds() -> None:
     views = {name: EngineView() for name in "abcd"}
     firsts = [
         rank_engines(
-            views, Wanted(500, prefix_digests("acme", TokenIds.of(range(n, n + 500)))), PrefixMemory(), COSTS
+            views, Wanted(500, prefix_digests("acme", TokenIds.of(range(n, n + 500)))), PrefixMemory()
         )[0]
         for n in range(200)
     ]
@@ -91,7 +92,7 @@ def test_equals_share_prompts_that_nobody_holds() -> None:
 def test_while_a_model_is_exchanged_an_engine_of_the_prompts_model_goes_first() -> None:
     views = {"old": EngineView(fingerprint="aa"), "new": EngineView(900_000, fingerprint="bb")}
     wanted = Wanted(100, fingerprint="bb")
-    assert rank_engines(views, wanted, PrefixMemory(), COSTS) == ["new", "old"]
+    assert rank_engines(views, wanted, PrefixMemory()) == ["new", "old"]
 
 
 def test_the_beginning_of_a_text_counts_as_the_beginning_of_a_prompt() -> None:
@@ -130,7 +131,7 @@ LONG = "ab" * 300
             },
             LONG + "c" * 424 + "d" * 88,
         ),
-        ({"messages": [{"content": None}, 7, [[[[[["deep"]]]]]]]}, ""),
+        ({"messages": [{"content": None}, 7, [[[[[["deep"]]]]]]]}, "deep"),
         ({"prompt": [[1, 2, 3]]}, ""),
         ({}, ""),
     ],
@@ -138,7 +139,9 @@ LONG = "ab" * 300
 def test_texts_of_a_body_are_found_and_oddities_passed_over(body: dict[str, Any], beginning: str) -> None:
     digests = text_digests("acme", beginning)
     assert len(digests) == len(beginning) // 512
-    assert estimate_wanted("acme", body) == Wanted(len(beginning) // 4 + 1, digests)
+    path = next((path for path, names in PROMPT_FIELDS.items() if set(names) & set(body)), CHAT_PATH)
+    call = OpenAICall("r", path, body, KintsugiParams("acme"))
+    assert estimate_wanted(call) == Wanted(len(beginning) // 4 + 1, digests)
 
 
 def test_chunks_are_counted_by_the_host_of_their_shard() -> None:
@@ -171,17 +174,17 @@ requests = st.builds(
 def test_cost_grows_with_the_queue_and_falls_with_what_is_resident(
     view: EngineView, wanted: Wanted, resident: int, more: int
 ) -> None:
-    cost = cost_ms(view, wanted, resident, COSTS)
+    cost = cost_ms(view, wanted, resident)
     longer = EngineView(view.waiting_tokens + more, view.tokens_per_s, view.host)
-    assert 0.0 <= cost <= cost_ms(longer, wanted, resident, COSTS)
-    assert cost_ms(view, wanted, resident + more, COSTS) <= cost * (1 + 1e-12) + 1e-9
+    assert 0.0 <= cost <= cost_ms(longer, wanted, resident)
+    assert cost_ms(view, wanted, resident + more) <= cost * (1 + 1e-12) + 1e-9
 
 
 @given(st.dictionaries(st.text(max_size=3), views, max_size=8), requests)
 def test_every_engine_is_ranked_once_and_the_first_costs_least(
     engines: dict[str, EngineView], wanted: Wanted
 ) -> None:
-    order = rank_engines(engines, wanted, PrefixMemory(), COSTS)
+    order = rank_engines(engines, wanted, PrefixMemory())
     assert sorted(order) == sorted(engines)
-    costs = [round(cost_ms(engines[name], wanted, 0, COSTS), 3) for name in order]
+    costs = [round(cost_ms(engines[name], wanted, 0), 3) for name in order]
     assert costs == sorted(costs)

@@ -22,8 +22,7 @@ from kintsugi.core.exchange import EngineDelta
 from kintsugi.core.prompt import end_line
 from kintsugi.core.request import BlendOptions, parse_selector
 from kintsugi.core.schema import STRICT, load
-from kintsugi.core.spaces import TokenIds
-from kintsugi.gateway.console.view import parts_of, view_of
+from kintsugi.core.spaces import Span, TokenIds
 from kintsugi.gateway.fronts.errors import grpc_status_of
 from kintsugi.gateway.fronts.identity import needs_credentials
 from kintsugi.gateway.gateway import Gateway
@@ -46,6 +45,8 @@ TURN_S = 600.0
 Message = dict[str, Any]
 """One line of the stream: `event`, and the fields of this kind of event."""
 Send = Callable[[Message], None]
+DecodeToken = Callable[[int], str]
+"""Maps a token id to its text."""
 Authenticate = Callable[[], Caller]
 """Authenticates the caller again. Raises `Unauthenticated`."""
 
@@ -105,11 +106,15 @@ class Comparison:
         """Raises `InvalidField`."""
         return BlendOptions(self.ratio, None if self.selector is None else parse_selector(self.selector))
 
+    @property
+    def chunks(self) -> tuple[Segment, ...]:
+        return tuple(Segment(text=end_line(document.text)) for document in self.documents)
+
     def call(self, *, no_blend: bool, explain: bool) -> GenerateCall:
         """Return the request for one of the two answers, which uses no prefix cache."""
         return GenerateCall(
             self.namespace,
-            tuple(Segment(text=end_line(document.text)) for document in self.documents),
+            self.chunks,
             Segment(text=f"\n{self.question.strip()}", plain=True),
             {"max_tokens": self.max_tokens, "temperature": 0.0},
             BlendOptions() if no_blend else self.options,
@@ -248,7 +253,6 @@ class Comparer:
 
     async def _store(self, caller: Caller, asked: Comparison, served: ServedRequest) -> Message:
         """Store the chunks. If the caller may not, the blend uses the chunks that others have stored."""
-        chunks = [Segment(text=document.text) for document in asked.documents]
         caller.authorize(asked.namespace, Verb.GENERATE)
         if not caller.may(Verb.PUT):
             problem = "chunks were not stored: your token lacks the verb put"
@@ -257,7 +261,7 @@ class Comparer:
         put = ServedRequest("PutChunks", served.headers, None, "OK", audit=served.audit)
         put.request_id, put.caller, put.namespace = served.request_id, caller.name, asked.namespace
         with put.record(grpc_status_of):
-            puts = await self._gateway.put_chunks(caller, asked.namespace, chunks)
+            puts = await self._gateway.put_chunks(caller, asked.namespace, asked.chunks)
             put.keys = served.keys = [one.key.hex for one in puts]
         failed = next((put.reason for put in puts if put.reason), "")
         return {
@@ -351,4 +355,43 @@ def _figures(way: _Way, total_ms: float) -> Message:
         "finish_reason": finished.finish_reason,
         "cost": accounting.get("cost", 1.0 if way.call.no_blend else None),
         "accounting": {name: accounting[name] for name in (*names, *more) if name in accounting},
+    }
+
+
+@dataclass(frozen=True)
+class ViewPart:
+    """A chunk, or the text before, between or after the chunks."""
+
+    title: str
+    tokens: list[str]
+
+
+def parts_of(
+    token_ids: Sequence[int], spans: Sequence[Span], titles: Sequence[str], decode: DecodeToken
+) -> list[ViewPart]:
+    """Split the prompt at the chunks' boundaries. ``titles`` has one title for each span."""
+    cuts: list[tuple[str, int, int]] = []
+    end = 0
+    for index, (span, title) in enumerate(zip(spans, titles, strict=True)):
+        cuts.append(("Between chunks" if index else "Prefix", end, span.start))
+        cuts.append((f"{index + 1}. {title}", span.start, span.end))
+        end = span.end
+    cuts.append(("Question", end, len(token_ids)))
+    return [
+        ViewPart(title, [decode(token) for token in token_ids[start:end]])
+        for title, start, end in cuts
+        if start < end
+    ]
+
+
+def view_of(parts: Sequence[ViewPart], accounting: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the view as JSON. `layers` has the positions that each layer computed. `layers` and `timeline`
+    are empty without a blend, and for an answer that was not explained."""
+    found = accounting or {}
+    by_layer = found.get("recomputed_positions") or {}
+    return {
+        "parts": [{"title": part.title, "tokens": part.tokens} for part in parts],
+        "cached": int(found.get("tokens_prefix_cached", 0)),
+        "layers": [sorted(by_layer[layer]) for layer in sorted(by_layer, key=int)],
+        "timeline": [dict(layer) for layer in found.get("timeline") or ()],
     }

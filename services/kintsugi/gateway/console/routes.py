@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ from kintsugi.core.namespaces import narrow_by_headers
 from kintsugi.core.request import SelectorName
 from kintsugi.gateway.console import CONSOLE_PATH
 from kintsugi.gateway.console.comparison import Comparer, Comparison, Message
-from kintsugi.gateway.console.live import describe_live
-from kintsugi.gateway.fronts.endpoint import Endpoint
-from kintsugi.gateway.fronts.errors import LEFT_STATUS
+from kintsugi.gateway.fronts.errors import LEFT_STATUS, Endpoint
 from kintsugi.gateway.fronts.identity import (
     check_is_json,
     identify,
@@ -63,6 +62,8 @@ HEADERS: Mapping[str, str] = {
 }
 """Headers of every file. They forbid other origins, inline scripts and styles, and text that becomes markup.
 Browsers revalidate each file; the answer is 304 if it has not changed."""
+TENANTS_MAX = 100
+"""Maximum number of listed tenants; those with most tokens come first."""
 PRIVATE: Mapping[str, str] = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 _SELECTORS: Mapping[SelectorName, str] = {
@@ -217,4 +218,54 @@ def find_samples(model: str, max_model_len: int) -> dict[str, Any]:
         "documents": [{"title": passage.title, "text": passage.text} for passage in passages],
         "questions": [*first, *others[:8]],
         "max_tokens": 48,
+    }
+
+
+async def describe_live(gateway: Gateway, caller: Caller) -> dict[str, Any]:
+    """Describe the service as JSON, with the tenants that the caller may use."""
+    tally = gateway.answers.tally
+    return {
+        "at_unix_s": time.time(),
+        "store": await _describe_store(gateway),
+        "gateway": {
+            "answers": tally.answers,
+            "answers_under_way": gateway.answers.under_way,
+            "known_chunks": len(gateway.known),
+            "fill_queue_chunks": gateway.fill_queue_chunks,
+            "tokens_hit": tally.tokens_hit,
+            "tokens_missed": tally.tokens_missed,
+            "tokens_discovered": tally.tokens_discovered,
+        },
+        "tenants": _describe_tenants(gateway, caller),
+    }
+
+
+def _describe_tenants(gateway: Gateway, caller: Caller) -> list[dict[str, Any]]:
+    accounts = [one for one in gateway.shares.accounts if caller.may_use(one.name)]
+    accounts.sort(key=lambda account: (-account.tokens_charged, account.name))
+    return [
+        {
+            "name": account.name,
+            "in_flight": account.in_flight,
+            "queued": len(account.waiting),
+            "requests": account.requests_total,
+            "tokens": max(0, account.tokens_charged),
+            "refused": sum(account.refused_total.values()),
+        }
+        for account in accounts[:TENANTS_MAX]
+    ]
+
+
+async def _describe_store(gateway: Gateway) -> dict[str, Any]:
+    try:
+        stats = await gateway.recent_stats.get()
+    except KintsugiError as error:
+        return {"problem": str(error), "shards": []}
+    return {
+        "problem": "",
+        "chunks": stats.chunks,
+        "bytes_used": stats.bytes_used,
+        "bytes_capacity": stats.bytes_capacity,
+        "transport": stats.transport,
+        "shards": [asdict(shard) for shard in stats.shards],
     }

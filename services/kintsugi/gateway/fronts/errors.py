@@ -1,17 +1,25 @@
-"""The HTTP status of each error; `store.protocol.grpc_status` has the gRPC statuses, which all services
-use."""
+"""The HTTP status of each error, and the frame of HTTP endpoints.
+
+The frame records requests and turns errors into responses. `store.protocol.grpc_status` has the gRPC
+statuses, which all services use.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from kintsugi.core import errors
 from kintsugi.gateway.fronts.limits import BodyTooLarge, BodyTooSlow
+from kintsugi.gateway.gateway import Gateway
+from kintsugi.gateway.requests import ServedRequest
 from kintsugi.store.protocol.grpc_status import status_of
 
 LEFT_STATUS = 499
@@ -89,3 +97,34 @@ def grpc_status_of(error: BaseException) -> str:
     if isinstance(error, errors.KintsugiError):
         return str(status_of(error).name)
     return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
+
+
+Answer = Callable[[Request, ServedRequest, Send], Awaitable[None]]
+"""Answers one request. Raises the error that refuses it."""
+
+
+class Endpoint:
+    """An ASGI endpoint that calls an `Answer` for each request."""
+
+    def __init__(self, gateway: Gateway, answer: Answer) -> None:
+        self._gateway = gateway
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        metrics, audit = self._gateway.metrics, self._gateway.audit
+        served = ServedRequest(request.url.path, request.headers, metrics, 200, audit=audit)
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            with served.record(http_status_of):
+                await self._answer(request, served, send_noted)
+        except Exception as error:
+            if has_begun:  # the status was sent; an exception makes the server close the connection
+                raise
+            await Problem.of(error, served.request_id).response()(scope, receive, send)

@@ -24,8 +24,7 @@ from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.namespaces import narrow_by_request
 from kintsugi.gateway.console.routes import Console
-from kintsugi.gateway.fronts.endpoint import Endpoint
-from kintsugi.gateway.fronts.errors import LEFT_STATUS, Problem
+from kintsugi.gateway.fronts.errors import LEFT_STATUS, Endpoint, Problem
 from kintsugi.gateway.fronts.identity import check_no_page, identify
 from kintsugi.gateway.fronts.limits import RequestLimits, parse_object, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk

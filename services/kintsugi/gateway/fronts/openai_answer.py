@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from kintsugi.core.exchange import (
-    CHAT_PATH,
     COMPLETIONS_PATH,
     RESPONSES_PATH,
     EngineBackend,
@@ -23,7 +22,12 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
-from kintsugi.gateway.fronts.openai_request import ANSWER_LIMITS, ANSWERS_MAX
+from kintsugi.gateway.fronts.openai_request import (
+    ANSWER_LIMITS,
+    ANSWERS_MAX,
+    CHARS_PER_TOKEN,
+    find_prompt_texts,
+)
 from kintsugi.gateway.prompts import Prompts
 from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import (
@@ -43,15 +47,6 @@ _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 """Fields of a usage that hold the number of cached prompt tokens: in completions, and in responses."""
 _CACHED = tuple(f'"{name}"'.encode() for name in _DETAILS)
 _NOTHING_CACHED = {"cached_tokens": 0, "cache_write_tokens": 0}
-_COUNTED = {
-    CHAT_PATH: ("messages", "documents"),
-    COMPLETIONS_PATH: ("prompt",),
-    RESPONSES_PATH: ("instructions", "input"),
-}
-"""Fields of a body that make up its prompt."""
-_COUNTED_WITHIN = ("content", "text", "contents", "output", "input", "arguments", "summary")
-CHARS_PER_TOKEN = 4
-"""Approximate, for English text: a prompt's cost is estimated before tokenisation."""
 ANSWER_TOKENS_ASSUMED = 256
 """Assumed length of an answer that the request does not bound."""
 ANSWERED = (200, 500)
@@ -259,24 +254,14 @@ def estimate_tokens(
     each answer, whatever the request specifies."""
     prompt = body.get("prompt") if path == COMPLETIONS_PATH else None
     prompts = len(prompt) if isinstance(prompt, list) and not _is_tokens(prompt) else 1
-    asked = sum(_count_tokens(body.get(name)) for name in _COUNTED[path])
+    texts = find_prompt_texts(path, body)
+    asked = sum(1 if isinstance(one, int) else len(one) // CHARS_PER_TOKEN + 1 for one in texts)
     most = next(
         (body[name] for name in ANSWER_LIMITS[path] if isinstance(body.get(name), int)), ANSWER_TOKENS_ASSUMED
     )
     n = body.get("n") if isinstance(body.get("n"), int) and path != RESPONSES_PATH else 1
     most = most if most <= answer_tokens_max else int(answer_tokens_max)
     return asked, max(0, most) * max(1, n or 1) * max(1, prompts)
-
-
-def _count_tokens(content: Any) -> int:
-    """Estimate the number of tokens in a text, a list of token ids, or all texts within messages."""
-    if isinstance(content, str):
-        return len(content) // CHARS_PER_TOKEN + 1
-    if isinstance(content, list):
-        return sum(1 if isinstance(one, int) else _count_tokens(one) for one in content)
-    if isinstance(content, Mapping):
-        return sum(_count_tokens(content.get(name)) for name in _COUNTED_WITHIN)
-    return 0
 
 
 def _is_tokens(prompt: list[Any]) -> bool:

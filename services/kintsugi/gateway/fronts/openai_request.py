@@ -28,7 +28,17 @@ ANSWER_LIMITS = {
     RESPONSES_PATH: ("max_output_tokens",),
 }
 """Fields that limit the length of an answer; the first one that is set applies."""
-_PROMPT_FIELDS = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input"}
+PROMPT_FIELDS = {
+    CHAT_PATH: ("messages", "documents"),
+    COMPLETIONS_PATH: ("prompt",),
+    RESPONSES_PATH: ("instructions", "input"),
+}
+"""Fields of a body that make up its prompt, in the prompt's order."""
+_FIELDS_WITHIN = ("content", "text", "contents", "output", "input", "arguments", "summary")
+"""Fields with texts in messages, items, their parts and tool results."""
+CHARS_PER_TOKEN = 4
+"""Approximate, for English text: a prompt's length is estimated before tokenisation."""
+_SEARCHED_FIELDS = {CHAT_PATH: "messages", COMPLETIONS_PATH: "prompt", RESPONSES_PATH: "input"}
 _TEXT_FIELDS = ("content", "output")
 """Fields of a message or item that hold its text or its parts; `output` is a tool's result."""
 
@@ -104,7 +114,7 @@ def parse_openai_call(
     params = _params_of(body.get(PARAMS_KEY), namespace)
     dropped = (PARAMS_KEY, *_RESERVED, *NARROWING_FIELDS)
     passed = {name: value for name, value in body.items() if name not in dropped}
-    chunks = _Chunks(find, _PROMPT_FIELDS[path])
+    chunks = _Chunks(find, _SEARCHED_FIELDS[path])
     _take_chunks(path, passed, chunks)
     return OpenAICall(request_id, path, passed, params, tuple(chunks.texts), dict(trace or {}))
 
@@ -238,3 +248,18 @@ def _texts(prompt: Any) -> Iterator[str]:
     for one in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(one, str):
             yield one
+
+
+def find_prompt_texts(path: str, body: Mapping[str, Any]) -> Iterator[str | int]:
+    """Yield the texts of a request's prompts, and the token ids among them, in order. Oddities, which the
+    engine refuses, are skipped."""
+    return _find_texts([body.get(name) for name in PROMPT_FIELDS[path]])
+
+
+def _find_texts(content: Any) -> Iterator[str | int]:
+    if isinstance(content, str | int):
+        yield content
+    elif isinstance(content, list):
+        yield from (text for one in content for text in _find_texts(one))
+    elif isinstance(content, Mapping):
+        yield from (text for name in _FIELDS_WITHIN for text in _find_texts(content.get(name)))

@@ -21,7 +21,7 @@ from kintsugi import __version__
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.fronts.endpoint import Endpoint
+from kintsugi.gateway.fronts.errors import Endpoint
 from kintsugi.gateway.fronts.limits import run_beside
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway

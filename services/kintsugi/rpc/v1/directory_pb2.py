@@ -24,21 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkintsugi/rpc/v1/directory.proto\x12\x0fkintsugi.rpc.v1\"\x14\n\x12GetShardMapRequest\"\x16\n\x14WatchShardMapRequest\"1\n\x0cShardAddress\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x8e\x01\n\x08ShardMap\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12-\n\x06shards\x18\x02 \x03(\x0b\x32\x1d.kintsugi.rpc.v1.ShardAddress\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x0e\n\x06shares\x18\x04 \x03(\x01\x12\x11\n\tdirectory\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x32\xb4\x01\n\x0eShardDirectory\x12M\n\x0bGetShardMap\x12#.kintsugi.rpc.v1.GetShardMapRequest\x1a\x19.kintsugi.rpc.v1.ShardMap\x12S\n\rWatchShardMap\x12%.kintsugi.rpc.v1.WatchShardMapRequest\x1a\x19.kintsugi.rpc.v1.ShardMap0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkintsugi/rpc/v1/directory.proto\x12\x0fkintsugi.rpc.v1\"\x16\n\x14WatchShardMapRequest\"1\n\x0cShardAddress\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x8e\x01\n\x08ShardMap\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12-\n\x06shards\x18\x02 \x03(\x0b\x32\x1d.kintsugi.rpc.v1.ShardAddress\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x0e\n\x06shares\x18\x04 \x03(\x01\x12\x11\n\tdirectory\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x32\x65\n\x0eShardDirectory\x12S\n\rWatchShardMap\x12%.kintsugi.rpc.v1.WatchShardMapRequest\x1a\x19.kintsugi.rpc.v1.ShardMap0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kintsugi.rpc.v1.directory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETSHARDMAPREQUEST']._serialized_start=52
-  _globals['_GETSHARDMAPREQUEST']._serialized_end=72
-  _globals['_WATCHSHARDMAPREQUEST']._serialized_start=74
-  _globals['_WATCHSHARDMAPREQUEST']._serialized_end=96
-  _globals['_SHARDADDRESS']._serialized_start=98
-  _globals['_SHARDADDRESS']._serialized_end=147
-  _globals['_SHARDMAP']._serialized_start=150
-  _globals['_SHARDMAP']._serialized_end=292
-  _globals['_SHARDDIRECTORY']._serialized_start=295
-  _globals['_SHARDDIRECTORY']._serialized_end=475
+  _globals['_WATCHSHARDMAPREQUEST']._serialized_start=52
+  _globals['_WATCHSHARDMAPREQUEST']._serialized_end=74
+  _globals['_SHARDADDRESS']._serialized_start=76
+  _globals['_SHARDADDRESS']._serialized_end=125
+  _globals['_SHARDMAP']._serialized_start=128
+  _globals['_SHARDMAP']._serialized_end=270
+  _globals['_SHARDDIRECTORY']._serialized_start=272
+  _globals['_SHARDDIRECTORY']._serialized_end=373
 # @@protoc_insertion_point(module_scope)

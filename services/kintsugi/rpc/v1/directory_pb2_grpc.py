@@ -34,11 +34,6 @@ class ShardDirectoryStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.GetShardMap = channel.unary_unary(
-                '/kintsugi.rpc.v1.ShardDirectory/GetShardMap',
-                request_serializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.GetShardMapRequest.SerializeToString,
-                response_deserializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.ShardMap.FromString,
-                _registered_method=True)
         self.WatchShardMap = channel.unary_stream(
                 '/kintsugi.rpc.v1.ShardDirectory/WatchShardMap',
                 request_serializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.WatchShardMapRequest.SerializeToString,
@@ -48,12 +43,6 @@ class ShardDirectoryStub(object):
 
 class ShardDirectoryServicer(object):
     """Missing associated documentation comment in .proto file."""
-
-    def GetShardMap(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def WatchShardMap(self, request, context):
         """The map now, and again whenever it changes.
@@ -65,11 +54,6 @@ class ShardDirectoryServicer(object):
 
 def add_ShardDirectoryServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetShardMap': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetShardMap,
-                    request_deserializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.GetShardMapRequest.FromString,
-                    response_serializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.ShardMap.SerializeToString,
-            ),
             'WatchShardMap': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchShardMap,
                     request_deserializer=kintsugi_dot_rpc_dot_v1_dot_directory__pb2.WatchShardMapRequest.FromString,
@@ -85,33 +69,6 @@ def add_ShardDirectoryServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ShardDirectory(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def GetShardMap(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kintsugi.rpc.v1.ShardDirectory/GetShardMap',
-            kintsugi_dot_rpc_dot_v1_dot_directory__pb2.GetShardMapRequest.SerializeToString,
-            kintsugi_dot_rpc_dot_v1_dot_directory__pb2.ShardMap.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def WatchShardMap(request,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kintsugi.core.spaces import Span
-from kintsugi.gateway.console.view import parts_of, view_of
+from kintsugi.gateway.console.comparison import parts_of, view_of
 from tests.unit.cli.fakes import NUM_LAYERS, PROMPT, explained_accounting
 
 

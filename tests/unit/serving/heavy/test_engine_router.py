@@ -29,7 +29,7 @@ def replica(name: str, **stats: Any) -> SimpleNamespace:
 def router() -> EngineRouter:
     """Without the state that Serve gives it: none of it is read by what is tested."""
     made = EngineRouter.__new__(EngineRouter)
-    made.initialize_state(prefill_ms_per_token=0.1)
+    made.initialize_state()
     return made
 
 

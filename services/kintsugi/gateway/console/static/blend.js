@@ -57,7 +57,7 @@ const ONE_LAYER = [
   ["d4", "computed in this layer"],
 ];
 
-// Fills `root` with the drawing of a view; `gateway/console/view.py` says what a view holds.
+// Fills `root` with the drawing of a view; `view_of` in `gateway/console/comparison.py` says what a view holds.
 export function renderBlend(root, view) {
   const layers = view.layers.length;
   const depths = depthsOf(view);
