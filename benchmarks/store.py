@@ -41,13 +41,13 @@ from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.client.options import GrpcOptions
-from kintsugi.store.client.same_host import ArenaMap
+from kintsugi.store.client.received import ArenaMap
 from kintsugi.store.protocol.interface import LayerFrame
 from kintsugi.store.shard.eviction.policy import DEFAULT_POLICY, policy_factory
 from kintsugi.store.shard.malloc import keep_large_buffers
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.fakes.cache_replay import TraceAccess, rag_trace, read_trace, replay
 
 LAYOUT = KVLayout.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")

@@ -27,7 +27,6 @@ from kintsugi.store.client.received import Received
 from kintsugi.store.protocol import wire
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry
-from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import Strides, stride_of
 from kintsugi.store.shard.tiers.home import Home
@@ -37,7 +36,7 @@ from kintsugi.store.shard.tiers.lower_tier import (
     _encode_catalog_record,
     catalog_key,
 )
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import ChunkPut, PutOptions, RamTier
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk, make_report
 from tests.file_decoders import FILE_DECODERS, FILE_SEEDS
 from tests.front_decoders import FRONT_DECODERS, FRONT_SEEDS

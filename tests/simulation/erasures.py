@@ -30,8 +30,8 @@ from kintsugi.store.protocol.interface import ErasedPlace, Erasure, ErasurePage
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S, SaveTimes
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.contracts.store_contract import make_chunk
 
 GATEWAYS, SHARDS, STEPS = 3, 2, 60

@@ -28,10 +28,10 @@ from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.entry import Copying, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import _decode_catalog_record, _encode_catalog_record, catalog_key
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from kintsugi.store.shard.work import Eviction
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, make_mixed_chunk

@@ -21,11 +21,10 @@ from kintsugi.core.errors import KintsugiError
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard.opening import open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import Slab
 from kintsugi.store.shard.tiers.lower_tier import Catalog
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import make_chunk
 from tests.simulation.test_store_crashes import filled, seeds, served_right, spec

@@ -28,8 +28,8 @@ from kintsugi.precompute.documents import DocumentRef
 from kintsugi.precompute.ledger import Ledger, ScannedChunk, ScannedDocument
 from kintsugi.precompute.ledger_chunks import pack_tokens
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.reading import HeldChunk
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.contracts.store_contract import make_chunk
 
 FLIPS_PER_ROUND = 25

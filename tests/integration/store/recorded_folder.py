@@ -36,12 +36,11 @@ from kintsugi.core.layout import (
 from kintsugi.core.spaces import ChunkKey, ChunkSpace, ModelFingerprint, anchors_of
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.extents import BLOCK_BYTES
 from kintsugi.store.shard.tiers.home import Home
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 
 RECORDED = Path(__file__).parent / "recorded"
 SHARD_ID = "5f0c7f4e-9d0b-4c53-8a4b-0a8f6f4c2d11"

@@ -26,10 +26,10 @@ from kintsugi.store.shard import life, opening
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.opening import BucketSpec, ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.bucket import BucketUrl, S3Bucket
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from kintsugi.store.shard.workers import bucket_writer
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests import waiting

@@ -28,12 +28,11 @@ from kintsugi.store.protocol.interface import ChunkLost
 from kintsugi.store.shard import life
 from kintsugi.store.shard.entry import ChunkEntry, Residence
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.disk_tier import READ_BYTES_PER_S_ASSUMED
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from kintsugi.store.shard.workers.keeper import Keeper
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import FINGERPRINT, StoreContract, make_chunk, read_all

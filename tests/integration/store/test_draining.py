@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.store.shard.opening import open_shard
-from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.integration.store.test_disk_tiers import many, put, spec
 
 

@@ -22,9 +22,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from kintsugi.core.errors import Unavailable
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.opening import open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ServerOptions, ShardServer
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.integration.store.test_disk_tiers import many, put, spec
 
 

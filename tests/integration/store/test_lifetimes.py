@@ -14,9 +14,9 @@ import pytest
 from kintsugi.core.errors import Unavailable
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.shard.opening import open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests.integration.store.test_disk_tiers import DURABLE, many, put, spec
 

@@ -15,14 +15,13 @@ from kintsugi.store.client.options import GrpcOptions
 from kintsugi.store.shard.entry import ChunkEntry, Copying, Residence
 from kintsugi.store.shard.eviction.room import MOVE_REST_S, READS_OFTEN
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers import lower_tier
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.lower_tier import catalog_key
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from kintsugi.store.shard.workers.writeback import TierWriter
 from tests.contracts.store_contract import make_chunk, read_all
 

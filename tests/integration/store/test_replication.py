@@ -24,11 +24,10 @@ from kintsugi.store.protocol.interface import Erasure
 from kintsugi.store.replication import Replicator
 from kintsugi.store.shard.erasure import Scope
 from kintsugi.store.shard.opening import ShardSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.server import ShardServer
 from kintsugi.store.shard.service import ChunkStoreService
 from kintsugi.store.shard.shard import Shard
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from tests.contracts.store_contract import (
     EVERY_FRAME,
     MIXED,

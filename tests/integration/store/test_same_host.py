@@ -14,8 +14,8 @@ from kintsugi.core.errors import DeadlineExceeded, Unavailable
 from kintsugi.core.layout import HeadRange
 from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.grpc_store import GrpcStore
+from kintsugi.store.client.received import ArenaMap, FrameLease
 from kintsugi.store.client.registry import open_store
-from kintsugi.store.client.same_host import ArenaMap, FrameLease
 from kintsugi.store.protocol.interface import ChunkLost, ChunkStore, LayerFrame
 from kintsugi.store.shard import service as service_module
 from kintsugi.store.shard.local import ArenaDoor

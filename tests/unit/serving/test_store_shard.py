@@ -16,7 +16,7 @@ from kintsugi.serving.store_shard import ShardRules, StoreShard, claim_shard, se
 from kintsugi.store.client.grpc_store import GrpcStore
 from kintsugi.store.protocol import watched_files
 from kintsugi.store.shard.eviction import room
-from kintsugi.store.shard.put import PutOptions
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.contracts.store_contract import make_chunk
 
 MIB = 1 / 1024

@@ -31,8 +31,7 @@ from kintsugi.rpc.v1 import store_pb2 as pb
 from kintsugi.store.client.calls import ShardCalls, frames_of, put_messages
 from kintsugi.store.client.chunk_cipher import encrypt_chunk, is_readable
 from kintsugi.store.client.options import GrpcOptions, options_of
-from kintsugi.store.client.received import Received
-from kintsugi.store.client.same_host import CROWDED_RETRY_S, ArenaMap, FrameLease, SameHost
+from kintsugi.store.client.received import CROWDED_RETRY_S, ArenaMap, FrameLease, Received, SameHost
 from kintsugi.store.protocol import wire
 from kintsugi.store.protocol.breaker import CircuitBreaker
 from kintsugi.store.protocol.interface import (

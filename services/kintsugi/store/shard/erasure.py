@@ -33,7 +33,7 @@ from kintsugi.store.protocol.files import PRIVATE_MODE, make_folder, sync_path
 from kintsugi.store.protocol.interface import Erasure, ErasureMark, ErasureRange
 from kintsugi.store.protocol.save_times import AFTER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
-from kintsugi.store.shard.put import ChunkPut
+from kintsugi.store.shard.tiers.ram_tier import ChunkPut
 from kintsugi.store.shard.work import Eviction
 
 

@@ -20,7 +20,7 @@ _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 
 _GAP_BUCKETS_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 
-class ShardMetrics:
+class ShardMetrics(Collector):
     """One shard's metrics in a registry of their own."""
 
     def __init__(self, shard: Shard, bytes_read: Mapping[str, int], tls: TlsFiles | None = None) -> None:
@@ -46,7 +46,8 @@ class ShardMetrics:
             "Lines of the audit log that could not be written",
             registry=self.registry,
         )
-        self.registry.register(_ShardCollector(shard, bytes_read, tls))
+        self._shard, self._bytes_read, self._tls = shard, bytes_read, tls
+        self.registry.register(self)
 
     def watch_audit(self, audit: AuditLog) -> None:
         """Report the lines that an audit log has lost."""
@@ -77,13 +78,6 @@ class ShardMetrics:
         server, _ = start_http_server(port, host, CollectorRegistry())
         server.set_app(app)
         return server
-
-
-class _ShardCollector(Collector):
-    def __init__(self, shard: Shard, bytes_read: Mapping[str, int], tls: TlsFiles | None) -> None:
-        self._shard = shard
-        self._tls = tls
-        self._bytes_read = bytes_read
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         shard, counters = self._shard, self._shard.table.counters

@@ -38,10 +38,9 @@ from kintsugi.store.shard.erasure import Removed, Scope
 from kintsugi.store.shard.eviction.room import NoRoomYet
 from kintsugi.store.shard.exporter import ShardMetrics
 from kintsugi.store.shard.local import ArenaDoor
-from kintsugi.store.shard.put import ChunkPut, PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.streaming import LayerStream
-from kintsugi.store.shard.tiers.ram_tier import Arena
+from kintsugi.store.shard.tiers.ram_tier import Arena, ChunkPut, PutOptions
 
 PUT_IDLE_S_MAX = 30.0
 """A put ends if its client sends nothing for this long."""

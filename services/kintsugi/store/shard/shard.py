@@ -22,11 +22,10 @@ from kintsugi.core.errors import DeadlineExceeded, InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.namespaces import NamespaceRules, enclosing
 from kintsugi.core.spaces import ChunkKey, check_namespace
-from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.protocol.interface import Erasure, ErasureRange
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier
-from kintsugi.store.shard.erasure import ErasureRange, Erasures, Holders, Removed, Scope, Shared, scopes_of
-from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, check_ttl, erased_meanwhile
+from kintsugi.store.shard.erasure import Erasures, Holders, Removed, Scope, Shared, scopes_of
 from kintsugi.store.shard.reading import Reading
 from kintsugi.store.shard.reports import Reports
 from kintsugi.store.shard.table import EntryTable
@@ -35,7 +34,14 @@ from kintsugi.store.shard.tiers.extents import windows_of
 from kintsugi.store.shard.tiers.home import Home
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.object_tier import ObjectTier
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import (
+    ChunkPut,
+    Committed,
+    PutOptions,
+    RamTier,
+    check_ttl,
+    erased_meanwhile,
+)
 from kintsugi.store.shard.workers.bucket_writer import BucketWriter
 from kintsugi.store.shard.workers.promotion import FAR_READERS, Promoter
 from kintsugi.store.shard.workers.writeback import Below, TierWriter, WriteBack

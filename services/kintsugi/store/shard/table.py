@@ -37,11 +37,10 @@ from kintsugi.store.shard.eviction.room import (
     hides_s,
 )
 from kintsugi.store.shard.pins import Leases
-from kintsugi.store.shard.put import ChunkPut, Committed, PutOptions, erased_meanwhile
 from kintsugi.store.shard.reading import HeldChunk, Reading, check_range
 from kintsugi.store.shard.tiers.disk_tier import DiskTier
 from kintsugi.store.shard.tiers.lower_tier import LowerTier, Unrecorded
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import ChunkPut, Committed, PutOptions, RamTier, erased_meanwhile
 from kintsugi.store.shard.work import (
     Eviction,
     LoadQueue,

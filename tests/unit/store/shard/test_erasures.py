@@ -13,17 +13,9 @@ import pytest
 
 from kintsugi.core.errors import NotFound, ResourceExhausted
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.store.protocol.interface import Erasure
+from kintsugi.store.protocol.interface import Erasure, ErasureMark, ErasureRange
 from kintsugi.store.shard import erasure as erasures_module
-from kintsugi.store.shard.erasure import (
-    AWAY_S_MAX,
-    ErasureMark,
-    ErasureRange,
-    Erasures,
-    Scope,
-    Shared,
-    scopes_of,
-)
+from kintsugi.store.shard.erasure import AWAY_S_MAX, Erasures, Scope, Shared, scopes_of
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.extents import GRANULE_BYTES, Leftovers
 from kintsugi.store.shard.tiers.ram_tier import RamTier

@@ -12,10 +12,9 @@ from kintsugi.core.namespaces import GIB, NamespaceLimits, NamespaceRules
 from kintsugi.store.shard import pins as pins_module
 from kintsugi.store.shard.entry import ChunkEntry
 from kintsugi.store.shard.eviction.room import NoRoomYet, choose_tier, hides_s
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
 from kintsugi.store.shard.tiers.lower_tier import Unrecorded
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from kintsugi.store.shard.workers import keeper as keeper_module
 from kintsugi.store.shard.workers.keeper import Keeper
 from tests.contracts.store_contract import SPACE, make_chunk

@@ -15,8 +15,8 @@ from kintsugi.core.namespaces import GIB, NO_RULES, NamespaceLimits, NamespaceRu
 from kintsugi.core.spaces import ChunkSpace
 from kintsugi.store.shard import pins
 from kintsugi.store.shard.opening import ShardSpec, SsdSpec, open_shard
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.shard import Shard
+from kintsugi.store.shard.tiers.ram_tier import PutOptions
 from tests.contracts.store_contract import SPACE, make_chunk
 
 RAM = 4 << 20

@@ -17,9 +17,8 @@ from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
 from kintsugi.store.shard.entry import Address, ChunkEntry, Index, Residence
 from kintsugi.store.shard.pins import Leases
-from kintsugi.store.shard.put import PutOptions
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
-from kintsugi.store.shard.tiers.ram_tier import RamTier
+from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
 from kintsugi.store.shard.work import Eviction, WriteQueue
 
 RAM = "ram"
