@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import ClassVar
 
 from kintsugi.core.deploy import (
@@ -45,23 +44,6 @@ SHARDS_MAX = 256
 RAY_VERSION = "2.60.0"
 ROLES = ("engines", "corpora", "store", "gateway", "heads")
 """Kinds of pods that a spec may add to."""
-
-
-class VolumeKind(StrEnum):
-    """What a shard's volumes are."""
-
-    PERSISTENT = "Persistent"
-    """Claims that outlive pods, upgrades and, unless `retain` is false, the service."""
-    EPHEMERAL = "Ephemeral"
-    """Generic ephemeral volumes: gone with the pod."""
-
-
-class ServiceType(StrEnum):
-    """How the gateway is reached."""
-
-    CLUSTER_IP = "ClusterIP"
-    NODE_PORT = "NodePort"
-    LOAD_BALANCER = "LoadBalancer"
 
 
 @dataclass(frozen=True)
@@ -165,7 +147,7 @@ class Volumes(ManifestSettings):
 
     RULES = (Rule(this.kind == before.kind, "volumes keep their kind: make a new service"),)
 
-    kind: VolumeKind = VolumeKind.PERSISTENT
+    kind: str = setting("Persistent", enum=["Persistent", "Ephemeral"])
     """`Persistent`: claims that outlive pods and upgrades. `Ephemeral`: volumes that go with their pod."""
     retain: bool = True
     """Keep persistent volumes when the service is deleted."""
@@ -234,7 +216,7 @@ class GatewaysExpert(GatewayExpert, ManifestSettings):
     service_annotations: Mapping[str, str] = setting(dict, maxProperties=32, items={"maxLength": 4096})
     """Annotations of the Services NAME-grpc and NAME-http, such as those of a cloud's load balancer."""
     audit: bool = False
-    """Have each gateway record who did what in /data/audit/gateway.jsonl, which goes with its pod."""
+    """Have each gateway record who did what in /data/audit/gateway.jsonl, which is deleted with its pod."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +241,9 @@ class Gateways(GatewaySettings, ManifestSettings):
     """CPU cores of each gateway's pod."""
     memory: str = setting("2Gi", pattern=QUANTITY, maxLength=32, after="cpus")
     """Memory of each gateway's pod."""
-    service_type: ServiceType = setting(ServiceType.CLUSTER_IP, after="http_port")
+    service_type: str = setting(
+        "ClusterIP", enum=["ClusterIP", "NodePort", "LoadBalancer"], after="http_port"
+    )
     """Type of the gateway's Services: ClusterIP, NodePort or LoadBalancer."""
     tokens_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253, after="service_type")
     """Name of a Secret whose key `tokens.yaml` holds hashed bearer tokens and their namespaces, as JSON."""

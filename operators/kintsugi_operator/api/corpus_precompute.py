@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kintsugi.core.rules import Rule, before, this
 from kintsugi.core.settings import setting
 from kintsugi.core.spaces import NAMESPACE_BYTES_MAX
 from kintsugi_operator.api.manifest import ManifestSettings
 from kintsugi_operator.api.patterns import CRON, NAME, NAMESPACE, OPTIONAL_NAME, QUANTITY
-
-
-class CorpusFormat(StrEnum):
-    """The format of a corpus's files."""
-
-    BY_SUFFIX = ""
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    CSV = "csv"
-    TEXT = "text"
-    MARKDOWN = "markdown"
-    HTML = "html"
-    PDF = "pdf"
-    DOCX = "docx"
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,9 @@ class CorpusWorkers(ManifestSettings):
 class CorpusExpert(ManifestSettings):
     """Settings of a corpus that few need."""
 
-    format: CorpusFormat = CorpusFormat.BY_SUFFIX
+    format: str = setting(
+        "", enum=["", "jsonl", "parquet", "csv", "text", "markdown", "html", "pdf", "docx"]
+    )
     """Format of the files: jsonl, parquet, csv, text, markdown, html, pdf or docx; empty: by each
     file's suffix."""
     columns: CorpusColumns = field(default_factory=CorpusColumns)

@@ -48,7 +48,7 @@ class OperatorMetrics:
             self._requests.labels(verb)
         self._durations = Histogram(
             "kintsugi_operator_reconcile_seconds",
-            "Duration of looks at objects: each reconciles one object once",
+            "Duration of a look, which reconciles one object once",
             buckets=BUCKETS_S,
             registry=self.registry,
         )

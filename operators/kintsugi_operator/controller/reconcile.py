@@ -39,7 +39,6 @@ from kintsugi_operator.controller.scrape import Web
 from kintsugi_operator.desired.compare import drift, needs_write, not_shrunk
 from kintsugi_operator.desired.corpus import CorpusObserved, Target, figures_in, plan_corpus
 from kintsugi_operator.desired.plan import Desired, plan_service
-from kintsugi_operator.desired.shards import Action
 from kintsugi_operator.desired.teardown import DRAIN_S_MAX, must_drain, next_teardown
 from kintsugi_operator.desired.validation import check_corpus, check_service
 from kintsugi_operator.objects.base import Owner
@@ -176,7 +175,11 @@ class Reconciler:
         live = await self._reads.get(CORPUS_PRECOMPUTE, namespace, name)
         if live is None or is_leaving(live):
             return None
-        if await self._is_owned_by_another(namespace, str(live["spec"].get("service") or "")):
+        service = await self._reads.get(BLEND_SERVICE, namespace, str(live["spec"].get("service") or ""))
+        # The owner of the service also owns its corpora.
+        if service is not None and not await self._owners.is_mine(
+            status_of(BlendServiceStatus, service).operator
+        ):
             self._metrics.forget(ObjectKey.of(live))
             return CONTESTED_S
         owner, before = _owner(live), status_of(CorpusPrecomputeStatus, live)
@@ -188,7 +191,7 @@ class Reconciler:
         tags = {LABEL_CORPUS: name}
         owned = await self._list((CLAIM, RAY_JOB), namespace, tags)
         jobs = {one["metadata"]["name"]: job_view(one) for one in owned if one["kind"] == RAY_JOB.kind}
-        target = await self._target(namespace, spec.service)
+        target = await self._target(service)
         report = await self._report(jobs.get(before.job))
         pods = await self._reads.list(POD, namespace, tags)
         failure = list_pod_failures(pods, self._clock()).get(CORPUS, "")
@@ -224,13 +227,6 @@ class Reconciler:
         await self._write_status(live, before, done, (*done.conditions, outcome))
         return outcome.status == "True"
 
-    async def _is_owned_by_another(self, namespace: str, service: str) -> bool:
-        """Whether another operator owns a service, and with it the service's corpora."""
-        live = await self._reads.get(BLEND_SERVICE, namespace, service)
-        if live is None:
-            return False
-        return not await self._owners.is_mine(status_of(BlendServiceStatus, live).operator)
-
     async def _teardown(self, live: Manifest, owner: Owner, before: BlendServiceStatus) -> float | None:
         if not is_held(live):
             return None
@@ -255,7 +251,9 @@ class Reconciler:
         await self._write_status(live, before, before, [c.false(c.READY, "Draining", step.message)])
         return SOON_S
 
-    async def _remaining(self, reads: Reads, owner: Owner) -> tuple[Sequence[Manifest], Sequence[Manifest]]:
+    async def _remaining(
+        self, reads: Reads | ApiServer, owner: Owner
+    ) -> tuple[Sequence[Manifest], Sequence[Manifest]]:
         """The service's RayServices and RayJobs, and its pods."""
         tags = selector(owner.name)
         ray = [await reads.list(one, owner.namespace, tags) for one in (RAY_SERVICE, RAY_JOB)]
@@ -309,16 +307,17 @@ class Reconciler:
             if one["spec"].get("service") == owner.name and not is_leaving(one)
         )
 
-    async def _target(self, namespace: str, service: str) -> Target | None:
+    async def _target(self, service: Manifest | None) -> Target | None:
         """The service of a corpus, with the revision that its spec requests; None without a valid service."""
-        live = await self._reads.get(BLEND_SERVICE, namespace, service)
-        if live is None or is_leaving(live):
+        if service is None or is_leaving(service):
             return None
         try:
-            spec = _service_spec_of(live)
+            spec = _service_spec_of(service)
         except InvalidField:
             return None
-        store = await self._reads.get(RAY_SERVICE, namespace, ray_service_name(service))
+        metadata = service["metadata"]
+        name = ray_service_name(metadata["name"])
+        store = await self._reads.get(RAY_SERVICE, metadata["namespace"], name)
         is_ready = store is not None and ray_service_view(store).is_ready
         return Target(spec, EngineRevision.of(spec), is_ready)
 
@@ -381,8 +380,7 @@ class Reconciler:
             live = await self._cluster.get(RAY_CLUSTER, namespace, patch.cluster) or {}
             await self._cluster.merge(RAY_CLUSTER, namespace, patch.cluster, patch.over(live))
             logger.info("updated RayCluster %s/%s", namespace, patch.cluster)
-        elif result.shard_step.action is Action.RESTART:
-            pod = result.shard_step.pod
+        elif pod := result.shard_step.pod:
             is_evicted = await self._cluster.evict(namespace, pod)
             outcome = "evicted" if is_evicted else "a disruption budget forbids the eviction of"
             logger.info("%s %s/%s", outcome, namespace, pod)

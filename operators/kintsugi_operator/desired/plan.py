@@ -11,7 +11,7 @@ from kintsugi_operator.api.blend_service import BlendServiceSpec, Model
 from kintsugi_operator.api.status import BlendServiceStatus, CalibrationStatus, Condition, RolloutStatus
 from kintsugi_operator.desired.compare import replacement_patch
 from kintsugi_operator.desired.rollout import Phase, calibrated_revision, step, wanted_revisions
-from kintsugi_operator.desired.shards import Action, ShardStep, next_step, ready_shards
+from kintsugi_operator.desired.shards import ShardStep, next_step, ready_shards
 from kintsugi_operator.objects.base import Owner
 from kintsugi_operator.objects.deployed import EngineRevision
 from kintsugi_operator.objects.jobs import calibration_job
@@ -91,7 +91,7 @@ def plan_service(
     store = store_objects(spec, owner, image, groups)
     templates = [label_of(one, LABEL_TEMPLATE) for one in shard_templates(spec, owner, image)]
     shard_step = next_step(templates, observed.pods)
-    if observed.store is not None and observed.store.serve_config and shard_step.action is not Action.NONE:
+    if observed.store is not None and observed.store.serve_config and shard_step.outdated:
         # The new Serve configuration waits until every pod has the new volumes and sizes.
         store[-1]["spec"]["serveConfigV2"] = observed.store.serve_config
 
@@ -289,7 +289,7 @@ def _shards_condition(
             "another version of Ray cannot be rolled out shard by shard: delete RayService "
             f"{ray_service_name(owner.name)} when the store may be down; persistent volumes stay",
         )
-    if shard_step.action is Action.NONE:
+    if not shard_step.outdated:
         return c.true(c.SHARDS, "UpToDate")
     return c.false(c.SHARDS, "Upgrading", f"{shard_step.message}; {shard_step.outdated} left")
 

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from kintsugi_operator.observed.views import ShardPod
-
-
-class Action(StrEnum):
-    """What to do next with the shards."""
-
-    NONE = "None"
-    WAIT = "Wait"
-    RESTART = "Restart"
 
 
 @dataclass(frozen=True)
 class ShardStep:
     """One step of an upgrade."""
 
-    action: Action
-    pod: str = ""
-    """The pod to evict. It writes back its RAM before it ends, and returns with its volumes."""
-    message: str = ""
     outdated: int = 0
-    """Number of pods with an outdated template."""
+    """Number of pods with an outdated template; 0: the upgrade is complete."""
+    message: str = ""
+    pod: str = ""
+    """The pod to evict; empty: none now. It writes back its RAM before it ends, and returns with its
+    volumes."""
 
 
 def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
@@ -41,7 +32,7 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
         if 0 <= pod.shard < len(templates) and pod.template != templates[pod.shard]
     ]
     if not outdated:
-        return ShardStep(Action.NONE)
+        return ShardStep()
     ready = {pod.shard for pod in pods if pod.is_ready and not pod.is_leaving}
     missing = set(range(len(templates))) - ready
     # An outdated pod that is not ready is replaced first, because nothing is lost.
@@ -49,8 +40,8 @@ def next_step(templates: Sequence[str], pods: Sequence[ShardPod]) -> ShardStep:
     chosen = next(down, None if missing else outdated[0])
     if chosen is None:
         text = f"waiting for shard {', '.join(map(str, sorted(missing)))} before the next restart"
-        return ShardStep(Action.WAIT, message=text, outdated=len(outdated))
-    return ShardStep(Action.RESTART, chosen.name, f"restarting shard {chosen.shard}", len(outdated))
+        return ShardStep(len(outdated), text)
+    return ShardStep(len(outdated), f"restarting shard {chosen.shard}", chosen.name)
 
 
 def ready_shards(shards: int, pods: Sequence[ShardPod]) -> int:

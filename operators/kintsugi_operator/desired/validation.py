@@ -112,7 +112,7 @@ def _check_engines(engines: Engines) -> None:
     if engines.gpus and isinstance(ranks, int) and ranks > engines.gpus:
         raise InvalidField(
             "spec.engines.vllm.tensor_parallel_size",
-            f"{ranks} ranks need as many GPUs, but an engine's pod has {engines.gpus}: set engines.gpus",
+            f"{ranks} ranks need {ranks} GPUs, but an engine's pod has {engines.gpus}: set engines.gpus",
         )
 
 

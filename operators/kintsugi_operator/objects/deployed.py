@@ -25,7 +25,7 @@ from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy
 from kintsugi.core.settings import convert_settings
 from kintsugi_operator.api.blend_service import BlendServiceSpec, EnginesExpert, Model
 from kintsugi_operator.api.manifest import ManifestSettings, non_default_manifest
-from kintsugi_operator.objects.names import LABEL_NAME, digest, join_name
+from kintsugi_operator.objects.names import LABEL_NAME, LABEL_ROLE, digest, join_name, selector
 from kintsugi_operator.objects.pods import (
     STORE_KEYS,
     STORE_TLS,
@@ -34,8 +34,11 @@ from kintsugi_operator.objects.pods import (
     TLS,
     TOKENS,
     Manifest,
+    Pod,
     Volume,
     secret,
+    spread,
+    template,
 )
 
 DIRECTORY_PORT = 7410
@@ -175,16 +178,31 @@ def _own_token(spec: BlendServiceSpec, key: str) -> list[Volume]:
     return [secret("store-token", STORE_TOKEN, name, {key: CLIENT_KEY})] if name else []
 
 
-def pod_basics(
-    spec: BlendServiceSpec, service: str, labels: Mapping[str, str], account: str = "service"
-) -> dict[str, Any]:
+def pod_basics(spec: BlendServiceSpec, service: str, labels: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of `Pod` that all pods with the service's image share."""
     return {
         "labels": {key: value for key, value in labels.items() if key != LABEL_NAME},
         "image": spec.image,
         "pull_secrets": spec.image_pull_secrets,
-        "service_account": join_name(service, account),
+        "service_account": join_name(service, "service"),
     }
+
+
+def head_template(
+    spec: BlendServiceSpec, service: str, labels: Mapping[str, str], memory: str, **others: Any
+) -> Manifest:
+    """The pod template of a Ray cluster's head. `others`: further arguments of `Pod`. It prefers another node
+    than the service's other heads: a lost node then stops only one Ray cluster."""
+    head = {
+        **pod_basics(spec, service, {**labels, LABEL_ROLE: "head"}),
+        "cpus": 1,
+        "memory": memory,
+        "volumes": store_tls_volumes(spec),
+        "affinity": spread(selector(service, role="head")),
+        "more": spec.pod_template("heads"),
+        "is_head": True,
+    }
+    return template(Pod(**{**head, **others}))
 
 
 def store_url(spec: BlendServiceSpec, name: str, namespace: str) -> str:

@@ -187,7 +187,7 @@ def corpus_command(
         "--tokens-per-s": f"{expert.tokens_per_s:g}",
         "--errors-share": f"{expert.errors_share:g}",
         "--engine": json.dumps(vllm, sort_keys=True),
-        **({"--format": str(expert.format)} if expert.format else {}),
+        **({"--format": expert.format} if expert.format else {}),
         **({"--codec": model.codec} if model.codec != "raw" else {}),
     }
     # `run` and `--`: a source may look like a subcommand or an option.

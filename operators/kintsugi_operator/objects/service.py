@@ -27,9 +27,9 @@ from kintsugi_operator.objects.deployed import (
     GATEWAY_RESOURCE,
     EngineRevision,
     client_secrets,
+    head_template,
     pod_basics,
     service_config,
-    store_tls_volumes,
     store_url,
 )
 from kintsugi_operator.objects.names import join_name, labels, ray_named, selector
@@ -65,7 +65,14 @@ def revision_objects(spec: BlendServiceSpec, owner: Owner, revision: EngineRevis
     spec = revision.within(spec)
     tags = labels(owner.name, part=PART, revision=revision.name)
     cluster = ray_cluster(
-        _head(spec, owner, revision),
+        head_template(
+            spec,
+            owner.name,
+            tags,
+            "4Gi",
+            service_account=join_name(owner.name, "head"),
+            has_autoscaler=True,
+        ),
         [_engines(spec, owner, revision), _gateways(spec, owner, revision)],
         spec.expert.ray_version,
         autoscaled=True,
@@ -93,9 +100,8 @@ def revision_map_name(name: str, revision: str) -> str:
 
 
 def account_objects(owner: Owner) -> list[Manifest]:
-    """ServiceAccounts: one whose token heads mount, and two without a token for all other pods."""
-    tokenless = {"automountServiceAccountToken": False}
-    bodies: dict[str, Manifest] = {"head": {}, "store": tokenless, PART: tokenless}
+    """ServiceAccounts: one whose token heads with an autoscaler mount, and one without for all other pods."""
+    bodies: dict[str, Manifest] = {"head": {}, "service": {"automountServiceAccountToken": False}}
     return [
         make_object(owner, "ServiceAccount", join_name(owner.name, part), labels(owner.name), body)
         for part, body in bodies.items()
@@ -105,7 +111,7 @@ def account_objects(owner: Owner) -> list[Manifest]:
 def service_objects(spec: BlendServiceSpec, owner: Owner, active: str) -> list[Manifest]:
     """Services: gRPC and HTTP of the active revision's gateways, and the store's directory."""
     gateways = selector(owner.name, part=PART, role="gateway", revision=active)
-    public = str(spec.gateway.service_type)
+    public = spec.gateway.service_type
     grpc = {"name": "grpc", "port": spec.gateway.grpc_port, "targetPort": "grpc", "appProtocol": "grpc"}
     http = {"name": "http", "port": spec.gateway.http_port, "targetPort": "http", "appProtocol": "http"}
     directory = {"name": "directory", "port": DIRECTORY_PORT, "targetPort": "directory"}
@@ -139,21 +145,6 @@ def _service(
     body = {"spec": {"type": kind, "selector": dict(chosen), "ports": [port]}}
     name, tags = join_name(owner.name, what), labels(owner.name)
     return make_object(owner, "Service", name, tags, body, annotations=annotations)
-
-
-def _head(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
-    return template(
-        Pod(
-            **_basics(spec, owner, revision, "head", account="head"),
-            cpus=1,
-            memory="4Gi",
-            volumes=store_tls_volumes(spec),
-            affinity=spread(selector(owner.name, role="head")),
-            more=spec.pod_template("heads"),
-            is_head=True,
-            has_autoscaler=True,
-        )
-    )
 
 
 def _engines(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision) -> Manifest:
@@ -207,11 +198,8 @@ def _readiness(spec: BlendServiceSpec) -> Manifest:
     return {"httpGet": {"path": READY_PATH, "port": "http", "scheme": scheme}}
 
 
-def _basics(
-    spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str, account: str = PART
-) -> dict[str, Any]:
-    tags = labels(owner.name, part=PART, role=role, revision=revision.name)
-    return pod_basics(spec, owner.name, tags, account)
+def _basics(spec: BlendServiceSpec, owner: Owner, revision: EngineRevision, role: str) -> dict[str, Any]:
+    return pod_basics(spec, owner.name, labels(owner.name, part=PART, role=role, revision=revision.name))
 
 
 def engine_pod(spec: BlendServiceSpec) -> dict[str, Any]:

@@ -8,10 +8,9 @@ The operator upgrades it, one pod at a time (`desired.shards`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kintsugi.core.deploy import SHARD_METRICS_PORT, SHARD_PORT
-from kintsugi_operator.api.blend_service import BlendServiceSpec, VolumeKind
+from kintsugi_operator.api.blend_service import BlendServiceSpec
 from kintsugi_operator.objects.base import (
     RAY_API_VERSION,
     Owner,
@@ -26,10 +25,10 @@ from kintsugi_operator.objects.deployed import (
     DIRECTORY_PORT,
     SHARD_RESOURCE,
     TIERS,
+    head_template,
     pod_basics,
     shard_secrets,
     store_config,
-    store_tls_volumes,
 )
 from kintsugi_operator.objects.names import (
     ANNOTATION_CLUSTER,
@@ -103,21 +102,22 @@ def store_objects(spec: BlendServiceSpec, owner: Owner, image: StoreImage, group
     shard stay, with 0 replicas, because KubeRay forgets the pods of a removed group. Raises
     `InvalidField`."""
     objects = []
-    if spec.store.expert.volumes.kind is VolumeKind.PERSISTENT:
+    if spec.store.expert.volumes.kind == "Persistent":
         for index in range(spec.store.shards):
             for claim, gib, storage_class in claim_names(spec, owner.name, index).values():
                 body = {"spec": {**claim_spec(gib, storage_class), "volumeMode": "Filesystem"}}
                 tags = labels(owner.name, part=PART, shard=str(index))
                 is_owned = not spec.store.expert.volumes.retain
                 objects.append(make_object(owner, "PersistentVolumeClaim", claim, tags, body, owned=is_owned))
+    tags = labels(owner.name, part=PART)
+    ports = {"directory": DIRECTORY_PORT}
     cluster = ray_cluster(
-        _head(spec, owner, image),
+        head_template(spec, owner.name, tags, "3Gi", image=image.image, ports=ports),
         [_group(spec, owner, image, index) for index in range(max(groups, spec.store.shards))],
         image.ray_version,
     )
     cluster |= fault_tolerance(spec.expert.redis)
     body = ray_service_body(store_config(spec), "None", cluster)
-    tags = labels(owner.name, part=PART)
     name = ray_service_name(owner.name)
     service = make_object(owner, "RayService", name, tags, body, RAY_API_VERSION)
     service["metadata"]["annotations"] = {ANNOTATION_CLUSTER: digest(cluster)}
@@ -140,26 +140,11 @@ def _group(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
     )
 
 
-def _head(spec: BlendServiceSpec, owner: Owner, image: StoreImage) -> Manifest:
-    """The head of the store's Ray cluster, which runs the directory."""
-    return template(
-        Pod(
-            **_basics(spec, owner, image, role="head"),
-            cpus=1,
-            memory="3Gi",
-            ports={"directory": DIRECTORY_PORT},
-            volumes=store_tls_volumes(spec),
-            affinity=spread(selector(owner.name, role="head")),
-            more=spec.pod_template("heads"),
-            is_head=True,
-        )
-    )
-
-
 def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) -> Manifest:
+    tags = labels(owner.name, part=PART, role="shard", shard=str(index))
     return template(
         Pod(
-            **_basics(spec, owner, image, role="shard", shard=str(index)),
+            **{**pod_basics(spec, owner.name, tags), "image": image.image},
             cpus=spec.store.cpus,
             memory=mebibytes(spec.store.ram_gib + OVERHEAD_GIB),
             ports={"shard": SHARD_PORT, "shard-metrics": SHARD_METRICS_PORT},
@@ -173,16 +158,11 @@ def _shard(spec: BlendServiceSpec, owner: Owner, image: StoreImage, index: int) 
     )
 
 
-def _basics(spec: BlendServiceSpec, owner: Owner, image: StoreImage, **more_labels: str) -> dict[str, Any]:
-    basics = pod_basics(spec, owner.name, labels(owner.name, part=PART, **more_labels), PART)
-    return basics | {"image": image.image}
-
-
 def _volumes(spec: BlendServiceSpec, owner: Owner, index: int) -> list[Volume]:
     volumes = []
     for volume, (claim, gib, storage_class) in claim_names(spec, owner.name, index).items():
         path = DATA if volume == "data" else f"{TIERS}/{volume.removeprefix('tier-')}"
-        if spec.store.expert.volumes.kind is VolumeKind.PERSISTENT:
+        if spec.store.expert.volumes.kind == "Persistent":
             volumes.append(claim_volume(volume, path, claim))
         else:
             volumes.append(ephemeral(volume, path, claim_spec(gib, storage_class)))

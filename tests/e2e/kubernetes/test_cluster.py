@@ -187,7 +187,7 @@ def test_a_service_becomes_objects_and_then_nothing_is_written(team: Team, opera
     assert names[BUDGET.kind] == sorted(
         f"acme-{what}" for what in ("engines", "gateways", "shards", "service-head", "store-head")
     )
-    assert names[SERVICE_ACCOUNT.kind] == ["acme-head", "acme-service", "acme-store"]
+    assert names[SERVICE_ACCOUNT.kind] == ["acme-head", "acme-service"]
     assert names[CONFIG_MAP.kind] == [f"acme-revision-{old}"]
     assert "acme-deny" in names[POLICY.kind]
     live = team.wait_for(BLEND_SERVICE, "acme")

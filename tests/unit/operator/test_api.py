@@ -100,7 +100,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
         ({"gateway": {"grpcPort": 12000}}, "spec.gateway.grpcPort: 12000 is used by Ray's workers"),
         (
             {"engines": {"gpus": 1, "vllm": {"tensor_parallel_size": 2}}},
-            "spec.engines.vllm.tensor_parallel_size: 2 ranks need as many GPUs",
+            "spec.engines.vllm.tensor_parallel_size: 2 ranks need 2 GPUs",
         ),
         ({"store": {"shards": 257}}, "spec.store.shards: 257 must be at most 256"),
         (
