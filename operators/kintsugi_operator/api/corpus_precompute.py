@@ -41,9 +41,7 @@ class CorpusWorkers(ManifestSettings):
 class CorpusExpert(ManifestSettings):
     """Settings of a corpus that few need."""
 
-    format: str = setting(
-        "", enum=["", "jsonl", "parquet", "csv", "text", "markdown", "html", "pdf", "docx"]
-    )
+    format: str = setting("", enum=["", "jsonl", "parquet", "csv", "text", "markdown", "html", "pdf", "docx"])
     """Format of the files: jsonl, parquet, csv, text, markdown, html, pdf or docx; empty: by each
     file's suffix."""
     columns: CorpusColumns = field(default_factory=CorpusColumns)
