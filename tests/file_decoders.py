@@ -20,8 +20,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import docx
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pypdf
 
 from kintsugi.cli.commands.backup import INDEX, read_index
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
@@ -60,11 +62,16 @@ def scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix="kintsugi-decoders-", dir=folder))
 
 
-def parquet_file(data: bytes) -> None:
-    """A Parquet file, read as a job does: documents and failures, whatever becomes of the parser."""
-    path = scratch() / "corpus.parquet"
+_BINARY = (Format.PARQUET, Format.PDF, Format.DOCX)
+
+
+def binary_file(data: bytes) -> None:
+    """A Parquet, PDF or DOCX file, which the first byte chooses, read as a job does: documents and failures,
+    whatever becomes of the parser."""
+    kind, data = _BINARY[data[0] % len(_BINARY)] if data else Format.PDF, data[1:]
+    path = scratch() / f"corpus.{kind}"
     path.write_bytes(data)
-    piece = FileRange(f"file://{path}", path.name, Format.PARQUET, "", len(data))
+    piece = FileRange(f"file://{path}", path.name, kind, "", len(data))
     for item in read_confined(piece, Columns(), limits=PARSER_LIMITS):
         assert isinstance(item, Document | Failure)
         assert item.url == piece.url
@@ -256,7 +263,7 @@ def _value(data: bytes) -> Any:
 
 
 FILE_DECODERS: tuple[Callable[[bytes], None], ...] = (
-    parquet_file,
+    binary_file,
     safetensors_file,
     model_files,
     ledger_row,
@@ -287,6 +294,17 @@ def _parquet_seeds() -> list[bytes]:
     ]
 
 
+def _office_seeds() -> list[bytes]:
+    pdf, word, document = io.BytesIO(), io.BytesIO(), docx.Document()
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.write(pdf)
+    document.add_paragraph("A paragraph.")
+    document.add_table(1, 2)
+    document.save(word)
+    return [bytes([1]) + pdf.getvalue(), bytes([2]) + word.getvalue()]
+
+
 def _safetensors(entries: dict[str, Any]) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
@@ -298,7 +316,7 @@ _NESTED = b"[" * 5_000
 
 FILE_SEEDS: MappingProxyType[str, list[bytes]] = MappingProxyType(
     {
-        "parquet_file": _parquet_seeds(),
+        "binary_file": [bytes([0]) + seed for seed in _parquet_seeds()] + _office_seeds(),
         "safetensors_file": [
             _safetensors({"__metadata__": {"format": "pt"}, "w": _WEIGHT}),
             _safetensors({"w": {**_WEIGHT, "shape": []}}),

@@ -128,12 +128,13 @@ def certificate(data: bytes) -> None:
 
 
 def corpus_file(data: bytes) -> None:
-    """A file of a corpus, which the first byte gives a format, as its parser's process reads it. What the
-    process sends is what the reader takes."""
+    """A file of a corpus, as its parser's process reads it. The first byte chooses its format, whether its
+    suffix is known, and whether it is compressed. What the process sends is what the reader takes."""
     formats = (Format.JSONL, Format.CSV, Format.TEXT, Format.MARKDOWN, Format.HTML)
     kind = formats[data[0] % len(formats)] if data else Format.TEXT
     fsspec.filesystem("memory").pipe_file("/decoded-file", data[1:])
-    piece = FileRange(PIECE.url, PIECE.name, kind, "")
+    name = f"{PIECE.name}.gz" if data[:1] >= b"\xc0" else PIECE.name
+    piece = FileRange(PIECE.url, name, kind, "", guessed=bool(data and data[0] & 0x20))
     for item in _read_anything(piece, Columns()):
         sent = io.BytesIO()
         values = {name: value for name, value in vars(item).items() if name != "url"}
