@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
@@ -34,7 +34,7 @@ from kintsugi.gateway.fronts.identity import (
     is_named_as_here,
     needs_credentials,
 )
-from kintsugi.gateway.fronts.limits import parse_object, run_beside
+from kintsugi.gateway.fronts.limits import parse_object, read_body, run_beside
 from kintsugi.gateway.fronts.service_routes import describe_caller
 from kintsugi.gateway.gateway import Gateway
 from kintsugi.gateway.requests import REQUEST_ID, ServedRequest
@@ -146,10 +146,7 @@ class Console:
         caller = identify_here(self._gateway.access, request)
         served.caller = caller.name
         check_is_json(request)
-        try:
-            raw = await request.body()
-        except ClientDisconnect:
-            raise InvalidField("body", "was cut off; send it whole") from None
+        raw = await read_body(request)
         asked = await run_beside(len(raw), lambda: _parse(raw))
         served.namespace = narrow_by_headers(asked.namespace, request.headers)
         caller.authorize(served.namespace, Verb.GENERATE)

@@ -23,21 +23,23 @@ from starlette.types import Receive, Send
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, OpenAICall, OpenAIHead
 from kintsugi.core.namespaces import narrow_by_request
+from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.console.routes import Console
 from kintsugi.gateway.fronts.errors import LEFT_STATUS, Endpoint, Problem
 from kintsugi.gateway.fronts.identity import check_no_page, identify
-from kintsugi.gateway.fronts.limits import RequestLimits, parse_object, run_beside
+from kintsugi.gateway.fronts.limits import RequestLimits, parse_object, read_body, run_beside
 from kintsugi.gateway.fronts.openai_answer import OpenAIAsk
 from kintsugi.gateway.fronts.openai_request import find_requested_namespace, parse_openai_call
 from kintsugi.gateway.fronts.service_routes import (
     SERVICE_PATH,
-    AskedOf,
+    describe_residency,
     describe_service,
     model_routes,
-    router_routes,
+    parse_residency,
 )
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import REQUEST_ID, SLOTS, Quota, ServedRequest
+from kintsugi.gateway.requests import REQUEST_ID, RESIDENCY_PATH, SLOTS, Quota, ServedRequest
+from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Caller, Verb
 
 NAMESPACE_HEADER = "x-kintsugi-namespace"
@@ -60,7 +62,7 @@ class HttpFront:
                     for path in (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH)
                 ),
                 *model_routes(gateway, lambda request: identify(gateway.access, request)),
-                *router_routes(gateway, self._receive),
+                Route(RESIDENCY_PATH, Endpoint(gateway, self._find_residency), methods=["POST"]),
                 Route(SERVICE_PATH, self._service, methods=["GET"]),
                 Route("/healthz", self._health, methods=["GET"]),
                 # The path of vLLM's own server, which load generators try first.
@@ -111,18 +113,23 @@ class HttpFront:
         with self._slots.hold(caller.name):
             yield caller
 
-    @asynccontextmanager
-    async def _receive(self, request: Request, served: ServedRequest) -> AsyncIterator[AskedOf]:
-        """Authenticate a request that needs no engine, and parse its body. The request has a slot while the
-        block runs. Raises as `_admit` and `parse_object`."""
+    async def _find_residency(self, request: Request, served: ServedRequest, send: Send) -> None:
+        """Describe where the chunks of a request are stored. Raises as `_admit`, `read_body` and
+        `Gateway.find_residency`."""
+        gateway = self._gateway
         async with self._admit(request, served) as caller:
-            try:
-                raw = await request.body()
-            except ClientDisconnect:
-                raise InvalidField("body", "was cut off; send it whole") from None
-            body = await run_beside(len(raw), lambda: parse_object(raw))
-            served.namespace = _find_namespace(caller, served.headers, body)
-            yield AskedOf(caller, served.namespace, body, len(raw))
+            raw = await read_body(request)
+
+            def parse() -> tuple[list[Segment], list[ChunkKey], OpenAICall | None]:
+                body = parse_object(raw)
+                served.namespace = _find_namespace(caller, served.headers, body)
+                return parse_residency(gateway, served.namespace, body)
+
+            chunks, keys, call = await run_beside(len(raw), parse)
+            found = await gateway.find_residency(caller, served.namespace, chunks, keys, call)
+            info = await gateway.recent_info.get()
+            response = JSONResponse(describe_residency(served.namespace, info, found))
+        await response(request.scope, request.receive, send)
 
     async def _answer(self, request: Request, served: ServedRequest, send: Send) -> None:
         """Answer a request with an engine. If the caller disconnects, the engine's work is cancelled."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kintsugi.core.errors import DeadlineExceeded, InvalidField, KintsugiError
@@ -152,6 +153,14 @@ def name_caller(scope: Scope, caller: Caller) -> None:
 
 def _ends_body(message: Message) -> bool:
     return message["type"] == "http.disconnect" or not message.get("more_body", False)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return a request's body. Raises as `_Body.receive`, and `InvalidField` if the caller disconnects."""
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise InvalidField("body", "was cut off; send it whole") from None
 
 
 async def run_beside(num_bytes: int, work: Callable[[], Result]) -> Result:

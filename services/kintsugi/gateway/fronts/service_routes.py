@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Send
 
 from kintsugi import __version__
 from kintsugi.core.errors import InvalidField, KintsugiError
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, EngineInfo, OpenAICall
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.fronts.errors import Endpoint
-from kintsugi.gateway.fronts.limits import run_beside
 from kintsugi.gateway.fronts.openai_request import parse_openai_call
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.requests import RESIDENCY_PATH, ServedRequest
 from kintsugi.gateway.residency import ChunkResidence
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Caller
@@ -36,33 +30,6 @@ NAMED_BY = (*PROMPT_PATHS, "chunks", "keys")
 """Fields of a residency request that name its chunks; exactly one must be set."""
 MODELS_PATH = "/v1/models"
 SERVICE_PATH = "/v1/kintsugi/service"
-
-
-@dataclass(frozen=True)
-class AskedOf:
-    """A request that was authenticated and read."""
-
-    caller: Caller
-    namespace: str
-    body: Mapping[str, Any]
-    body_bytes: int
-
-
-Receive = Callable[[Request, ServedRequest], AbstractAsyncContextManager[AskedOf]]
-
-
-def router_routes(gateway: Gateway, receive: Receive) -> list[Route]:
-    """``receive`` authenticates and parses a request, which has a slot while the block runs."""
-
-    async def find_residency(request: Request, served: ServedRequest, send: Send) -> None:
-        async with receive(request, served) as asked:
-            chunks, keys, call = await run_beside(asked.body_bytes, lambda: _chunks_of(gateway, asked))
-            found = await gateway.find_residency(asked.caller, asked.namespace, chunks, keys, call)
-            info = await gateway.recent_info.get()
-            response = JSONResponse(describe_residency(asked.namespace, info, found))
-        await response(request.scope, request.receive, send)
-
-    return [Route(RESIDENCY_PATH, Endpoint(gateway, find_residency), methods=["POST"])]
 
 
 def describe_residency(namespace: str, info: EngineInfo, found: Sequence[ChunkResidence]) -> dict[str, Any]:
@@ -100,26 +67,28 @@ def _host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]") or address
 
 
-def _chunks_of(gateway: Gateway, asked: AskedOf) -> tuple[list[Segment], list[ChunkKey], OpenAICall | None]:
+def parse_residency(
+    gateway: Gateway, namespace: str, body: Mapping[str, Any]
+) -> tuple[list[Segment], list[ChunkKey], OpenAICall | None]:
     """Return the segments and keys that a residency request names. Raises `InvalidField`.
 
     The segments of a prompt are its marked chunks and the texts that are known here. For a prompt without
     any, the third result is the call with which an engine looks for stored chunks at every offset.
     """
-    named = [name for name in NAMED_BY if asked.body.get(name) is not None]
+    named = [name for name in NAMED_BY if body.get(name) is not None]
     if len(named) != 1:
         raise InvalidField(
             "body", f"must have one of {', '.join(NAMED_BY)}, but has {', '.join(named) or 'none'}"
         )
     (name,) = named
-    value = asked.body[name]
+    value = body[name]
     if name in PROMPT_PATHS:
         call = parse_openai_call(
             "",
             PROMPT_PATHS[name],
-            asked.body,
-            asked.namespace,
-            lambda text: gateway.find_known_texts(asked.namespace, text),
+            body,
+            namespace,
+            lambda text: gateway.find_known_texts(namespace, text),
         )
         return [Segment(text=text) for text in call.chunk_texts], [], None if call.chunk_texts else call
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):

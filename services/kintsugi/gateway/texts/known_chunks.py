@@ -365,12 +365,8 @@ class KnownChunks:
         Chunks that were remembered after ``asked_at_s`` (Unix seconds) stay. Returns the number of erased
         chunks. Raises as `ChunkTable`; then some chunks may remain.
         """
-        names = [namespace, *(self.parts(namespace) if keys is None else ())]
+        names = [namespace, *(self._table.parts(namespace) if keys is None else ())]
         return sum(self._erase(name, keys, asked_at_s) for name in names)
-
-    def parts(self, namespace: str) -> list[str]:
-        """Return the parts of a namespace that have known chunks."""
-        return self._table.parts(namespace)
 
     def _erase(self, namespace: str, keys: Collection[ChunkKey] | None, asked_at_s: float) -> int:
         with self._writing:
