@@ -164,8 +164,6 @@ class StoreExpertSpec(ManifestSettings):
     volumes: Volumes = field(default_factory=Volumes)
     bucket_port: int = setting(443, minimum=1, maximum=65535)
     """TCP port of the bucket's endpoint, which network policies let shards call at any address."""
-    ray_version: str = setting("", pattern=r"^([0-9]+\.[0-9]+\.[0-9]+)?$", maxLength=20)
-    """Version of Ray in the shards' image; empty: the service's `rayVersion` when the store was made."""
     tls_name: str = setting("kintsugi-store", pattern=NAME, maxLength=253)
     """DNS name that tls.crt is issued for. All shards show the same certificate."""
     audit: bool = False
@@ -191,7 +189,7 @@ class Store(StoreSettings, ManifestSettings):
     """SSD tiers of each shard below RAM, the fastest first."""
     image: str = setting("", pattern=OPTIONAL_IMAGE, maxLength=512)
     """Image of shards; empty: the service's image as it was when the store was made. Shards restart one at a
-    time when it changes."""
+    time when it changes, unless `expert.rayVersion` has changed since the store was made."""
     tls_secret: str = setting("", pattern=OPTIONAL_NAME, maxLength=253)
     """Name of a Secret with ca.crt, tls.crt and tls.key for mutual TLS between shards and their clients;
     empty: plaintext."""
@@ -335,7 +333,7 @@ class ServiceExpert(ManifestSettings):
     egress: tuple[Egress, ...] = setting((), maxItems=32)
     """Further destinations that engines, gateways and jobs may call, such as a trace collector or a proxy."""
     ray_version: str = setting(RAY_VERSION, pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", maxLength=20)
-    """Version of Ray in the images."""
+    """Version of Ray in the images. A store keeps the version that it was made with."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The operator upgrades it, one pod at a time (`desired.shards`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kintsugi.core.deploy import SHARD_METRICS_PORT, SHARD_PORT
 from kintsugi_operator.api.blend_service import BlendServiceSpec
@@ -65,22 +65,21 @@ class StoreImage:
 
 
 def choose_store_image(spec: BlendServiceSpec, running: StoreImage | None) -> StoreImage:
-    """The shards' image: `store.image`, else the running image, else the service's.
-
-    A Ray cluster accepts no worker with another version of Ray, so a new version cannot be rolled out shard
-    by shard: the running image then stays until the RayService is deleted (see `needs_restart`).
-    """
-    own = spec.store.image
-    version = spec.store.expert.ray_version or (running or spec.expert).ray_version
-    if running is not None and (not own or version != running.ray_version):
-        return running
-    return StoreImage(own or spec.image, version)
+    """The shards' image: `store.image`, else the running image, else the service's. The running image stays
+    until the RayService is deleted if another one needs a restart of the whole store."""
+    if running is None:
+        return StoreImage(spec.store.image or spec.image, spec.expert.ray_version)
+    is_kept = not spec.store.image or needs_restart(spec, running)
+    return running if is_kept else replace(running, image=spec.store.image)
 
 
 def needs_restart(spec: BlendServiceSpec, running: StoreImage | None) -> bool:
-    """Whether `store.expert.rayVersion` requests a version of Ray that the running shards do not have."""
-    wanted = spec.store.expert.ray_version
-    return running is not None and bool(wanted) and wanted != running.ray_version
+    """Whether `store.image` is a new image with another version of Ray, the service's, than the running
+    shards have. A Ray cluster accepts no worker with another version, so it cannot be rolled out shard by
+    shard."""
+    if running is None or spec.store.image in ("", running.image):
+        return False
+    return spec.expert.ray_version != running.ray_version
 
 
 def ray_service_name(name: str) -> str:

@@ -498,13 +498,27 @@ def test_a_changed_store_image_waits_for_its_own_setting() -> None:
 
 def test_another_ray_version_of_the_store_is_said_and_not_done() -> None:
     observed = running(spec_of())
-    asked = {"expert": {"rayVersion": "2.99.0"}, "image": "x/y:9"}
-    result = plan_service(spec_of(store=asked), OWNER, BEFORE, observed, NOW)
+    asked: dict[str, Any] = {"expert": {"rayVersion": "2.99.0"}, "store": {"image": "x/y:9"}}
+    result = plan_service(spec_of(**asked), OWNER, BEFORE, observed, NOW)
     store = named(result.objects, "RayService", "acme-store")
-    assert store["spec"]["rayClusterConfig"]["rayVersion"] == "2.60.0"
+    cluster = store["spec"]["rayClusterConfig"]
+    (container,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert (cluster["rayVersion"], container["image"] == "x/y:9") == ("2.60.0", False)
     (condition,) = [one for one in result.status.conditions if one.type == "ShardsUpToDate"]
     assert condition.reason == "RestartNeeded"
     assert "acme-store" in condition.message
+    # A person deletes the RayService: the store is made again.
+    store = named(objects_of(spec_of(**asked)), "RayService", "acme-store")
+    assert store["spec"]["rayClusterConfig"]["rayVersion"] == "2.99.0"
+
+
+def test_another_ray_version_of_the_engines_alone_restarts_no_shard() -> None:
+    observed = running(spec_of())
+    for image in ("", spec_of().image):
+        asked: dict[str, Any] = {"expert": {"rayVersion": "2.99.0"}, "store": {"image": image}}
+        result = plan_service(spec_of(**asked), OWNER, BEFORE, observed, NOW)
+        (condition,) = [one for one in result.status.conditions if one.type == "ShardsUpToDate"]
+        assert condition.reason != "RestartNeeded"
 
 
 @PROPERTY
