@@ -20,7 +20,7 @@ from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import Generation, LocalEngine, Prompt
 from kintsugi.engine.worker import native
 from kintsugi.engine.worker.attention import scattered
-from kintsugi.fusor.kernels.packed import PackedKernel
+from kintsugi.fusor.kernels.native import PackedKernel
 from tests.fakes.random_models.factory import make_checkpoint_once
 
 SHAPES = (

@@ -118,7 +118,7 @@ class EngineConfig:
             narrow(self.discovery_namespace, {SALT: "any"})
         except InvalidField as error:
             raise InvalidField(
-                "discovery_namespace", f"cannot take a part for a cache_salt: {error.problem}"
+                "discovery_namespace", f"no part for a cache_salt can be added to it: {error.problem}"
             ) from None
 
     def space(

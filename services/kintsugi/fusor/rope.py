@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.kernels.rotation import RotationKernel
+from kintsugi.fusor.kernels.native import RotationKernel
 
 Turn = Callable[[Tensor, Tensor], Tensor]
 """A model's own rotation: keys `[tokens, 1, head_dim]` and int64 positions `[tokens]` to rotated keys."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.native import MassKernel
 
 
 @dataclass

@@ -11,8 +11,7 @@ from kintsugi.core.layout import ELEMENT_BYTES
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.engine.worker.attention import scattered
-from kintsugi.fusor.kernels.native import find_compiler, find_instructions
-from kintsugi.fusor.kernels.packed import PackedKernel
+from kintsugi.fusor.kernels.native import PackedKernel, find_compiler, find_instructions
 from tests.integration.engine.conftest import (
     NAMESPACE,
     PREFIX,

@@ -16,9 +16,7 @@ import torch
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.fusor.kernels import native
-from kintsugi.fusor.kernels.mass import MassKernel
-from kintsugi.fusor.kernels.native import Instructions
-from kintsugi.fusor.kernels.rotation import RotationKernel
+from kintsugi.fusor.kernels.native import Instructions, MassKernel, RotationKernel
 from kintsugi.fusor.question import attention_mass
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.stack import AttentionRule
@@ -151,7 +149,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from kintsugi.fusor.kernels import native
-from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.native import MassKernel
 
 queries, keys, room = map(int, sys.argv[2:])
 assert native.find_instructions()

@@ -55,7 +55,7 @@ AMOUNTS = (
 )
 """Fields of `Accounting` that add up over requests."""
 REFUSALS_PER_PROBE = 4
-"""While blends are refused because loading is slow, one refused prompt in this many has a chunk read as a
+"""While blends are refused because loading is slow, a chunk of one refused prompt in this number is read as a
 probe, to notice when the store has become fast. The prompt does not wait for the probe."""
 TRIAL_FIRST = 2
 TRIAL_LAST = 64

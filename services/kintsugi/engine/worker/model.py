@@ -30,7 +30,7 @@ from kintsugi.engine.worker.attention.latent import is_latent, needs_rows
 from kintsugi.engine.worker.attention.scattered import kernel_serves
 from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.rotation import UNROTATED, KeyRotation
-from kintsugi.fusor.kernels.mass import MassKernel
+from kintsugi.fusor.kernels.native import MassKernel
 from kintsugi.fusor.latent import absorb_query
 from kintsugi.fusor.stack import Hidden
 from kintsugi.fusor.staging import upload
@@ -44,8 +44,8 @@ LATENT_ATTENTION = "MLAAttention"
 
 ONE_BATCH_BACKENDS = frozenset({"FLASHINFER", "TRITON_FLASHINFER", "FLEX_ATTENTION", "B12X", "HPC_ATTN"})
 """Backends whose metadata holds at most `max_num_seqs` requests and lies in buffers that the next batch
-overwrites (as of vLLM 0.32). A pass prepares its batches first and uses them in every layer beside those of
-other passes, and a batch of scattered tokens is hundreds of pseudo-requests."""
+overwrites (as of vLLM 0.32). A pass prepares its batches once and uses them in every layer, while other
+passes prepare theirs; and a batch of scattered tokens has hundreds of pseudo-requests."""
 
 MROPE_AXES = 3
 """Axes of a position in models with M-RoPE. Text has the same position on each axis."""

@@ -15,9 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from kintsugi.fusor.kernels import native
-from kintsugi.fusor.kernels.mass import MassKernel
-from kintsugi.fusor.kernels.native import Instructions
-from kintsugi.fusor.kernels.rotation import RotationKernel
+from kintsugi.fusor.kernels.native import Instructions, MassKernel, RotationKernel
 from kintsugi.models.cache import cache_folder, make_folder_once
 
 logger = init_logger(__name__)

@@ -1,1 +1,1 @@
-"""Triton kernels. Import a module here only where Triton is installed: `fusor.attention` does so lazily."""
+"""Our kernels: `native` for CPUs, `scattered` for GPUs. Import the second only where Triton is installed."""

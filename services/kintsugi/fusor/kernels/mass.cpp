@@ -1,4 +1,4 @@
-// The CPU kernel of `kintsugi.fusor.kernels.mass`: how much attention each key gets, summed over queries and heads.
+// The CPU kernel of `kintsugi.fusor.kernels.native`: how much attention each key gets, summed over queries and heads.
 //
 // Keys are first packed as `products.h` multiplies them. A tile then holds up to 32 rows: a few queries × the
 // query heads that share a KV head. It multiplies them by all keys; the softmax is in fp32 and to base 2. Tiles

@@ -1,4 +1,4 @@
-// The CPU kernel of `kintsugi.fusor.kernels.packed`: scattered queries over a bfloat16 cache of vLLM's CPU backend.
+// The CPU kernel of `kintsugi.fusor.kernels.native`: scattered queries over a bfloat16 cache of vLLM's CPU backend.
 //
 // A tile holds up to 32 rows: a few queries × the query heads that share a KV head. It reads each key once,
 // 256 keys at a time: logits, a running softmax in fp32 and to base 2, then weights × values. Only chunks of keys

@@ -1,4 +1,4 @@
-// The CPU kernel of `kintsugi.fusor.kernels.rotation`: RoPE on bfloat16 keys, in fp32 and rounded once.
+// The CPU kernel of `kintsugi.fusor.kernels.native`: RoPE on bfloat16 keys, in fp32 and rounded once.
 //
 // Every product is rounded to fp32 before the difference, as torch does it: the build forbids the compiler to
 // contract them into fused multiply-adds. One thread, because the engine computes beside it.

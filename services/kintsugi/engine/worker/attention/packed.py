@@ -14,9 +14,7 @@ from vllm.logger import init_logger
 
 from kintsugi.engine.worker import native
 from kintsugi.fusor.attention import reference_attention
-from kintsugi.fusor.kernels import packed
-from kintsugi.fusor.kernels.native import Instructions
-from kintsugi.fusor.kernels.packed import PackedKernel
+from kintsugi.fusor.kernels.native import Instructions, PackedKernel, packed_supports
 
 logger = init_logger(__name__)
 
@@ -63,7 +61,7 @@ def _is_plain(attention: Any) -> bool:
     if getattr(impl, "sinks", None) is not None or getattr(impl, "alibi_slopes", None) is not None:
         return False
     _, num_kv_heads, block_size, width = attention.kv_cache.shape
-    return packed.supports(attention.num_heads, num_kv_heads, width // 2, block_size)
+    return packed_supports(attention.num_heads, num_kv_heads, width // 2, block_size)
 
 
 def _error_against_reference(kernel: PackedKernel, attention: Any) -> float:
