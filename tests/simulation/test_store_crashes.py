@@ -84,7 +84,7 @@ class Life:
                 manifest, _ = self._any_chunk()
                 put = self._shard.begin_put(manifest, PutOptions(durable=True), wait_s=30.0)
                 if put is not None:
-                    self._shard.abort(put)
+                    self._shard.table.abort(put)
             else:
                 self._await_durable([self._put(self._any_chunk(), self._chance.choice(COSTS_MS))])
 
@@ -382,7 +382,7 @@ def served_right(shard: Shard, chunks: dict[ChunkKey, list[bytes]]) -> int:
                 while held.in_ram and not held.ready(layer):
                     assert time.monotonic() < deadline_s
                 assert bytes(held.frame(layer) if held.in_ram else held.read(layer)) == frame
-            shard.close_reading(reading)
+            shard.table.close(reading)
             served += 1
     return served
 

@@ -105,7 +105,7 @@ class Life:
             assert held is not None
             assert held.in_ram, "what was put last is served, whatever the disk does"
             assert [bytes(held.frame(layer)) for layer in range(3)] == frames
-            self.shard.close_reading(reading)
+            self.shard.table.close(reading)
 
     def put_chunk(self, manifest: ChunkManifest, frames: list[bytes], durable: bool) -> bool:
         """Whether it was new."""
@@ -141,7 +141,7 @@ class Life:
                     bytes(held.frame(layer) if held.in_ram else held.read(layer)) == self.frames[key][layer]
                 )
         finally:
-            self.shard.close_reading(reading)
+            self.shard.table.close(reading)
         if self.chance.random() < 0.3:
             self.shard.verify("acme", [key])
 

@@ -76,7 +76,7 @@ def read_shard(folder: Path) -> Iterable[Said]:
             assert held is not None
             if held.is_intact():
                 yield key.hex, _digest(*(bytes(held.read(n)) for n in range(_layers(held))))
-            shard.close_reading(reading)
+            shard.table.close(reading)
             assert entry.manifest.key == key
 
 

@@ -202,7 +202,7 @@ class Replicator(Turns):
         except KintsugiError as error:
             log.warning("chunk %s was not copied to %s: %s", manifest.key, receiver.address, error)
         finally:
-            self._shard.close_reading(reading)
+            self._shard.table.close(reading)
 
 
 def _frame(held: HeldChunk, layer: int) -> memoryview:

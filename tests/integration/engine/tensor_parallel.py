@@ -64,7 +64,7 @@ def damage(shard: Shard, manifest: ChunkManifest, layer: int, rank: int) -> None
     assert held is not None
     start, _ = manifest.head_range_bytes(heads)
     shard.ram.frame(held.residence, layer, start, start + 1)[0] ^= 1
-    shard.close_reading(reading)
+    shard.table.close(reading)
 
 
 def checks(engine: LocalEngine, shard: Shard, address: str) -> dict[str, Any]:

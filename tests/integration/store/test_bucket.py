@@ -564,7 +564,7 @@ def test_open_streams_outlive_a_deletion(shard: Shard, s3: S3Server) -> None:
     shard.delete("acme", [A[0].key])
     wait_until(lambda: not held.residence.unloaded)
     assert [bytes(held.frame(layer)) for layer in range(3)] == A[1]
-    shard.close_reading(reading)
+    shard.table.close(reading)
     wait_until(lambda: not s3.names())
 
 

@@ -196,7 +196,7 @@ def test_closing_does_not_wait_for_what_is_to_be_read_from_the_bucket(s3: S3Serv
     shard.bucket.read = read_slowly  # type: ignore[method-assign]
     reading = shard.open("acme", [manifest.key for manifest, _ in chunks], range(3), HeadRange(0, 4))
     wait_until(lambda: bool(begun))
-    shard.close_reading(reading)
+    shard.table.close(reading)
     shard.close()
     assert len(begun) <= 8, "what was begun ends, the rest is lost"
 

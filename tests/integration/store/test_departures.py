@@ -161,7 +161,7 @@ def test_a_client_that_leaves_while_it_waits_for_room_takes_none() -> None:
             put.cancel()
             eventually(ended(server, 3))
             left.set()
-            shard.close_reading(reading)
+            shard.table.close(reading)
             store.delete("acme", keys)
             eventually(lambda: shard.ram.allocator.used_bytes == 0)
         store.close()

@@ -209,7 +209,7 @@ def test_a_reading_holds_what_is_in_ram_before_it_loads_the_rest(tmp_path: Path)
         keys = [stored.key, *(manifest.key for manifest, _ in fresh)]
         reading = shard.open("acme", keys, range(3), HeadRange(0, 4))
         assert [held is not None and held.in_ram for held in reading.chunks] == [False, True, True]
-        shard.close_reading(reading)
+        shard.table.close(reading)
 
 
 def test_the_last_disk_drops_what_it_cannot_hold(tmp_path: Path) -> None:
@@ -349,13 +349,13 @@ def test_a_damaged_copy_may_leave_before_it_is_dropped(
         assert entry is not None
         assert entry.ram is not None
         shard.ram.frame(entry.ram, 1, 5, 6)[0] ^= 1
-        close_reading = shard.close_reading
+        close = shard.table.close
 
         def evicting(reading: Reading) -> None:
-            close_reading(reading)
+            close(reading)
             drop_from_ram(shard, entry)
 
-        monkeypatch.setattr(shard, "close_reading", evicting)
+        monkeypatch.setattr(shard.table, "close", evicting)
         assert shard.verify("acme", [manifest.key]) == {manifest.key: False}
         monkeypatch.undo()
         assert entry.disk is not None

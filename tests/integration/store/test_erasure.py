@@ -217,7 +217,7 @@ def test_an_erasure_waits_for_readers(shard: Shard, tmp_path: Path) -> None:
         assert store.lookup("acme", [manifest.key]) == [None], "nobody finds it meanwhile"
         with pytest.raises(NotFound):
             store.put(replace(manifest, asked_at_s=time.time() - 5.0), frames)
-        shard.close_reading(reading)
+        shard.table.close(reading)
         shard.erase(Scope("acme"), 0.0)
         assert find_residue(shard, tmp_path, [(manifest, frames)]) == []
 

@@ -120,7 +120,7 @@ def test_chunks_of_every_shape_survive_a_restart_side_by_side(
             (held,) = reading.chunks
             assert held is not None
             read = [bytes(frame_of(shard, held, layer)) for layer in manifest.layers]
-            shard.close_reading(reading)
+            shard.table.close(reading)
             assert read == frames
         assert shard.verify("acme", [manifest.key for manifest, _ in chunks]) == {
             manifest.key: True for manifest, _ in chunks
@@ -149,7 +149,7 @@ def test_frames_of_several_sizes_are_demoted_and_promoted(
         (held,) = reading.chunks
         assert held is not None
         assert [bytes(frame_of(shard, held, layer)) for layer in manifest.layers] == frames
-        shard.close_reading(reading)
+        shard.table.close(reading)
 
 
 def every_frame(manifest: ChunkManifest) -> range:

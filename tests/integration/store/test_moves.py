@@ -84,7 +84,7 @@ def read_often(shard: Shard, entry: ChunkEntry) -> None:
     deadline_s = time.monotonic() + 10.0
     while held.in_ram and not all(map(held.ready, range(3))):
         assert time.monotonic() < deadline_s
-    shard.close_reading(reading)
+    shard.table.close(reading)
     if (writing := entry.writing) is not None:
         writing.result(10.0)
 

@@ -65,7 +65,7 @@ def _stored_frames(shard: Shard, manifest: ChunkManifest) -> list[bytes]:
     held = opened[1].chunks[0]
     assert held is not None
     frames = [bytes(held.frame(layer) if held.in_ram else held.read(layer)) for layer in manifest.layers]
-    shard.close_reading(opened[1])
+    shard.table.close(opened[1])
     return frames
 
 

@@ -228,7 +228,7 @@ def test_a_copy_brings_nothing_back_that_was_deleted() -> None:
     assert not copy_of(*cleared, shard)
     begun = shard.begin_put(deleted[0])
     assert begun is not None, "who computed it may put it again at once"
-    shard.abort(begun)
+    shard.table.abort(begun)
     now_s += 601.0
     assert copy_of(*deleted, shard)
     shard.close()

@@ -169,9 +169,7 @@ class ShardedStore(ChunkStore):
             for index, ranked in enumerate(owners):
                 if found[index] is None and rank < len(ranked):
                     missing.setdefault(ranked[rank], []).append(index)
-            answers = self._ask_parts(
-                missing, lambda store, indices: ask(store, namespace, [keys[index] for index in indices])
-            )
+            answers = self._ask_parts(missing, lambda store, part: ask(store, namespace, _pick(keys, part)))
             for indices, answer in zip(missing.values(), answers, strict=True):
                 for index, entry in zip(indices, answer or [], strict=False):
                     found[index] = entry
@@ -198,13 +196,8 @@ class ShardedStore(ChunkStore):
         shards = self.shard_map()
         if not shards.shards and keys:
             raise Unavailable(_NO_SHARDS)
-        asked: dict[ShardAddress, list[int]] = {}
-        for index, key in enumerate(keys):
-            for owner in shards.owners(key):
-                asked.setdefault(owner, []).append(index)
-        answers = self._ask_parts(
-            asked, lambda store, indices: ask(store, [keys[index] for index in indices])
-        )
+        asked = _split_by_owner(shards, keys, shards.replicas)
+        answers = self._ask_parts(asked, lambda store, part: ask(store, _pick(keys, part)))
         found: list[Answer | None] = [None] * len(keys)
         silent: dict[int, ShardAddress] = {}
         for (address, indices), answer in zip(asked.items(), answers, strict=True):
@@ -280,7 +273,7 @@ class ShardedStore(ChunkStore):
             parts = [
                 ShardStream(
                     chunks,
-                    self._read(owner, namespace, [keys[one] for one in chunks], rest, heads, deadline_s),
+                    self._read(owner, namespace, _pick(keys, chunks), rest, heads, deadline_s),
                 )
                 for owner, chunks in by_owner.items()
             ]
@@ -305,13 +298,14 @@ class ShardedStore(ChunkStore):
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         owned = _split_by_owner(self.shard_map(), keys, replicas=1)
-        return sum(filter(None, self._ask_parts(owned, lambda store, part: store.prefetch(namespace, part))))
+        asked = self._ask_parts(owned, lambda store, part: store.prefetch(namespace, _pick(keys, part)))
+        return sum(filter(None, asked))
 
     def pin(self, namespace: str, keys: Sequence[ChunkKey], lease_s: float) -> PinLease:
         """Pins every replica, and counts each chunk once. A shard that does not answer pins nothing."""
         shards = self.shard_map()
         owned = _split_by_owner(shards, keys, shards.replicas)
-        answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, part, lease_s))
+        answers = self._ask_parts(owned, lambda store, part: store.pin(namespace, _pick(keys, part), lease_s))
         pins = [(owner.shard_id, pin) for owner, pin in zip(owned, answers, strict=True) if pin is not None]
         lease_id = _SHARDS.join(f"{shard_id}{_LEASE}{pin.lease_id}" for shard_id, pin in pins)
         held = self.lookup(namespace, keys)
@@ -468,13 +462,17 @@ _SHARDS, _LEASE = ",", "="
 
 def _split_by_owner(
     shards: ShardMap, keys: Sequence[ChunkKey], replicas: int
-) -> dict[ShardAddress, list[ChunkKey]]:
-    """Return the keys of which each shard is one of the first `replicas` owners."""
-    owned: dict[ShardAddress, list[ChunkKey]] = {}
-    for key in keys:
+) -> dict[ShardAddress, list[int]]:
+    """Return the indices of the keys of which each shard is one of the first `replicas` owners."""
+    owned: dict[ShardAddress, list[int]] = {}
+    for index, key in enumerate(keys):
         for owner in shards.owners(key)[:replicas]:
-            owned.setdefault(owner, []).append(key)
+            owned.setdefault(owner, []).append(index)
     return owned
+
+
+def _pick(keys: Sequence[ChunkKey], indices: Sequence[int]) -> list[ChunkKey]:
+    return [keys[index] for index in indices]
 
 
 def _require_all(shards: ShardMap, answers: Sequence[Answer | None], otherwise: str) -> list[Answer]:

@@ -160,7 +160,7 @@ class ShardServer:
         """Report NOT_SERVING while the shard drains, after it has failed, and for a tier whose last write or
         read failed. Each tier is its own health service, because the other tiers still serve."""
         while True:
-            healthy = self.shard.failure is None and not self.shard.draining
+            healthy = self.shard.failure is None and not self.shard.table.draining
             status = HealthCheckResponse.SERVING if healthy else HealthCheckResponse.NOT_SERVING
             for service in ("", wire.SERVICE):
                 await health.set(service, status)
@@ -182,7 +182,7 @@ class ShardServer:
         """Return why a readiness probe fails; empty: the shard takes calls."""
         if self.shard.failure is not None:
             return f"the shard failed ({self.shard.failure!r})"
-        if self.shard.draining:
+        if self.shard.table.draining:
             return "the shard drains"
         if time.monotonic() - self._reported_s > STALLED_S:
             return f"the gRPC server has not run for {STALLED_S:.0f} s"

@@ -169,7 +169,7 @@ class ChunkStoreService:
                 while not self._take(put, await _next_message(messages)):
                     pass
         except BaseException:
-            self.shard.abort(put)
+            self.shard.table.abort(put)
             raise
         committed = self.shard.commit(put)
         if not committed.inserted:
@@ -205,7 +205,7 @@ class ChunkStoreService:
         if begun.cancelled() or begun.exception() is not None:
             return
         if (put := begun.result()) is not None:
-            self.shard.abort(put)
+            self.shard.table.abort(put)
 
     def _put_header(self, message: bytes) -> tuple[ChunkManifest, PutOptions]:
         first, payload = wire.parse_payload(message, pb.PutChunkKVRequest)
@@ -266,7 +266,7 @@ class ChunkStoreService:
             async with self._cut_by_erasures(request.namespace, keys, lambda: reading.holds_forgotten):
                 yield LayerStream(self.shard, reading, layers, request.deadline_ms / 1000)
         finally:
-            self.shard.close_reading(reading)
+            self.shard.table.close(reading)
 
     @contextmanager
     def _room_for_messages(self, message_bytes_max: int) -> Iterator[None]:
@@ -339,7 +339,7 @@ class ChunkStoreService:
 
     @_answers
     async def unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinResponse:
-        return pb.UnpinResponse(unpinned=self.shard.unpin(request.lease_id))
+        return pb.UnpinResponse(unpinned=self.shard.table.unpin(request.lease_id))
 
     @_answers
     async def drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
@@ -522,7 +522,7 @@ def stats_to_wire(shard: Shard, bytes_read: Mapping[str, int]) -> pb.StatsRespon
         hits=counters.hits,
         misses=counters.misses,
         quarantined=counters.quarantined,
-        draining=shard.draining,
+        draining=shard.table.draining,
         bytes_read=bytes_read,
     )
 

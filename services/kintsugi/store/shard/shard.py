@@ -165,11 +165,6 @@ class Shard:
         return {fault: counts[fault] for fault in ("missing", "damaged", "failed", "refused")}
 
     @property
-    def draining(self) -> bool:
-        """Whether puts are refused because the shard is ending."""
-        return self.table.draining
-
-    @property
     def failure(self) -> BaseException | None:
         """The error that ended one of the shard's threads. From then on, it serves nothing."""
         return self.table.failure
@@ -214,7 +209,7 @@ class Shard:
         self, manifest: ChunkManifest, options: PutOptions | None = None, wait_s: float = 0.0
     ) -> ChunkPut | None:
         """Reserve room for a chunk. Returns None if the shard already has it, or if it is another shard's
-        copy of an erased chunk. End the put with `commit` or `abort`.
+        copy of an erased chunk. End the put with `commit` or `EntryTable.abort`.
 
         Raises `NotFound` for a chunk that was erased after its save was requested, `ResourceExhausted` for a
         chunk that can never fit, `NoRoomYet` if `wait_s` was too short.
@@ -237,16 +232,12 @@ class Shard:
         """Make the chunk visible. Raises `InvalidField` if frames are missing, `NoRoomYet` if concurrent puts
         exceed the namespace's limit of RAM, `NotFound` if the chunk was deleted or erased meanwhile."""
         if not put.complete:
-            self.abort(put)
+            self.table.abort(put)
             raise InvalidField("frames", "end before the last layer; send every layer before the commit")
         # An erasure that is recorded later marks the put as erased.
         if self._is_erased(put.entry.manifest, put.erasures_seen):
             put.is_erased = True
         return self.table.commit(put)
-
-    def abort(self, put: ChunkPut) -> None:
-        """Free the room of a put."""
-        self.table.abort(put)
 
     def retain(self, namespace: str, keys: Sequence[ChunkKey], ttl_s: float) -> list[bool]:
         """Keep chunks for at least `ttl_s` from now (inf: forever). Returns whether each exists. No lifetime
@@ -360,13 +351,9 @@ class Shard:
     # Reading
 
     def open(self, namespace: str, keys: Sequence[ChunkKey], layers: range, heads: HeadRange) -> Reading:
-        """Hold chunks in place and start to load those on disk into RAM. End with `close_reading`. Raises
+        """Hold chunks in place and start to load those on disk into RAM. End with `EntryTable.close`. Raises
         `InvalidField` for a range that a chunk lacks."""
         return self.table.open(self._addresses(namespace, keys), layers, heads)
-
-    def close_reading(self, reading: Reading) -> None:
-        """Release the chunks."""
-        self.table.close(reading)
 
     def prefetch(self, namespace: str, keys: Sequence[ChunkKey]) -> int:
         """Start to load chunks into RAM. Returns how many are loaded or loading."""
@@ -392,7 +379,7 @@ class Shard:
             held = [chunk for chunk in reading.chunks if chunk is not None]
             has_failed = entry.manifest.is_encrypted and entry.manifest.salt in failed_salts
             damaged = [chunk.residence for chunk in held if has_failed or not chunk.is_intact()]
-            self.close_reading(reading)
+            self.table.close(reading)
             if not held and not has_failed:
                 continue
             intact[key] = not damaged and not has_failed
@@ -417,10 +404,6 @@ class Shard:
         if not 0 < ratio <= 1:
             raise InvalidField("ratio", f"{ratio} is outside (0, 1]")
         self.table.ratio = ratio
-
-    def unpin(self, lease_id: str) -> int:
-        """End a lease early. Returns how many chunks it held."""
-        return self.table.unpin(lease_id)
 
     def drain(self, timeout_s: float) -> int:
         """Refuse puts and write back the chunks that only RAM holds. Returns the bytes not written in time.

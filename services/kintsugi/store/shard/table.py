@@ -79,7 +79,7 @@ class EntryTable:
         self._ram, self._disks = ram, disks
         self._tiers: tuple[CopyTier, ...] = (ram, *disks, *bucket)
         self.ratio = RATIO
-        """`Shard.set_ratio` replaces it."""
+        """Share of a chunk's prefill that a blend computes. `Shard.set_ratio` changes it."""
         self._wall_clock, self._clock = wall_clock, clock
         self._index = Index()
         self._deletions = Deletions(clock)

@@ -101,7 +101,7 @@ def test_a_pin_keeps_a_chunk_until_its_lease_ends(shard: Shard, clock: Clock) ->
 def test_an_unpinned_chunk_may_leave(shard: Shard) -> None:
     pinned = put(shard, 300)
     lease_id, count = shard.pin("acme", [pinned.key], lease_s=100)
-    assert (count, shard.unpin(lease_id), shard.unpin(lease_id)) == (1, 1, 0)
+    assert (count, shard.table.unpin(lease_id), shard.table.unpin(lease_id)) == (1, 1, 0)
     for tokens in range(400, 420):
         put(shard, tokens)
     assert shard.lookup("acme", [pinned.key]) == [None]
@@ -165,7 +165,7 @@ def test_what_is_being_read_stays(shard: Shard) -> None:
     shard.delete("acme", [chunks[0].key])
     assert shard.ram.chunks == 1
     assert shard.ram.allocator.used_bytes > chunks[0].chunk_bytes + chunks[1].chunk_bytes - 1
-    shard.close_reading(reading)
+    shard.table.close(reading)
     put(shard, 602)
 
 
@@ -205,7 +205,7 @@ def test_the_scrubber_finds_a_flipped_bit_at_a_bounded_rate(shard: Shard) -> Non
     held = reading.chunks[0]
     assert held is not None
     held.frame(2)[9] ^= 1
-    shard.close_reading(reading)
+    shard.table.close(reading)
     keeper = Keeper(shard, scrub_bytes_per_s=manifests[0].chunk_bytes)
     keeper.turn()
     assert keeper.scrubbed_chunks == 1
