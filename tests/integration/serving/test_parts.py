@@ -80,10 +80,10 @@ def test_erasing_a_namespace_erases_its_parts_and_no_other_tenant(gateway: Runni
         for client in (acme, session, beta, base):
             client.put_chunks(PASSAGES)
         assert acme.erase_namespace().deleted
-        assert gateway.gateway.known.parts("docs") == ["docs/-/beta"]
+        assert gateway.gateway.known._table.parts("docs") == ["docs/-/beta"]
         assert [hits(client) for client in (acme, session, beta, base)] == [0, 0, 2, 2]
         base.erase_namespace()
-        assert gateway.gateway.known.parts("docs") == []
+        assert gateway.gateway.known._table.parts("docs") == []
         assert [hits(client) for client in (beta, base)] == [0, 0]
 
 
