@@ -3,11 +3,12 @@
 The bucket is not trusted. It takes chunks that would be lost otherwise, and its failures cost chunks, never
 answers:
 
-* It forgets: a read finds no object; the chunk is dropped and computed again. * It lies: a chunk whose bytes
-do not match the manifest's digests is dropped (`workers.promotion` verifies; encrypted chunks are verified
-where they are decrypted). * It hangs or refuses: each call has a deadline. After some failures in a row, no
-calls are made, lookups do not find chunks that only the bucket holds, and chunks that leave the SSD tiers are
-lost, until a probe passes.
+* It forgets: a read finds no object; the chunk is dropped and computed again.
+* It lies: a chunk whose bytes do not match the manifest's digests is dropped (`workers.promotion` verifies;
+  encrypted chunks are verified where they are decrypted).
+* It hangs or refuses: each call has a deadline. After some failures in a row, no calls are made, lookups do
+  not find chunks that only the bucket holds, and chunks that leave the SSD tiers are lost, until a probe
+  passes.
 
 A chunk is one object: its frames in order, each padded as in RAM. From its demotion to the end of its upload,
 its bytes are in memory; all uploads together take at most `staging_bytes`. A chunk that finds no room there
