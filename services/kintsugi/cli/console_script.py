@@ -12,10 +12,10 @@ MODULES = ("cryptography", "jinja2", "rich", "typer")
 
 
 def main() -> None:
-    """Run the command line, or say what to install."""
+    """Run the command line. If its libraries are missing, print what to install."""
     if missing := [name for name in MODULES if find_spec(name) is None]:
         print(
-            f"error: kintsugi needs what is not installed ({', '.join(missing)}): "
+            f"error: kintsugi needs modules that are not installed ({', '.join(missing)}): "
             "pip install 'kintsugi-kv[cli]'",
             file=sys.stderr,
         )

@@ -28,13 +28,13 @@ class ExitCode(IntEnum):
     FAILURE = 1
     """An unexpected failure; please report it."""
     BAD_INPUT = 2
-    """An argument, file or model is wrong or missing. Option parsing returns it, too."""
+    """An argument, file or model is wrong or missing; also the exit code of option parsing."""
     NOT_BLENDABLE = 3
-    """The model or request cannot be blended, or the self-test failed. Any answer is from a full prefill."""
+    """The model or request cannot be blended, or the self-test failed. A full prefill produced the answer."""
     UNAVAILABLE = 4
     """An engine or store did not start, did not answer in time, or is full."""
     CORRUPTED = 5
-    """Data failed its check, or another version wrote it."""
+    """Data does not match its digest, or another version wrote it."""
     INTERRUPTED = 130
 
 
@@ -47,7 +47,7 @@ _CODES: tuple[tuple[tuple[type[KintsugiError], ...], ExitCode], ...] = (
 
 
 def exit_code_of(error: KintsugiError) -> ExitCode:
-    """The exit code of an error; `FAILURE` for a type without one."""
+    """Return the exit code of an error; `FAILURE` for a type that has none."""
     return next((code for kinds, code in _CODES if isinstance(error, kinds)), ExitCode.FAILURE)
 
 

@@ -1,4 +1,4 @@
-"""The extras that commands need, and the error of a command whose extras are not installed."""
+"""The extras that commands need, and the error if they are not installed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Extras:
     """Extras of the distribution that have to be installed together."""
 
     names: str
-    """The names as pip takes them in brackets."""
+    """Names of the extras, separated by commas, as in pip's brackets."""
     modules: tuple[str, ...]
-    """Top-level modules that are imported without a fallback and that only these extras install."""
+    """Top-level modules that the commands must import and that only these extras install."""
 
     @property
     def missing(self) -> list[str]:
@@ -32,18 +32,18 @@ class Extras:
 
     @property
     def remedy(self) -> str:
-        """What to install. An engine on a CPU needs more than its extra, because pip would choose CUDA
-        builds."""
+        """The installation command. An engine on a CPU needs more than its extra, because pip would choose
+        CUDA builds."""
         if "cpu" not in self.names.split(","):
             return f"pip install 'kintsugi-kv[{self.names}]'"
         on_gpu = self.names.replace("cpu", "gpu")
-        return f"install kintsugi-kv[{on_gpu}], or without a GPU [{self.names}] as docs/howto/install.md says"
+        return f"install kintsugi-kv[{on_gpu}], or without a GPU [{self.names}]; see docs/howto/install.md"
 
     def check(self, name: str) -> None:
         """Check that the command `name` can run. Raises `Unavailable`, with what to install."""
         if missing := self.missing:
             shown = ", ".join(missing[:SHOWN_MAX]) + (", …" if len(missing) > SHOWN_MAX else "")
-            raise Unavailable(f"{name} needs what is not installed ({shown}): {self.remedy}")
+            raise Unavailable(f"{name} needs modules that are not installed ({shown}): {self.remedy}")
 
 
 _STORE_MODULES = ("lmdb", "prometheus_client", "grpc_health", "grpc_reflection")
@@ -67,8 +67,8 @@ PRECOMPUTE = Extras(
 
 
 def add_missing_command(app: typer.Typer, name: str, extras: Extras) -> None:
-    """Add a command that takes any arguments and says what to install, in place of a command that cannot be
-    imported."""
+    """Add a stand-in for a command that cannot be imported. It takes any arguments, and its error names the
+    extras to install."""
 
     @command(
         app,

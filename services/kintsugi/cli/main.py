@@ -1,4 +1,4 @@
-"""The command line: the list of commands. Each command is implemented in the module of its name."""
+"""The commands of `kintsugi`. The module of the same name in `cli.commands` implements a command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXIT_CODES = (
 
 app = typer.Typer(
     name="kintsugi",
-    help="Answer questions from chunks whose KV cache is already stored: CacheBlend on unmodified vLLM.",
+    help="Answer questions over chunks whose KV cache is stored: CacheBlend on unmodified vLLM.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -48,7 +48,7 @@ def demo(
     screen: Screen,
     model: Model = REFERENCE.name,
     open_console: Annotated[
-        bool, typer.Option("--open", help="Keep serving the model, and open the console in a browser.")
+        bool, typer.Option("--open", help="Then serve the model, and open the console in a browser.")
     ] = False,
 ) -> None:
     """Answer one question from six passages in four ways; compare the answers and times to first token."""
@@ -60,7 +60,7 @@ def demo(
 
 @command(app)
 def generate(screen: Screen, task: GenerateTask) -> ExitCode:
-    """Answer a question from chunks by blending, and print what it cost."""
+    """Answer a question over text files by blending, and print the cost."""
     ENGINE.check("generate")
     from kintsugi.cli.commands.generate import run
 
@@ -71,7 +71,7 @@ def generate(screen: Screen, task: GenerateTask) -> ExitCode:
 def doctor(
     screen: Screen,
     model: Annotated[
-        str | None, typer.Option(help="Also start an engine with this checkpoint and run its self-test.")
+        str | None, typer.Option(help="Checkpoint with which an engine is started and runs its self-test.")
     ] = None,
 ) -> ExitCode:
     """Check whether this installation can blend, and with --model whether a model can."""
@@ -84,7 +84,7 @@ def doctor(
 
 @command(app)
 def status(screen: Screen, link: ServiceLink) -> ExitCode:
-    """Say what a service runs, what it blends, why not, and what would help."""
+    """Show what a service runs, what it blends, why not, and what would help."""
     from kintsugi.cli.commands.status import run
 
     return run(screen, link)
@@ -92,7 +92,7 @@ def status(screen: Screen, link: ServiceLink) -> ExitCode:
 
 @command(app)
 def calibrate(screen: Screen, task: CalibrateTask) -> ExitCode:
-    """Measure how well a model blends, and write the report that permits it."""
+    """Measure the quality of a model's blended answers, and write the report that permits blending."""
     ENGINE.check("calibrate")
     from kintsugi.cli.commands.calibrate import run
 
@@ -112,34 +112,36 @@ def evaluate(screen: Screen, task: EvaluateTask) -> int | None:
 @command(app)
 def token(
     screen: Screen,
-    name: Annotated[str, typer.Argument(help="Name of the caller, for logs and for revoking the token.")],
+    name: Annotated[str, typer.Argument(help="Name of the caller, in logs and for --revoke.")],
     *,
     namespace: Annotated[
         list[str] | None,
         typer.Option("--namespace", "-n", help="Namespace that it may use, or a prefix and *; repeat."),
     ] = None,
-    file: Annotated[Path, typer.Option(help="The gateway's token file; created if missing.")],
+    file: Annotated[Path, typer.Option(help="The gateway's tokens file; created if missing.")],
     verb: Annotated[
         list[Verb] | None,
-        typer.Option(help="What it may do; repeat. Default: generate, put, delete and list."),
+        typer.Option(help="Permission of the caller; repeat. Default: generate, put, delete and list."),
     ] = None,
     expires: Annotated[
-        str | None, typer.Option(help="When it stops to be accepted, such as 2027-01-31T12:00:00Z.")
+        str | None, typer.Option(help="Time at which the token expires, such as 2027-01-31T12:00:00Z.")
     ] = None,
-    revoke: Annotated[bool, typer.Option("--revoke", help="Revoke the token of this name instead.")] = False,
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Revoke the token instead of creating one.")
+    ] = False,
 ) -> None:
-    """Create a bearer token for a gateway. It is printed once; the file stores its hash."""
+    """Create a bearer token for a gateway. It is printed only once; the file stores its hash."""
     from kintsugi.gateway.access import add_grant, new_token, revoke_grant
 
     if revoke:
         if namespace or verb or expires:
-            raise InvalidField("revoke", "stands alone: leave out --namespace, --verb and --expires")
+            raise InvalidField("revoke", "cannot be combined with --namespace, --verb and --expires")
         revoke_grant(file, name)
         revoked = {"name": name, "revoked": True, "file": str(file)}
         screen.show(revoked, f"the token of {name} is revoked")
         return
     if not namespace:
-        raise InvalidField("namespace", "is mandatory: name what the token may use with --namespace")
+        raise InvalidField("namespace", "is mandatory: pass --namespace for each one that the caller may use")
     text, grant = new_token(name, namespace, verb, expires)
     add_grant(file, grant)
     document = {"token": text, "name": name, "namespaces": namespace, "file": str(file)}
@@ -148,12 +150,12 @@ def token(
     if expires:
         document["expires"] = expires
     screen.show(document, text)
-    screen.note(f"{file} stores only its hash; this is the only time that the token is printed")
+    screen.note(f"{file} stores only the token's hash; the token is not printed again")
 
 
 @command(app)
 def serve(screen: Screen, task: ServeTask) -> ExitCode:
-    """Serve a model with its chunk store and gateway on this machine until interrupted."""
+    """Serve a model with a chunk store and a gateway on this machine until interrupted."""
     (SERVING if task.print_config else SERVING_HERE).check("serve")
     from kintsugi.cli.commands.serve import run
 
@@ -163,7 +165,7 @@ def serve(screen: Screen, task: ServeTask) -> ExitCode:
 command(app)(size)
 app.add_typer(keys_app, name="keys")
 
-# The options of these commands are defined in their modules, which import libraries of an extra.
+# The modules of these commands define their options, and import libraries of an extra.
 if STORE.missing:
     for each in ("store", "backup", "restore"):
         add_missing_command(app, each, STORE)

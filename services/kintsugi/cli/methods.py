@@ -1,4 +1,4 @@
-"""Runs the four methods of prefilling a RAG prompt that the paper compares, on one engine."""
+"""Runs the four methods of prefilling a RAG prompt, which the paper compares, on one engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kintsugi.engine.local import Generation, Prompt
 
 
 class Method(StrEnum):
-    """How a prompt's KV is obtained."""
+    """A method of obtaining a prompt's KV."""
 
     FULL = "full prefill"
     PREFIX = "prefix caching"
@@ -48,12 +48,12 @@ class Measurement:
 
     @property
     def fell_back_because(self) -> str | None:
-        """Why a blend became an ordinary full prefill; None if it did not."""
+        """Why a blend fell back to a full prefill; None if it did not."""
         accounting = self.generation.accounting
         if self.method not in (Method.REUSE, Method.BLEND):
             return None
         if accounting is None:
-            return "the connector did not answer"
+            return "the connector reported nothing"
         if accounting.get("outcome") in (Outcome.BLENDED.value, Outcome.PREFIX_HIT.value):
             return None
         return str(accounting.get("reason") or accounting.get("outcome"))
@@ -105,7 +105,7 @@ def blend_once(engine: DemoEngine, prompt: RagPrompt, choice: KintsugiParams, ma
 def _run(
     engine: DemoEngine, prompt: RagPrompt, choice: KintsugiParams, method: Method, max_tokens: int
 ) -> Generation:
-    """Answer the prompt once, with a prefix cache that holds only what this method put there."""
+    """Answer the prompt once, with a prefix cache that holds only blocks of this method."""
     engine.reset_prefix_cache()
     if method is Method.PREFIX:
         engine.generate([Prompt(prompt.warm_up, max_tokens=1)])

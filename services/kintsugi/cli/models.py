@@ -1,4 +1,4 @@
-"""Prepares a named model before a command uses it."""
+"""Checks and fetches the model that a command names."""
 
 from __future__ import annotations
 

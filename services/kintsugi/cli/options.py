@@ -1,4 +1,4 @@
-"""Options of the commands, and parsers of their values."""
+"""Options of the commands, and functions that parse their values."""
 
 from __future__ import annotations
 
@@ -19,43 +19,41 @@ Model = Annotated[
 ]
 SystemPrompt = Annotated[
     Path | None,
-    typer.Option("--system", help="Text file of the system prompt that chunks are prefilled after."),
+    typer.Option("--system", help="Text file with the system prompt; chunks are prefilled after it."),
 ]
 Form = Annotated[
     FormName,
-    typer.Option("--form", help="How prompts are written. auto: chat where the model has a chat template."),
+    typer.Option("--form", help="Form of prompts. auto: chat if the model has a template, else plain."),
 ]
 Context = Annotated[
     str,
-    typer.Option(help="Text between the prefix and the chunks: none, bundled, or a file."),
+    typer.Option(help="Text between system prompt and chunks: none, bundled, or a file."),
 ]
 Contexts = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text between the prefix and the chunks: none (default), bundled, or a file. "
-        "Repeat to try several and calibrate with the best."
+        help="Text between system prompt and chunks: none (default), bundled, or a file. Repeat to try "
+        "several and calibrate with the best."
     ),
 ]
 PlainCopies = Annotated[
-    bool, typer.Option(help="With a context: also store chunks for the first place of a prompt.")
+    bool, typer.Option(help="With a context: also store chunks without it, for the first place of prompts.")
 ]
-Portable = Annotated[bool, typer.Option(help="Use chunks also after another prefix.")]
+Portable = Annotated[bool, typer.Option(help="Also use chunks in prompts with another system prompt.")]
 ENGINE_EXAMPLE = 'give one such as {"max_model_len": 4096}'
-EngineArguments = Annotated[
-    str, typer.Option("--engine", help="Further arguments of vllm.LLM, as a JSON object.")
-]
+EngineArguments = Annotated[str, typer.Option("--engine", help="Arguments of vllm.LLM, as a JSON object.")]
 
-Codec = Annotated[str, typer.Option(help="Encoding of chunk KV in the store.")]
+Codec = Annotated[str, typer.Option(help="Codec of chunk KV in the store.")]
 AllowUncalibrated = Annotated[
     bool, typer.Option("--allow-uncalibrated", help="Blend without a report. Answers may be wrong.")
 ]
 SsdTiers = Annotated[list[str] | None, typer.Option(help="SSD tier as FOLDER:SIZE; repeat, fastest first.")]
 BucketTier = Annotated[
     str | None,
-    typer.Option(help="Bucket below SSD tiers, as s3://BUCKET/PREFIX:SIZE; see AWS_ variables."),
+    typer.Option(help="Bucket below the SSD tiers, as s3://BUCKET/PREFIX:SIZE; set AWS_ variables."),
 ]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this side's certificate.")]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM file of this side's private key.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file of the server's own certificate.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of the certificate's private key.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +67,13 @@ class GenerateTask:
     ratio: Annotated[
         float | None, typer.Option(help="Share of the chunks' tokens to recompute, from 0 to 1.")
     ] = None
-    selector: Annotated[str | None, typer.Option(help="Which tokens to recompute: hkvd, …")] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens in the answer.")] = 32
+    selector: Annotated[str | None, typer.Option(help="Selector of recomputed tokens, such as hkvd.")] = None
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 32
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run full prefill, prefix caching and full KV reuse.")
     ] = False
     report: Annotated[
-        Path | None, typer.Option(help="Calibration report that permits blending (kintsugi calibrate --out).")
+        Path | None, typer.Option(help="Report of kintsugi calibrate --out, which permits blending.")
     ] = None
     allow_uncalibrated: AllowUncalibrated = False
     context: Context = NONE
@@ -94,19 +92,19 @@ class CalibrateTask:
         bool,
         typer.Option(
             "--segments",
-            help="Cut the questions' chunks as discovery does, so that what it finds is blended.",
+            help="Cut the questions' chunks as discovery does, so that the report covers discovered chunks.",
         ),
     ] = False
     store: Annotated[
-        str | None, typer.Option(help="Publish the report in this store, where engines look.")
+        str | None, typer.Option(help="URL of the store to publish the report in; its engines read it there.")
     ] = None
-    out: Annotated[Path | None, typer.Option(help="Write the report to this file, for --report.")] = None
+    out: Annotated[Path | None, typer.Option(help="File to write the report to.")] = None
     codec: Codec = "raw"
     minutes: Annotated[
         float,
         typer.Option(
-            help="Longest time for the choice of a context and the search; configurations that are undecided "
-            "then do not pass."
+            help="Time limit of the choice of a context and the search. Configurations that are then "
+            "undecided do not pass."
         ),
     ] = 12.0
     form: Form = FormName.AUTO
@@ -123,14 +121,12 @@ class EvaluateTask:
     model: Model
     questions: Annotated[
         Path,
-        typer.Option(
-            help="JSON lines of {chunks, question, answers}, ctxs or LongBench's fields; or a list."
-        ),
+        typer.Option(help="JSON lines or list of {chunks, question, answers}, ctxs, or LongBench's fields."),
     ]
     form: Form = FormName.AUTO
     grid: Annotated[
         Path | None,
-        typer.Option(help="YAML file with lists of what to compare; see docs/howto/evaluate.md."),
+        typer.Option(help="YAML file with the configurations to compare; see docs/howto/evaluate.md."),
     ] = None
     engine: EngineArguments = "{}"
     context: Context = NONE
@@ -138,7 +134,7 @@ class EvaluateTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeTask:
-    """Options of `kintsugi serve`. They override the configuration file, which has all other settings."""
+    """Options of `kintsugi serve`. They override the configuration file, where all settings can be set."""
 
     model: Annotated[
         str | None,
@@ -154,7 +150,7 @@ class ServeTask:
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port of the gateway; 0: any free.")] = None
     http_port: Annotated[int | None, typer.Option(help="HTTP port of the gateway; 0: any free.")] = None
-    tokens_file: Annotated[Path | None, typer.Option(help="Token file; see kintsugi token.")] = None
+    tokens_file: Annotated[Path | None, typer.Option(help="Tokens file; see kintsugi token.")] = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
     insecure: Annotated[
@@ -163,13 +159,14 @@ class ServeTask:
     discover: Annotated[
         list[str] | None,
         typer.Option(
-            help="Namespace, or a prefix and *, in whose prompts passages that recur are found and stored, "
-            "such as default; repeat. Its callers can then tell that a text was sent."
+            help="Namespace, or a prefix and *, in which passages that recur are stored; repeat. Its callers "
+            "can then find out that a text was sent."
         ),
     ] = None
     allow_uncalibrated: AllowUncalibrated = False
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the configuration for `serve deploy` and exit.")
+        bool,
+        typer.Option("--print-config", help="Print the configuration for Ray's `serve deploy` and exit."),
     ] = False
 
 
@@ -199,7 +196,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise NotFound(f"{path} cannot be read ({error.strerror}); name a configuration file") from error
+        raise NotFound(f"{path} cannot be read ({error.strerror}); name a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidField("config", f"{path} is not YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):

@@ -15,11 +15,11 @@ from kintsugi.core.prompt import FormName
 
 ABOUT: Mapping[Method, str] = {
     Method.FULL: "computes the whole prompt",
-    Method.PREFIX: "reuses what all prompts begin with",
-    Method.REUSE: "reuses every chunk as it is",
+    Method.PREFIX: "reuses the beginning that prompts share",
+    Method.REUSE: "reuses every chunk unchanged",
     Method.BLEND: "reuses every chunk, recomputes a few tokens",
 }
-"""What each way does, for readers who have not read the paper."""
+"""Descriptions of the methods for readers who do not know the paper."""
 ANSWER_CHARS_MAX = 120
 VERDICTS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text()}
 

@@ -1,4 +1,4 @@
-"""Turns a function into a command: its options, its `--json` output, and its exit code on errors."""
+"""Turns a function into a command, with options, the flag `--json`, and an exit code for each error."""
 
 from __future__ import annotations
 

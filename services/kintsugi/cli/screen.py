@@ -1,4 +1,4 @@
-"""The output of a command: results on stdout, progress on stderr, the engine's own output in a log file."""
+"""The output of a command: results on stdout, progress on stderr, the engine's output in a log file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from kintsugi.core.errors import Unavailable
 
 COLUMNS_MAX = 10_000
-"""Wider than any table."""
+"""Width of output that is not a terminal; wider than any table."""
 LINE_EVERY_S = 10.0
 """Time between two lines of a step, without a terminal."""
 
@@ -31,7 +31,7 @@ class Screen:
         self.as_json = as_json
         self._progress = Console(stderr=True, highlight=False, emoji=False)
         self._lock = threading.Lock()
-        """Held while `_progress` is replaced, and by the thread that prints lines on it."""
+        """Held to replace `_progress`, and by the thread that prints lines on it."""
 
     def _print_line(self, line: str) -> None:
         with self._lock:
@@ -90,7 +90,7 @@ class Screen:
             _make_console().print(shown, soft_wrap=isinstance(shown, str), markup=False)
 
     def show_event(self, event: str, text: str, **details: Any) -> None:
-        """Print one of several results immediately: `text`, or with `--json` one line of JSON."""
+        """Print one of several results immediately: `text`, or one line of JSON with `--json`."""
         if self.as_json:
             print(json.dumps({"event": event, **details}, ensure_ascii=False))
         else:

@@ -21,7 +21,7 @@ from kintsugi.core.errors import InvalidField
 DEFAULT_URL = "http://127.0.0.1:8000"
 PATH = "/v1/kintsugi/service"
 TIMEOUT_S = 15.0
-"""Longer than a gateway waits for its engines and shards."""
+"""Timeout of the request; longer than the gateway's own timeouts for engines and shards."""
 ANSWER_BYTES_MAX = 1 << 20
 REQUIRED = {"version", "caller", "engines", "store"}
 """Fields that every gateway sends."""
@@ -49,7 +49,7 @@ class EngineFacts:
     """Facts about one of the engines, which are all equal."""
 
     error: str | None
-    """Why no engine answers; all other fields are then empty."""
+    """Why no engine answers; then all other fields are empty."""
     model: str = ""
     max_model_len: int = 0
     form: str = ""
@@ -64,11 +64,11 @@ class StoreFacts:
     """Facts about all shards together."""
 
     error: str | None
-    """Why the store does not answer; all other fields are then empty."""
+    """Why the store does not answer; then all other fields are empty."""
     shards: int = 0
     """Number of shards that answer."""
     shards_away: tuple[str, ...] = ()
-    """Addresses of shards that should answer and do not."""
+    """Addresses of the store's shards that do not answer."""
     chunks: int = 0
     bytes_used: int = 0
     bytes_capacity: int = 0
@@ -95,7 +95,7 @@ class CallerFacts:
 
 @dataclass(frozen=True)
 class ServiceFacts:
-    """What a gateway answered, or why it did not."""
+    """The gateway's answer, or why there is none."""
 
     url: str
     contact: Contact
@@ -107,13 +107,13 @@ class ServiceFacts:
     caller: CallerFacts | None = None
     engines: EngineFacts | None = None
     store: StoreFacts | None = None
-    """None: the caller lacks the permission."""
+    """None: the caller may not see it."""
     answers: tuple[AnswerCount, ...] | None = None
-    """None: the caller lacks the permission."""
+    """None: the caller may not see it."""
     tokens_discovered: int | None = None
-    """Tokens of hit chunks that requests did not declare. None: the caller lacks the permission."""
+    """Tokens of hit chunks that requests did not declare. None: the caller may not see it."""
     discovering: tuple[str, ...] | None = None
-    """Patterns of namespaces in which chunks are discovered. None: the caller lacks the permission."""
+    """Patterns of namespaces in which chunks are discovered. None: the caller may not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Opens a session for demo, generate and doctor: a running engine whose store holds the chunks."""
+"""A session of demo, generate or doctor: a running engine, and a store that holds the prompt's chunks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kintsugi.quality.session import read_context_length
 CHUNK_BYTES_MAX = 4 << 20
 CHUNKS_MAX = 256
 SHARD_RAM_BYTES = 4 << 30
-"""An upper bound: memory is allocated as chunks are stored."""
+"""Size of the shard's RAM tier; memory is allocated only when chunks are stored."""
 
 
 UNCALIBRATED = {"allow_uncalibrated": True}
 """The connector's configuration where no calibration report permits blending."""
 UNCALIBRATED_NOTE = (
-    "Blended without a calibration report (--allow-uncalibrated): nothing shows that these answers are as "
-    "good as those of full prefill. Run kintsugi calibrate, and pass its file with --report."
+    "Blended without a calibration report (--allow-uncalibrated): these answers may be worse than those of "
+    "full prefill. Run kintsugi calibrate --out FILE, and pass the file with --report."
 )
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a prompt asks, and in which form."""
+    """The content of a prompt: chunks, question and form."""
 
     texts: Sequence[tuple[str, str]]
     """(title, text) of the chunks."""
@@ -79,9 +79,9 @@ def build_prompt(form: PromptForm, asked: Asked) -> RagPrompt:
 
 @contextmanager
 def local_shard() -> Iterator[str]:
-    """Run a store shard in this process and yield its URL on loopback. Its folder and chunks are deleted
-    after."""
-    # Only commands that run an engine need a server.
+    """Run a store shard in this process and yield its URL on loopback. Its folder and chunks are deleted at
+    the end."""
+    # Imported here: only commands that run an engine need a server.
     from kintsugi.store.shard.opening import ShardSpec, open_shard
     from kintsugi.store.shard.server import ShardServer
 
@@ -149,5 +149,5 @@ def _store_chunks(engine: LocalEngine, prompt: RagPrompt, namespace: str) -> str
     distinct = list(dict.fromkeys(chunk.token_ids for chunk in prompt.chunks))
     for generation in engine.save(prompt.prefix, distinct, namespace):
         if not generation.is_saved:
-            return str((generation.accounting or {}).get("reason") or "the connector did not answer")
+            return str((generation.accounting or {}).get("reason") or "the connector reported nothing")
     return None

@@ -11,32 +11,33 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 
 _LABEL = re.compile(r"[A-Za-z_]+")
 WEIGHTS_CHANGED = "weights_changed"
-"""Reason for blending and saving nothing after a worker has found that its weights changed."""
+"""Reason why nothing is blended or saved after a worker has found that its weights changed."""
 TICKET = "kintsugi_ticket"
-"""An extra argument of a request. The scheduler reports the accounting under this ticket at the first token,
-because vLLM loses the request's own report if a stop string aborts it."""
+"""Name of an extra argument of a request. At the first token, the scheduler reports the accounting under the
+argument's value, because vLLM loses the request's own report if a stop string aborts it."""
 TOLD = "told"
-"""An entry of the connector's statistics: accountings of running requests, by ticket."""
+"""Key of the connector's statistics for the accountings of running requests, by ticket."""
 
 
 class Outcome(StrEnum):
-    """How the prompt was prefilled."""
+    """The outcome of a request."""
 
     BLENDED = "blended"
     SAVED = "saved"
     AUDITED = "audited"
-    """A stored chunk was prefilled again and compared; `audit` says how far they differ."""
+    """A stored chunk was prefilled again and compared; `audit` holds the differences."""
     PREFIX_HIT = "prefix_hit"
     """The engine's own prefix cache already held everything that would have been blended."""
     DECLINED = "declined"
-    """An ordinary full prefill; `reason` says why."""
+    """The prompt was prefilled in full; `reason` says why."""
     FAILED = "failed"
     """No chunk of the prompt could be loaded, so the engine computed it; or a chunk was computed but not
     stored. `reason` says what failed."""
 
 
 def label_of_reason(reason: str | None) -> str:
-    """Return the first word of a reason: `no_chunk_cached`, `InvalidSpan`; `none` without a reason."""
+    """Return the first word of a reason, such as `no_chunk_cached` or `InvalidSpan`; `none` without a
+    reason."""
     if reason is None:
         return "none"
     label = reason.split(":", 1)[0]
@@ -61,7 +62,7 @@ class ChunkAudit:
     """
 
     codec: str
-    """Name of the codec that the chunk is stored in."""
+    """Name of the stored chunk's codec."""
     key_errors: list[float]
     """Errors of keys, which are stored before RoPE."""
     value_errors: list[float]
@@ -69,7 +70,7 @@ class ChunkAudit:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Counts are tokens of this request's prompt unless a name says otherwise."""
+    """The accounting of one request."""
 
     outcome: Outcome
     reason: str | None = None
@@ -90,13 +91,13 @@ class Accounting:
     """Computed ÷ total is the cost. A K/V projection counts as its share of a layer."""
     bytes_loaded: int = 0
     transport: str | None = None
-    """The store's name of the path over which the bytes were loaded."""
+    """Name of the path over which the bytes were loaded, such as `ram` or `grpc`."""
     load_wait_ms: float = 0.0
     compute_ms: float = 0.0
     blend_ms: float = 0.0
-    """Wall time from the first slice to the last, engine steps between them included."""
+    """Wall time from the first slice to the last, including the engine steps between them."""
     chunks_recomputed: int = 0
-    """Hit chunks that were computed because loading them was predicted to be slower."""
+    """Hit chunks that were recomputed because loading them was predicted to be slower."""
     ttft_ms: float | None = None
     """From the scheduler's first look at the request, after its wait in the queue, to the end of the engine
     step that produced the first token."""
@@ -111,12 +112,12 @@ class Accounting:
     """Start of the pass by the clock of the engine's host; `timeline` counts from it."""
     audit: ChunkAudit | None = None
     tokens_discovered: int = 0
-    """Tokens among `tokens_hit` whose chunks the request did not declare and that were found by content,
-    whether discovery, a put, a save or precompute stored them."""
+    """Tokens among `tokens_hit` of chunks that the request did not declare and that were found by content,
+    regardless of how they were stored."""
     segments_counted: int = 0
-    """Segments of the prompt that no stored chunk covers and that were counted, because they may recur."""
+    """Segments of the prompt that were counted because no stored chunk covers them and they may recur."""
     segments_queued: int = 0
-    """Segments among `segments_counted` that recurred, and now wait to be saved."""
+    """Segments among `segments_counted` that recurred and were queued to be saved."""
 
     @property
     def cost(self) -> float:

@@ -36,20 +36,21 @@ SHARD_POLICY = "kintsugi.serving.autoscaling:ShardPolicy"
 ENGINE_ROUTER = "kintsugi.serving.engine_router.EngineRouter"
 
 SHARD_ARENAS_MAX = 2
-"""Maximum malloc arenas in a shard: each keeps the memory of its largest burst of messages."""
+"""Maximum number of malloc arenas in a shard. Each keeps the memory of its largest burst of messages."""
 SHARD_ENV = {"MALLOC_ARENA_MAX": str(SHARD_ARENAS_MAX)}
 """Ray's worker has threads, and so arenas, before `store.shard.malloc` can bound them."""
 
 PORT_MAX = 65535
 HEALTH_CHECK_PERIOD_S = 2.0
-"""A dead replica is noticed within this time and Serve's own period."""
+"""Period of health checks. Serve adds its own period until it notices a dead replica."""
 HEALTH_CHECK_TIMEOUT_S = 30.0
-"""A machine that is busy with a prefill answers late."""
+"""Timeout of a health check; a machine that is busy with a prefill answers late."""
 END_MARGIN_S = 15.0
 """Time after the drain before Serve kills a replica: Serve waits two seconds before the drain starts, and
 files and ports close after it."""
 REQUESTS_MAX = 512
-"""Requests that run or wait in one engine; more wait in the gateway's handle, up to `QUEUED_MAX`."""
+"""Maximum number of requests that run or wait in one engine. Further requests wait in the gateway's handle,
+up to `QUEUED_MAX`."""
 QUEUED_MAX = 4096
 DRAIN_S = 60.0
 """Time for running requests to finish when an engine or a gateway stops, and for a stopping shard to write
@@ -70,7 +71,7 @@ ENGINE_METRICS_PORT = 7580
 
 @dataclass(frozen=True)
 class ModelExpert(Settings):
-    """Form of prompts, and the text that chunks are prefilled after."""
+    """The form of prompts, and the text that chunks are prefilled after."""
 
     form: str = setting("auto", enum=["auto", "chat", "plain"])
     """How prompts are written: by the chat template, or plain; `auto`: chat where the model has a template.
@@ -88,12 +89,12 @@ class ModelSpec(Settings):
     path: str = setting(minLength=1)
     """Folder of the checkpoint, a hub name, `org/model`, or the reference model's, `smollm2-135m`."""
     name: str = ""
-    """What clients call it; empty: the last part of the path."""
+    """Name that clients use; empty: the last part of the path."""
     system_prompt: str | None = None
     """The system prompt that chunks are prefilled after, without the template's marks; unset: the
     template's own, if it has one."""
     codec: str = "raw"
-    """How chunk KV is encoded in the store: `raw` keeps every bit, the others take less room."""
+    """Codec of chunk KV in the store: `raw` is lossless, the others use less space."""
     expert: ModelExpert = field(default_factory=ModelExpert)
 
 
@@ -102,24 +103,24 @@ class EngineExpert(Settings):
     """Settings of engines that follow from the calibration report, the hardware or the model."""
 
     ratio: float | None = setting(None, minimum=0, maximum=1)
-    """Share of a prompt's chunk tokens that a blend recomputes where no calibration report decides it."""
+    """Share of a prompt's chunk tokens that a blend recomputes, without a calibration report."""
     selector: str | None = None
-    """Selector of the recomputed tokens where no calibration report decides it."""
+    """Selector of the recomputed tokens, without a calibration report."""
     check_layer: int | None = setting(None, minimum=1)
-    """Layer whose KV deviation selects tokens where no calibration report decides it."""
+    """Layer whose KV deviation selects tokens, without a calibration report."""
     portable: bool = True
-    """Use chunks that were prefilled after one prefix also after another."""
+    """Also use chunks in prompts with another prefix than the one that they were prefilled after."""
     plain_copies: bool = True
-    """Whether each chunk of a model with a context is also stored without it, for the first place of a
-    prompt."""
+    """With a context: also store each chunk without it, for prompts that begin with the chunk."""
     loading_controller: bool = True
-    """Prefill a prompt in full where that is predicted to be faster; if false, blend whatever can be."""
+    """Prefill a prompt in full if that is predicted to be faster; if false, blend every prompt that can be
+    blended."""
     load_deadline_ms: int | None = setting(None, minimum=1)
-    """Longest wait for the store in milliseconds; unset: 500 for a lookup, 2000 for a layer."""
+    """Longest wait for the store in milliseconds; unset: 500 ms for a lookup, 2000 ms for a layer."""
 
     @property
     def connector(self) -> dict[str, Any]:
-        """These settings as the connector has them, where they differ from its defaults."""
+        """The settings by the connector's own names; unset ones are left out."""
         given = {one.name: getattr(self, one.name) for one in fields(EngineExpert)}
         deadline_ms = given.pop("load_deadline_ms")
         given |= {"lookup_deadline_ms": deadline_ms, "layer_deadline_ms": deadline_ms}
@@ -139,9 +140,9 @@ class EngineSpec(Settings):
     )
 
     replicas: int = setting(1, minimum=1)
-    """Number of engines; the smallest number where `replicas_max` is set."""
+    """Number of engines; if `replicas_max` is set, the minimum number."""
     replicas_max: int | None = setting(None, minimum=1)
-    """Largest number of engines that autoscaling starts; unset: always `replicas`."""
+    """Maximum number of engines with autoscaling; unset: always `replicas`."""
     cpus: float = setting(1.0, minimum=0)
     """CPU cores of each engine."""
     gpus: float = setting(0.0, minimum=0)
@@ -154,7 +155,7 @@ class EngineSpec(Settings):
 
     @property
     def most(self) -> int:
-        """The largest number of engines."""
+        """The maximum number of engines."""
         return self.replicas if self.replicas_max is None else self.replicas_max
 
 
@@ -172,7 +173,7 @@ BUCKET_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_.-]+)*)?$"
 """`s3://BUCKET/PREFIX`, or nothing."""
 BUCKET_RULE = Rule(
     (this.bucket_url == "") | has_items(this.tiers),
-    "a bucket takes what SSD tiers give up: name one in tiers",
+    "a bucket stores the chunks that SSD tiers evict: name a tier in tiers",
     "bucket_url",
 )
 
@@ -195,29 +196,29 @@ class StoreSettings(Settings):
     """S3-compatible bucket for chunks that SSD tiers evict, such as s3://chunks/kintsugi; empty: none. Shards
     read its endpoint, region and credentials from their environment (AWS_ENDPOINT_URL, AWS_REGION …)."""
     bucket_gib: float = setting(100.0, exclusiveMinimum=0)
-    """Largest size of each shard's chunks in the bucket, in GiB."""
+    """Maximum size of each shard's chunks in the bucket, in GiB."""
 
 
 @dataclass(frozen=True)
 class StoreExpert(Settings):
-    """Settings of a store that spans several hosts, encrypts, or is shared by clients of different rights."""
+    """Settings of a store on several hosts, with encryption, or with clients of different permissions."""
 
     shards_max: int | None = None
-    """Largest number of shards; more are started when evicted chunks are soon requested again. Unset:
+    """Maximum number of shards; shards are added when evicted chunks are soon requested again. Unset:
     always `shards`."""
     host: str = "127.0.0.1"
-    """The interface that shards and directory listen on. Beyond loopback they need TLS, or `insecure`."""
+    """Interface that shards and directory listen on. Beyond loopback they need TLS, or `insecure`."""
     directory_port: int = setting(7410, minimum=1, maximum=PORT_MAX)
     """Port of the directory on the head node, which lists the shards to clients."""
     insecure: bool = False
     """Listen beyond loopback without TLS."""
     tls_name: str = ""
-    """The name that all shards' certificates are for; empty: the address at which each is reached."""
+    """Host name in the certificates of all shards; empty: each shard's own address."""
     tokens_file: str = ""
-    """JSON file of hashed bearer tokens and of client certificates, with what each may do on a shard. Empty:
+    """JSON file of hashed bearer tokens and client certificates, with their permissions on a shard. Empty:
     every client may do everything."""
     token_file: str = ""
-    """File with the token that engines and gateways show to shards."""
+    """File with the token that engines and gateways send to shards."""
     keys_file: str = ""
     """File with the keys of encrypted namespaces, for engines and gateways; shards never read it."""
     audit_dir: str = ""
@@ -233,12 +234,12 @@ class StoreSpec(StoreSettings):
     tiers: tuple[TierSpec, ...] = ()
     """SSD tiers below RAM, fastest first."""
     data_dir: str = ""
-    """Folder for shards' identities and reports; empty: nothing outlives a shard. Each shard of a host uses a
-    subfolder of it and of each tier's path."""
+    """Folder for shards' identities and reports; empty: a shard keeps nothing when it ends. Each shard of a
+    host uses a subfolder of it and of each tier's path."""
     tls_ca: str = ""
     """PEM file of the authority that signed the certificates of shards, engines and gateways."""
     tls_cert: str = ""
-    """PEM file of the certificate that shards, engines and gateways show each other."""
+    """PEM file of the certificate of shards, engines and gateways."""
     tls_key: str = ""
     """PEM file of that certificate's private key."""
     expert: StoreExpert = field(default_factory=StoreExpert)
@@ -249,10 +250,10 @@ class GatewayExpert(Settings):
     """Settings of gateways that few need."""
 
     fill_on_miss: bool = True
-    """Prefill and store a chunk that the store lacks after the answer; if false, it stays missing."""
+    """After an answer, prefill and store the chunks that the store lacked."""
     engine_places: int | None = setting(None, minimum=1, maximum=65536)
-    """Requests that each gateway has engines answer at a time. Further ones wait in a queue in which
-    namespaces take turns by their weights; unset: none wait."""
+    """Maximum number of requests that each gateway sends to engines at a time. Further requests wait in a
+    queue in which namespaces take turns by their weights; unset: no queue."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +278,9 @@ class GatewaySpecExpert(GatewayExpert):
     audit_dir: str = ""
     """Folder of the gateway's audit log; empty: none is written."""
     data_dir: str = ""
-    """Folder for the chunk texts that the gateway knows; empty: it forgets them when it stops."""
+    """Folder for the chunk texts that the gateway knows; empty: they are lost when it stops."""
     ledger: str = ""
-    """State folder of the precompute whose corpora segments may name and messages may hold."""
+    """State folder of precompute. Requests may name its corpora, and its documents are found in messages."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class GatewaySpec(GatewaySettings):
     """gRPC and HTTP front end."""
 
     host: str = "127.0.0.1"
-    """The interface that the gateway listens on. Beyond loopback it needs TLS and tokens, or `insecure`."""
+    """Interface that the gateway listens on. Beyond loopback it needs TLS and tokens, or `insecure`."""
     tokens_file: str = ""
     """JSON file of hashed bearer tokens and their namespaces."""
     tls_cert: str = ""
@@ -301,16 +302,16 @@ class GatewaySpec(GatewaySettings):
 
 @dataclass(frozen=True)
 class ServiceSpec(Settings):
-    """A whole service. Making one checks everything that it holds and raises `InvalidField`."""
+    """A whole service. The constructor checks all settings and raises `InvalidField`."""
 
     model: ModelSpec
     engines: EngineSpec = field(default_factory=EngineSpec)
     store: StoreSpec = field(default_factory=StoreSpec)
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
     limits: Mapping[str, NamespaceLimits] = setting(dict, maxProperties=PATTERNS_MAX)
-    """What namespaces may use, by pattern. Limits in `gateway.tokens_file` count before these."""
+    """Limits of namespaces, by pattern. Limits in `gateway.tokens_file` take precedence."""
     privacy: Mapping[str, NamespacePrivacy] = setting(dict, maxProperties=PATTERNS_MAX)
-    """What answers reveal within a namespace, by pattern. Those in `gateway.tokens_file` count before."""
+    """What answers reveal within a namespace, by pattern. Rules in `gateway.tokens_file` take precedence."""
 
     @property
     def rules(self) -> NamespaceRules:
@@ -325,17 +326,17 @@ class ServiceSpec(Settings):
             parse_selector(self.engines.expert.selector)
         store, gateway = self.store, self.gateway
         if (most := store.expert.shards_max) is not None and most < store.shards:
-            raise InvalidField("store.expert.shards_max", f"{most} is less than the {store.shards} shards")
+            raise InvalidField("store.expert.shards_max", f"{most} is less than shards, {store.shards}")
         if store.tiers and not store.data_dir:
-            raise InvalidField("store.data_dir", "is needed with tiers: it holds the shards' identities")
+            raise InvalidField("store.data_dir", "is mandatory with tiers; it holds the shards' identities")
         if len({bool(file) for file in (store.tls_ca, store.tls_cert, store.tls_key)}) > 1:
             raise InvalidField("store.tls", "give tls_ca, tls_cert and tls_key together")
         expert = store.expert
         if expert.tokens_file and not (expert.token_file or store.tls_ca):
             raise InvalidField(
                 "store.expert.token_file",
-                "is needed with tokens_file, unless engines and gateways show a certificate: name the file "
-                "with their token",
+                "is mandatory with tokens_file unless tls_ca is set; name the file with the token that "
+                "engines and gateways send",
             )
         if bool(gateway.tls_cert) != bool(gateway.tls_key):
             raise InvalidField("gateway.tls", "give tls_cert and tls_key together")
@@ -343,7 +344,7 @@ class ServiceSpec(Settings):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where replicas may run, and how they find each other: what differs between one machine and a cluster.
+    """Where replicas run, and how they find each other, which differs between one machine and a cluster.
 
     Resources are Ray's custom ones, by name. With one node group per shard, `shard={"kintsugi_shard": 1}` and
     one `kintsugi_shard` per group place every shard on its own group and volume.
@@ -353,7 +354,7 @@ class Placement:
     engine: Mapping[str, float] = field(default_factory=dict)
     gateway: Mapping[str, float] = field(default_factory=dict)
     store_url: str = ""
-    """Where engines find the shards. Empty: both applications share a Ray cluster and its network."""
+    """URL at which engines find the shards. Empty: both applications run in one Ray cluster."""
 
 
 HERE = Placement()

@@ -1,26 +1,26 @@
-"""The one tree of errors that a user of Kintsugi can cause or meet.
+"""The tree of errors that Kintsugi raises on purpose.
 
 ::
 
     KintsugiError
-    ├── InvalidField           a field has an impossible value; names the field and what would be right
+    ├── InvalidField           a field has an invalid value; names the field and a valid value
     │   ├── UnknownField       a key that the schema lacks; carries the nearest valid one
     │   ├── InvalidSpan        spans overlap, leave the prompt or are empty
     │   ├── ForeignChunkKey    a key that was not made from this chunk space and these tokens
-    │   └── BelowMinimum       a ratio below the least that passed calibration
+    │   └── BelowMinimum       a ratio below the lowest that passed calibration
     ├── NotFound               a chunk, report, shard or file does not exist
     ├── Unauthenticated        no token, or an unknown one
     ├── PermissionDenied       a known caller lacks a permission, or the feature is switched off
-    ├── ResourceExhausted      a bound was reached: bytes, entries, queue, quota
-    ├── Unavailable            the other side does not answer now; retrying later can help
+    ├── ResourceExhausted      a limit was reached: bytes, entries, queue
+    ├── Unavailable            the other side does not answer; a later retry may succeed
     ├── DeadlineExceeded       the other side answered too late
     ├── Corrupted              bytes whose digest or structure is wrong; they are quarantined, never served
-    ├── VersionMismatch        protocol, format or engine version that this build does not speak
+    ├── VersionMismatch        a protocol, format or engine version that this build does not support
     ├── NotBlendable           the model, engine or request cannot be blended; serving falls back
     └── SelfTestFailed         the engine's start-up self-test found that blending would be wrong
 
-Every message says what to do. `kintsugi.store.protocol.grpc_status` holds the table to and from gRPC status.
-Assertions, in contrast, are for our own mistakes.
+Every message says what to do. `kintsugi.store.protocol.grpc_status` maps errors to gRPC statuses and back.
+Assertions are for mistakes in our own code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _rebuild_error(kind: type[KintsugiError], message: str, fields: dict[str, An
 
 
 class InvalidField(KintsugiError):
-    """`field` has an impossible value. The message says what would be right."""
+    """`field` has an invalid value. The message says what is valid."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -74,7 +74,7 @@ class ForeignChunkKey(InvalidField):
 
 
 class BelowMinimum(InvalidField):
-    """A ratio below the least that passed calibration."""
+    """A ratio below the lowest that passed calibration."""
 
 
 class NotFound(KintsugiError):
@@ -90,7 +90,7 @@ class PermissionDenied(KintsugiError):
 
 
 class ResourceExhausted(KintsugiError):
-    """A stated bound was reached; nothing was stored."""
+    """A limit was reached; nothing was stored."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         """``retry_after_s``: seconds until a retry may succeed, if known."""
@@ -99,7 +99,7 @@ class ResourceExhausted(KintsugiError):
 
 
 class Unavailable(KintsugiError):
-    """The other side does not answer now."""
+    """The other side does not answer."""
 
 
 class DeadlineExceeded(KintsugiError):
@@ -111,7 +111,7 @@ class Corrupted(KintsugiError):
 
 
 class VersionMismatch(KintsugiError):
-    """A protocol, format or engine version that this build does not speak."""
+    """A protocol, format or engine version that this build does not support."""
 
 
 class NotBlendable(KintsugiError):

@@ -1,4 +1,4 @@
-"""A gateway's interface to engines, and the values that the two exchange.
+"""A gateway's interface to engines, and the values that both exchange.
 
 The values are plain, so that they can pass through Ray, within one process or in a test. A gateway sends
 constraints (`KintsugiParams`), never a plan, and tokens, never tensors.
@@ -37,7 +37,7 @@ class EngineRequest:
     """If set, the request uses only prefix cache entries of requests with the same namespace and measurement,
     so that it takes as long as the first request with this prompt."""
     scored_token: int | None = None
-    """A token whose logprob as the answer's first token is reported; the answer is sampled as usual."""
+    """Token whose logprob at the answer's first position is reported; the answer is sampled as usual."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class MatchedChunk:
     """A stored chunk that a prompt holds."""
 
     namespace: str
-    """The namespace that it is stored in: the request's, or the one that it shares."""
+    """The namespace that it is stored in: the request's own or its shared namespace."""
     key: ChunkKey
     """The key that it is stored under."""
     num_tokens: int
@@ -143,12 +143,12 @@ class PromptMatch:
     prompt_tokens: int
     """Number of tokens of all prompts together."""
     chunks: tuple[MatchedChunk, ...]
-    """In the order of the prompts, each once."""
+    """The chunks in the order of the prompts, without duplicates."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The facts about engines that a gateway needs."""
+    """The properties of engines that a gateway needs."""
 
     model: str
     """Name that clients use."""
@@ -168,7 +168,7 @@ class EngineInfo:
     context_token_ids: tuple[int, ...] = ()
     """The context between the prefix and each chunk while the chunk is prefilled."""
     plain_copies: bool = True
-    """With a context: whether a plain copy of each chunk is stored, too."""
+    """With a context: whether a plain copy of each chunk is also stored."""
     aliases: tuple[str, ...] = ()
     """Other names that requests may use for the model: its folder, and its name on the hub."""
     selector: str = ""
@@ -184,13 +184,13 @@ class EngineInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that the model answers to, `model` first."""
+        """All names of the model, `model` first."""
         return self.model, *self.aliases
 
     def check_name(self, name: str) -> None:
-        """Raises `NotFound` unless the model answers to ``name``."""
+        """Raise `NotFound` if ``name`` is not a name of the model."""
         if name not in self.names:
-            raise NotFound(f"model {name!r} is not served here; ask for one of {', '.join(self.names)}")
+            raise NotFound(f"model {name!r} is not served; request one of {', '.join(self.names)}")
 
 
 class EngineBackend(ABC):

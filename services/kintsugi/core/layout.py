@@ -1,9 +1,9 @@
 """The format of stored chunk KV: layout, codecs, frame sizes, manifest.
 
 A **frame** is one layer of one chunk. It is head-major, ``[kv_heads, 2, tokens, head_dim]`` with K before V,
-so that a tensor-parallel rank reads one contiguous byte range, and K is stored before RoPE: it is rotated
-once, at load. A layout has **groups** of consecutive layers that are alike; in a layer that stores something
-other than K and V, a head is the sequence of its parts, ``[tokens, width]`` each. Quantised codecs store a
+so that a tensor-parallel rank reads one contiguous byte range. K is stored before RoPE and rotated once, at
+load. A layout has **groups** of consecutive equal layers. In a layer that stores something other than K
+and V, a head is the sequence of its parts, ``[tokens, width]`` each. Quantised codecs store a
 head's scales after its elements. A digest covers each head of each frame, so a rank can verify exactly the
 bytes it read. The store never decodes; `fusor.codecs` encodes and decodes on tensors.
 
@@ -34,7 +34,8 @@ FORMAT = 1
 DIGEST_BYTES = 16
 """xxh3-128 per (layer, kv head)."""
 SALT_BYTES = 16
-"""Length of the salt, random for every put of an encrypted chunk: no two puts share an encryption key."""
+"""Length of the salt. It is random for every put of an encrypted chunk, so no two puts share an encryption
+key."""
 
 TOKENS_MAX = 1 << 20
 ANCHORS_MAX = 16
@@ -46,10 +47,10 @@ HEADS_MAX = 1024
 HEAD_DIM_MAX = 1024
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 1
-"""A scale is a float of three bits of exponent and five of mantissa. Its own rounding costs little accuracy,
-because elements are divided by the rounded scale."""
+"""Size of a scale: a float with three bits of exponent and five of mantissa. Its rounding costs little
+accuracy, because elements are divided by the rounded scale."""
 EXPONENTS_BYTES = 2
-"""Two exponents per head: the one that its K scales are relative to, and the one for V."""
+"""Size of a head's two exponents, to which its scales of K and of V are relative."""
 SINK_TOKENS = 4
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 """Valid ids of namespace keys."""
@@ -58,9 +59,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 class Codec(IntEnum):
     """How a frame's head is encoded. Ids are on disk and on the wire: never renumber.
 
-    The quantised ones have one scale per channel of K and one per token of V. ``*_SINKS`` keep the first
-    `SINK_TOKENS` tokens of a chunk as they are: at the start of a sequence, their values can be so large that
-    they would determine K's scales.
+    Quantised codecs have one scale per channel of K and one per token of V. ``*_SINKS`` do not quantise the
+    first `SINK_TOKENS` tokens of a chunk: at the start of a sequence, their values can be so large that they
+    would determine K's scales.
     """
 
     RAW = 1
@@ -72,7 +73,7 @@ class Codec(IntEnum):
     FP8_SINKS = 5
 
     def sinks_of(self, num_tokens: int) -> int:
-        """Leading tokens that are not quantised."""
+        """Return the number of leading tokens that are not quantised."""
         return min(num_tokens, SINK_TOKENS) if self in (Codec.INT8_SINKS, Codec.FP8_SINKS) else 0
 
 
@@ -86,13 +87,13 @@ def codec_named(name: str) -> Codec:
 
 
 class PartKind(IntEnum):
-    """What a part of a head is. Ids are on disk and on the wire: never renumber."""
+    """The kind of a part of a head. Ids are on disk and on the wire: never renumber."""
 
     K = 1
     """Before RoPE."""
     V = 2
     KV = 3
-    """One tensor from which both K (before RoPE) and V follow, stored once."""
+    """One tensor from which both K (before RoPE) and V are computed, stored once."""
     LATENT = 4
     """The latent from which multi-head latent attention computes K and V; one for all heads."""
     ROTARY = 5
@@ -100,11 +101,11 @@ class PartKind(IntEnum):
 
 
 class SideKind(IntEnum):
-    """What a side frame holds. Ids are on disk and on the wire: never renumber. Stores carry any id from 1 to
-    `SIDE_KIND_MAX`, so a new kind needs no change to stores."""
+    """The kind of a side frame. Ids are on disk and on the wire: never renumber. Stores accept any id from 1
+    to `SIDE_KIND_MAX`, so a new kind needs no change to stores."""
 
     PATCH = 1
-    """The low-rank difference that a context makes to the chunk's KV."""
+    """Low-rank approximation of the change that a context makes to the chunk's KV."""
     SCORES = 2
     """A score for each token."""
 
@@ -142,12 +143,12 @@ class LayerGroup:
         kinds = [part.kind for part in self.parts]
         if not kinds or kinds != sorted(set(kinds)):
             raise InvalidField(
-                "layout.groups", "name at least one part, each once, in the order of their ids"
+                "layout.groups", "must have at least one part, in the order of their ids, without duplicates"
             )
 
     @property
     def shape(self) -> tuple[int, tuple[Part, ...]]:
-        """What two layers of one group have in common."""
+        """Heads and parts, which are equal in all layers of a group."""
         return self.heads, self.parts
 
     @cached_property
@@ -161,7 +162,8 @@ class LayerGroup:
         return sum(part.width for part in self.parts)
 
     def head_bytes(self, codec: Codec, num_tokens: int, dtype: str) -> int:
-        """Bytes of one head of one frame. Raises `InvalidField` for a codec that does not encode the parts.
+        """Return the bytes of one head of one frame. Raises `InvalidField` for a codec that does not encode
+        the parts.
 
         A quantised head is a sequence: K and V, each `[tokens, width]`, one byte per element, without the
         sinks; an exponent for K's scales, one for V's; scales of K `[width]`, of V `[tokens]`; the sinks' K
@@ -170,9 +172,7 @@ class LayerGroup:
         if codec is Codec.RAW:
             return self.width * num_tokens * ELEMENT_BYTES[dtype]
         if not self.has_k_and_v:
-            raise InvalidField(
-                "codec", f"{codec.name.lower()} encodes K and V alone; store this model's KV in raw"
-            )
+            raise InvalidField("codec", f"{codec.name.lower()} encodes only K and V; use raw for this model")
         sinks = codec.sinks_of(num_tokens)
         small = num_tokens - sinks
         scales = EXPONENTS_BYTES + SCALE_BYTES * (self.parts[0].width + small)
@@ -184,7 +184,7 @@ class KVLayout:
     """Shape of a model's KV, which determines a frame's size."""
 
     groups: tuple[LayerGroup, ...]
-    """The layers that have a frame, in order, neighbours of one shape in one group."""
+    """The layers that have a frame, in order. Consecutive groups differ in shape."""
     dtype: str
     """Element type before encoding: a key of `ELEMENT_BYTES`."""
 
@@ -201,7 +201,7 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise InvalidField("layout.groups", "name at least one group of layers")
+            raise InvalidField("layout.groups", "must have at least one group of layers")
         if self.num_layers > LAYERS_MAX:
             raise InvalidField("layout.groups", f"{self.num_layers} layers; at most {LAYERS_MAX} are stored")
         if self.dtype not in ELEMENT_BYTES:
@@ -210,11 +210,11 @@ class KVLayout:
             if self.num_kv_heads % group.heads:
                 raise InvalidField(
                     "layout.groups",
-                    f"{group.heads} heads do not divide {self.num_kv_heads}, the most of any layer: ranks "
+                    f"{group.heads} heads do not divide {self.num_kv_heads}, the most of any layer; ranks "
                     "read the same share of every layer",
                 )
         if tuple(_join(self.groups)) != self.groups:
-            raise InvalidField("layout.groups", "neighbours of one shape are one group")
+            raise InvalidField("layout.groups", "consecutive groups of one shape must be one group")
 
     @cached_property
     def num_layers(self) -> int:
@@ -337,7 +337,7 @@ class HeadDigests(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkManifest:
-    """Everything about a stored chunk but its bytes. Committing it makes the chunk visible."""
+    """The description of a stored chunk. Committing it makes the chunk visible."""
 
     key: ChunkKey
     space_digest: bytes
@@ -347,23 +347,23 @@ class ChunkManifest:
     layout: KVLayout
     codec: Codec
     anchors: tuple[int, ...]
-    """Hashes of some of its tokens, by which it is found in a prompt (`spaces.anchors_of`); empty for a chunk
-    that only spans can name."""
+    """Hashes of some tokens, by which the chunk is found in a prompt (`spaces.anchors_of`); empty for a chunk
+    that can be named only by spans."""
     digests: bytes
     """`DIGEST_BYTES` for each side frame, then for each layer and head, row-major."""
     key_id: str = ""
-    """Id of the namespace key that the frames are encrypted with; the digests are then AES-GCM tags, which
-    only the key's holder can check. Empty: not encrypted."""
+    """Id of the namespace key that encrypts the frames; the digests are then AES-GCM tags, which can be
+    checked only with the key. Empty: not encrypted."""
     salt: bytes = b""
-    """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; else none."""
+    """`SALT_BYTES` random bytes from which an encrypted chunk's own key is derived; otherwise empty."""
     side_frames: tuple[SideFrame, ...] = ()
     """In the order in which they are stored: the highest kind first."""
     asked_at_s: float = field(default=0.0, compare=False)
     """When the save was requested, in Unix seconds. An erasure requested at that time or later covers the
     chunk. 0 in a put: now, by the store's clock."""
     context_keys: tuple[ChunkKey, ...] = ()
-    """Keys of the texts that the chunk was prefilled after, apart from the prefix, as chunks of its plain
-    space. Erasing one of them erases this chunk."""
+    """Keys, in the plain space, of the texts between the prefix and the chunk when it was prefilled. Erasing
+    one of them erases this chunk."""
 
     @staticmethod
     def of(
@@ -416,11 +416,13 @@ class ChunkManifest:
             values = getattr(self, name)
             if len(values) > bound or len(set(values)) < len(values):
                 raise InvalidField(
-                    f"manifest.{name}", f"holds {len(values)}; name at most {bound}, each once"
+                    f"manifest.{name}", f"has {len(values)} items; at most {bound} different ones are allowed"
                 )
         if self.side_frames:
             self._check_side_frames()
-        self.layout.frame_runs(self.codec, self.num_tokens)  # raises for a codec that cannot hold the layers
+        self.layout.frame_runs(
+            self.codec, self.num_tokens
+        )  # raises for a codec that cannot encode the layers
         needed = self.layout.digests_bytes + DIGEST_BYTES * len(self.side_frames)
         if len(self.digests) != needed:
             raise InvalidField(
@@ -432,13 +434,13 @@ class ChunkManifest:
         if len(kinds) > SIDE_FRAMES_MAX or kinds != sorted(set(kinds), reverse=True):
             raise InvalidField(
                 "manifest.side_frames",
-                f"of kinds {kinds}; name at most {SIDE_FRAMES_MAX}, in descending order",
+                f"has kinds {kinds}; at most {SIDE_FRAMES_MAX} are allowed, in descending order",
             )
         for kind, size_bytes in self.side_frames:
             if not 0 < kind <= SIDE_KIND_MAX or size_bytes <= 0:
                 raise InvalidField(
                     "manifest.side_frames",
-                    f"kind {kind} of {size_bytes} bytes; kinds are 1 to {SIDE_KIND_MAX}, and none is empty",
+                    f"kind {kind} of {size_bytes} bytes; kinds are 1 to {SIDE_KIND_MAX}, sizes are positive",
                 )
 
     @property
@@ -544,7 +546,7 @@ def check_frames(manifest: ChunkManifest, frame_sizes: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class LayerFrame:
-    """The bytes of some heads of one layer of one chunk, verified, as they arrive."""
+    """The verified bytes of some heads of one layer of one chunk."""
 
     chunk: int
     """Index into the request's keys."""
@@ -555,7 +557,7 @@ class LayerFrame:
 
 @dataclass(frozen=True)
 class ChunkLost:
-    """Sent instead of a frame if a chunk can no longer be read. Its other frames do not follow."""
+    """Sent instead of a frame if a chunk can no longer be read. No more of its frames follow."""
 
     chunk: int
     layer: int

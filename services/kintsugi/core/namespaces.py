@@ -33,7 +33,7 @@ GIB = 1 << 30
 PATTERNS_MAX = 1_000
 
 MARK = "/-/"
-"""Ends the base in a part's name."""
+"""Separates the base from the rest of a part's name."""
 TENANT = "x-tenant-id"
 SESSION = "x-session-id"
 CACHE_KEY = "prompt_cache_key"
@@ -62,7 +62,7 @@ def narrow(namespace: str, values: Mapping[str, str]) -> str:
     check_namespace(namespace)
     if namespace.endswith("/-"):
         raise InvalidField(
-            "namespace", f"{namespace!r} ends as parts begin; name one that does not end in '/-'"
+            "namespace", f"{namespace!r} ends in '/-', which separates parts; use another namespace"
         )
     tenant = given.pop(TENANT, None)
     components = [*([tenant] if tenant is not None else []), *([_digest(given)] if given else [])]
@@ -71,7 +71,7 @@ def narrow(namespace: str, values: Mapping[str, str]) -> str:
         name = TENANT if tenant is not None else next(iter(given))
         raise InvalidField(
             name,
-            f"makes the namespace {part!r}, of more than {NAMESPACE_BYTES_MAX} characters; shorten "
+            f"makes the namespace {part!r}, which exceeds {NAMESPACE_BYTES_MAX} characters; shorten "
             f"{'the tenant or ' if tenant is not None else ''}the namespace {namespace!r}",
         )
     return part
@@ -130,7 +130,8 @@ def narrow_by_headers(namespace: str, headers: Mapping[str, str]) -> str:
 
 
 def narrow_by_request(namespace: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """As `narrow_by_headers`, also by the fields of an OpenAI request's body."""
+    """Narrow a namespace by HTTP headers and by the fields of an OpenAI request's body. Raises as
+    `narrow_by_headers`."""
     fields = {name: body[name] for name in NARROWING_FIELDS if name in body}
     return narrow(namespace, {**_read_headers(headers), **fields})
 
@@ -142,7 +143,7 @@ def check_sent_once(names: Iterable[str]) -> None:
     sent = Counter(names)
     for name in NARROWING_HEADERS:
         if sent[name] > 1:
-            raise InvalidField(name, "comes more than once; send it once")
+            raise InvalidField(name, "is repeated; send it once")
 
 
 def _read_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -152,49 +153,50 @@ def _read_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NamespaceLimits(Settings):
-    """What a namespace may use. A limit that is not set is not enforced.
+    """What a namespace may use. A limit that is unset is not enforced.
 
-    Each gateway and each shard enforces its limits by itself.
+    Each gateway and each shard enforces the limits independently.
     """
 
     weight: float = setting(1.0, minimum=0.01, maximum=1000)
-    """Share of the engines where namespaces wait for them, relative to the weights of the others."""
+    """Share of the engines' capacity while namespaces wait, relative to the weights of other namespaces."""
     requests_per_s: float | None = setting(None, minimum=0.01)
-    """Requests per second; a burst may have as many as two seconds allow."""
+    """Requests per second; a burst may have the requests of two seconds."""
     tokens_per_s: float | None = setting(None, minimum=1)
-    """Tokens per second, of prompts, answers and chunks that are put."""
+    """Tokens per second in prompts, answers and put chunks."""
     concurrent: int | None = setting(None, minimum=1)
-    """Requests at a time, including those that wait for an engine."""
+    """Concurrent requests, including requests that wait for an engine."""
     ram_gib: float | None = setting(None, minimum=0)
     """Chunk KV in the RAM tier of each shard, in GiB."""
     ssd_gib: float | None = setting(None, minimum=0)
     """Chunk KV in the SSD tiers and the bucket of each shard, in GiB; 0: chunks are never written there."""
     together: bool = False
-    """All namespaces that match the pattern share one set of these limits, instead of having one each."""
+    """All namespaces that match the pattern share these limits; if false, each has its own."""
 
 
 NO_LIMITS = NamespaceLimits()
 
 
 def bytes_of(gib: float | None) -> float:
-    """A limit in GiB as bytes; infinity where it is not set."""
+    """Convert a limit from GiB to bytes; infinity if it is unset."""
     return float("inf") if gib is None else gib * GIB
 
 
 @dataclass(frozen=True)
 class PrivacyExpert(Settings):
-    """What hides from callers of a namespace that others of its callers stored a chunk."""
+    """Settings that hide from callers of a namespace which chunks its other callers stored."""
 
     accounting: bool = True
-    """Answers say what was found in the cache. If false, only callers with the permission to read reports
-    are told, and chunks cannot be named by key."""
+    """Answers contain what was found in the cache. If false, only for callers with the permission to read
+    reports, and chunks cannot be named by key."""
     ttft_step_ms: float = setting(0.0, minimum=0, maximum=600_000)
-    """The first token leaves at a multiple of this time in milliseconds, plus `ttft_step_us_per_token` for
-    each token of the prompt. With both 0 it leaves when it is ready."""
+    """The first token is sent at a multiple of this time in milliseconds, plus `ttft_step_us_per_token` for
+    each token of the prompt. If both are 0, it is sent when it is ready."""
     ttft_step_us_per_token: float = setting(0.0, minimum=0, maximum=1_000_000)
     """Part of the time step that grows with the prompt, in microseconds per token."""
     chunk_tokens_multiple: int = setting(1, minimum=1, maximum=4096)
-    """Chunks have a multiple of this many tokens; the rest of a text is computed with the prompt."""
+    """Lengths of chunks are multiples of this number of tokens; the rest of a text is computed with the
+    prompt."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,8 @@ class NamespacePrivacy(Settings):
     shared: str = setting("", maxLength=128)
     """A namespace whose chunks requests may use besides their own; empty: none."""
     discover: bool | None = setting(None)
-    """Whether passages that recur in prompts are saved without being put. Everybody in the namespace can tell
-    that they were sent. Unset: only where `shared` is set, in a namespace of one user."""
+    """Whether passages that recur in prompts are stored automatically. All callers of the namespace can then
+    find out that they were sent. Unset: only if `shared` is set, as in a namespace of one user."""
     expert: PrivacyExpert = field(default_factory=PrivacyExpert)
 
     @property
@@ -219,7 +221,8 @@ class NamespacePrivacy(Settings):
         return self.expert.ttft_step_ms > 0 or self.expert.ttft_step_us_per_token > 0
 
     def at_least(self, outer: NamespacePrivacy) -> NamespacePrivacy:
-        """The stricter of this privacy and ``outer``, that of the namespace around it, field by field."""
+        """Return the stricter of this privacy and ``outer``, that of the enclosing namespace, field by
+        field."""
         own, theirs = self.expert, outer.expert
         stricter = PrivacyExpert(
             accounting=own.accounting and theirs.accounting,
@@ -240,7 +243,7 @@ NO_PRIVACY = NamespacePrivacy()
 
 @dataclass(frozen=True)
 class NamespaceRules(Settings):
-    """Limits and privacy by pattern. Making one checks all that it holds, and raises `InvalidField`."""
+    """Limits and privacy by pattern. The constructor checks all rules and raises `InvalidField`."""
 
     limits: Mapping[str, NamespaceLimits] = setting(dict, maxProperties=PATTERNS_MAX)
     privacy: Mapping[str, NamespacePrivacy] = setting(dict, maxProperties=PATTERNS_MAX)
@@ -255,13 +258,16 @@ class NamespaceRules(Settings):
                 _check_shared(pattern, privacy.shared)
 
     def limits_of(self, namespace: str) -> NamespaceLimits | None:
-        """The limits of a namespace; None where no pattern matches it."""
+        """Return the limits of a namespace; None if no pattern matches it."""
         return find_rule(self.limits, without_digest(namespace))[1]
 
     def account_of(self, namespace: str) -> str:
-        """The name under which the namespace's use is counted: the pattern of limits that namespaces share,
-        or else the namespace; of a tenant's part without limits of its own, its base. Sessions, cache keys
-        and salts have no account: who makes many has no more."""
+        """Return the name under which the namespace's use is counted.
+
+        That is the pattern, if its namespaces share limits; the base, for a tenant's part without limits of
+        its own; otherwise the namespace. Sessions, cache keys and salts have no account of their own, so a
+        caller gains nothing from many of them.
+        """
         counted = without_digest(namespace)
         pattern, limits = find_rule(self.limits, counted)
         if limits is not None and limits.together:
@@ -269,7 +275,8 @@ class NamespaceRules(Settings):
         return counted if _is_about_part(pattern, counted) else base_of(counted)
 
     def privacy_of(self, namespace: str) -> NamespacePrivacy:
-        """The namespace's own rule; of a part, never less strict than those of the namespaces around it."""
+        """Return the namespace's privacy. That of a part is at least as strict as that of each enclosing
+        namespace."""
         *around, own = (find_rule(self.privacy, name)[1] or NO_PRIVACY for name in enclosing(namespace))
         for outer in around:
             own = own.at_least(outer)
@@ -281,7 +288,7 @@ class NamespaceRules(Settings):
         return sorted(pattern for pattern, privacy in self.privacy.items() if privacy.discovers)
 
     def overridden_by(self, other: NamespaceRules) -> NamespaceRules:
-        """These rules and the other's, which count where both have a pattern."""
+        """Return both rules together. The other's take precedence for a pattern that both have."""
         if not (other.limits or other.privacy):
             return self
         merged = {name: {**getattr(self, name), **getattr(other, name)} for name in ("limits", "privacy")}
@@ -292,8 +299,8 @@ NO_RULES = NamespaceRules()
 
 
 def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
-    """Return the pattern that matches most of the namespace's name, and its rule; empty and None if none
-    does. A part without a rule of its own has that of the namespace around it."""
+    """Return the pattern that matches most of the namespace's name, and its rule; empty and None if no
+    pattern matches. A part without a rule of its own has the rule of the enclosing namespace."""
     base, *parts = enclosing(namespace)
     for part in reversed(parts):
         pattern, rule = _find_longest(rules, part)
@@ -303,7 +310,7 @@ def find_rule(rules: Mapping[str, T], namespace: str) -> tuple[str, T | None]:
 
 
 def _is_about_part(pattern: str, namespace: str) -> bool:
-    """Whether a pattern that matches a part is about parts of its base, not about namespaces in general."""
+    """Whether a pattern that matches a part names parts of its base, not namespaces in general."""
     return pattern.startswith(f"{base_of(namespace)}{MARK}")
 
 
@@ -332,10 +339,10 @@ def sum_account(counts: Mapping[str, int], namespace: str, rules: NamespaceRules
 
 
 def check_namespace_pattern(pattern: str, where: str = "namespaces") -> str:
-    """Returns the pattern. Raises `InvalidField`."""
+    """Return the pattern. Raises `InvalidField`."""
     stem = pattern.removesuffix("*")
     try:
-        # A prefix need not be a whole namespace by itself.
+        # A prefix need not be a valid namespace.
         check_namespace(stem if stem or not pattern.endswith("*") else "any")
     except InvalidField as error:
         raise InvalidField(where, f"{pattern!r}: {error.problem}") from None

@@ -1,4 +1,4 @@
-"""Where a prompt's KV comes from: the hits of a request, and the plan that the connector executes.
+"""The sources of a prompt's KV: the hits of a request, and the plan that the connector executes.
 
 Pure. A `Planner` (fusor) turns a prompt's hits into a `BlendPlan`; the plan's digest names the KV that
 executing it produces.
@@ -21,7 +21,7 @@ class ChunkSource:
     """Where a chunk's bytes come from."""
 
     shard: str = ""
-    """Its address; empty if the store is in this process, or if unknown."""
+    """Address of the shard; empty if the store is in this process, or if unknown."""
     tier: str = ""
     """`ram`, the name of an SSD tier, or `bucket`; empty if unknown."""
 
@@ -44,7 +44,8 @@ class ChunkHit:
 
 @dataclass(frozen=True)
 class Selection:
-    """How the hit tokens to recompute are chosen. Calibration judges it, and a plan's digest includes it.
+    """Configuration of the choice of hit tokens to recompute. Calibration judges it, and a plan's digest
+    includes it.
 
     A layer number beyond the model's last layer means the last layer.
     """
@@ -52,11 +53,11 @@ class Selection:
     ratio: float
     """Share to recompute of the hit tokens whose KV is approximate (`BlendPlan.exact_end`)."""
     selector: str = SelectorName.HKVD
-    """Which rule ranks the tokens."""
+    """Name of the selector, which ranks the tokens."""
     check_layer: int = 1
-    """The layer whose KV deviation selects tokens, for selectors that use one."""
+    """The layer whose KV deviation selects tokens, for selectors that use it."""
     query_layers: tuple[int, ...] = ()
-    """Layers at which attention from the question counts, ascending. Empty: the fusor's own choice."""
+    """Layers at which the question's attention counts, ascending. Empty: chosen by the fusor."""
     adaptive_mass: float | None = None
     """Makes `ratio` a ceiling: only the tokens that make up this share of the selector's signal over all
     candidates are chosen. If None, or if the selector has no signal, the ratio is used as it is."""
@@ -91,7 +92,7 @@ class BlendPlan:
     """In prompt order, disjoint."""
     selection: Selection
     exact_end: int = 0
-    """Loaded KV of tokens before this position equals that of a full prefill (`exact_end`). Only a ratio of 1
+    """Loaded KV of tokens before this position equals that of a full prefill (`exact_end`). A ratio of 1
     recomputes these tokens; other ratios do not count them."""
     chunks: tuple[range, ...] = ()
     """Positions of the prompt's known chunks, loaded or not: in order, disjoint, and followed by text."""
@@ -106,8 +107,8 @@ class BlendPlan:
 def exact_end(spans: Sequence[Span], space: ChunkSpace, prompt_token_ids: Sequence[int]) -> int:
     """Return the first position whose KV is approximate if every span is a hit.
 
-    A chunk directly after its prefix is exact if it is a plain copy, which its key shows where the space has
-    a context. So is everything before the next chunk. `len(prompt)` if nothing is approximate.
+    A chunk directly after its prefix is exact if it is a plain copy; with a context, its key shows this. Text
+    up to the next chunk is then exact, too. `len(prompt)` if nothing is approximate.
     """
     for span in spans:
         if span.start != space.first_place(prompt_token_ids):

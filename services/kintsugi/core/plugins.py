@@ -1,7 +1,7 @@
 """Classes that other distributions add by an entry point: selectors and eviction policies.
 
 An entry point is loaded when its name is first used. Its code runs in Kintsugi's processes with all their
-rights, as the code of every installed package does.
+permissions, like that of every installed package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _entries(group: str) -> dict[str, EntryPoint]:
 
 
 def plugin_names(group: str) -> tuple[str, ...]:
-    """The names that installed distributions add to a group, sorted."""
+    """Return the names that installed distributions add to a group, sorted."""
     return tuple(sorted(_entries(group)))
 
 
@@ -35,8 +35,8 @@ def _load(entry: EntryPoint) -> object:
 
 
 def load_plugin(group: str, name: str, field: str, base: type) -> Any:
-    """The class that an entry point names. ``name`` is one of `plugin_names`. Raises `InvalidField` for
-    ``field`` if it cannot be imported or is not a subclass of ``base``."""
+    """Return the class of an entry point. ``name`` is one of `plugin_names`. Raises `InvalidField` for
+    ``field`` if the class cannot be imported or is not a subclass of ``base``."""
     entry = _entries(group)[name]
     named = f"{name!r}, entry point {entry.value} of group {group},"
     try:
@@ -44,7 +44,7 @@ def load_plugin(group: str, name: str, field: str, base: type) -> Any:
     except Exception as error:
         raise InvalidField(
             field,
-            f"{named} cannot be imported ({type(error).__name__}: {error}); mend or remove its distribution",
+            f"{named} cannot be imported ({type(error).__name__}: {error}); repair its distribution",
         ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise InvalidField(field, f"{named} must be a subclass of {base.__module__}.{base.__qualname__}")

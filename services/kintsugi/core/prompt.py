@@ -1,5 +1,5 @@
-"""A RAG prompt as token ids: prefix, chunks, question and their positions. Also the prompts that a
-calibration covers. Pure."""
+"""RAG prompts as token ids, with the positions of their chunks, and the prompts that a calibration covers.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kintsugi.core.schema import STRICT
 from kintsugi.core.spaces import Span
 
 LENGTH_TOLERANCE = 1.25
-"""Factor by which a prompt's lengths may lie outside the measured range: no file of questions contains the
-very shortest and longest prompts."""
+"""Factor by which a prompt's lengths may exceed the measured range: no file of questions contains the
+shortest and longest prompts that occur."""
 
 
 class FormName(StrEnum):
-    """How a prompt is written around its chunks and its question (`models.prompt_form`)."""
+    """The form of a prompt: the text around its chunks and its question (`models.prompt_form`)."""
 
     AUTO = "auto"
     """`CHAT` where the checkpoint has a chat template, else `PLAIN`."""
@@ -68,7 +68,7 @@ class RagPrompt:
 
     @property
     def warm_up(self) -> list[int]:
-        """Prefix and first chunk: what an earlier request may have left in a prefix cache."""
+        """Prefix and first chunk, which an earlier request may have left in a prefix cache."""
         return self.token_ids[: self.spans[0].end]
 
 
@@ -83,12 +83,12 @@ class LengthRange:
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high:
-            raise InvalidField("domain", f"{self.low} to {self.high} is no range of lengths")
+            raise InvalidField("domain", f"{self.low} to {self.high} is not a range of lengths")
 
 
 @dataclass(frozen=True)
 class PromptShape:
-    """What decides whether a prompt is like those of a calibration."""
+    """The lengths that decide whether a calibration covers a prompt."""
 
     num_tokens: int
     chunk_tokens: tuple[int, ...]
@@ -116,10 +116,10 @@ class Domain:
         return low <= num_tokens <= high
 
     def departure(self, shape: PromptShape) -> str | None:
-        """Describe what about a prompt is outside; None if nothing is.
+        """Describe which length of a prompt is outside the measured range; None if no length is.
 
-        Lengths may depart by `LENGTH_TOLERANCE`. Fewer chunks than measured are allowed: tokens that are not
-        loaded are computed.
+        Lengths may exceed the range by `LENGTH_TOLERANCE`. Fewer chunks than measured are allowed: tokens
+        that are not loaded are computed.
         """
         mean = sum(shape.chunk_tokens) / max(1, len(shape.chunk_tokens))
         for name, value, measured, low in (

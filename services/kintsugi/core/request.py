@@ -25,9 +25,9 @@ SPANS_MAX = 4096
 TTL_S_MAX = 10 * 365 * 86_400.0
 """Ten years."""
 FOUND_CHARS_MIN = 32
-"""Minimum characters of a text that is found as a chunk anywhere in a prompt. A shorter text is a chunk only
-where it is marked: otherwise every "the" would be tokenised separately. The engine's own minimum, for search
-by tokens, is `spaces.ANCHOR_TOKENS`."""
+"""Minimum number of characters of a text that is found as a chunk anywhere in a prompt. A shorter text is a
+chunk only where it is marked; otherwise every "the" would be tokenised separately. The engine's minimum, for
+search by tokens, is `spaces.ANCHOR_TOKENS`."""
 
 
 def check_priority(priority: int) -> int:
@@ -46,7 +46,7 @@ def check_ttl(ttl_s: float | None) -> float | None:
         raise InvalidField(
             "ttl_s",
             f"{ttl_s} is not above 0 and at most {TTL_S_MAX:.0f} seconds (ten years); leave it out to keep "
-            "chunks until the store needs their room",
+            "chunks until they are evicted",
         )
     return ttl_s
 
@@ -57,13 +57,13 @@ def longest_ttl(one: float | None, other: float | None) -> float | None:
 
 
 class Op(StrEnum):
-    """What to do with the prompt."""
+    """The operation that a request performs with its prompt."""
 
     BLEND = "blend"
     SAVE = "save"
     AUDIT = "audit"
-    """Prefill a stored chunk again, as a save would, and report how far the stored KV differs. Only shadowing
-    requests it; callers of a service cannot."""
+    """Prefill a stored chunk again, like a save, and report the difference from the stored KV. Only shadowing
+    may request it, not callers of a service."""
     OFF = "off"
 
     @property
@@ -78,11 +78,11 @@ class SelectorName(StrEnum):
     HKVD = "hkvd"
     """High KV deviation at the check layer; one set for every deeper layer."""
     HKVD_GRADUAL = "hkvd_gradual"
-    """The paper's gradual filtering: a set a little too large, filtered again at every layer."""
+    """The paper's gradual filtering: a slightly larger set, filtered again at every layer."""
     CHUNK_HEAD = "chunk_head"
-    """The first tokens of each chunk (EPIC), which acted as an attention sink."""
+    """The first tokens of each chunk, which were an attention sink when it was prefilled (EPIC)."""
     QUERY = "query"
-    """Tokens that the question attends to, seen in a pass of the question alone over the loaded KV."""
+    """Tokens that the question attends to, in a pass of the question alone over the loaded KV."""
     HYBRID = "hybrid"
     """Chunk heads, and tokens that the question attends to and that deviate at the check layer."""
     RANDOM = "random"
@@ -195,7 +195,8 @@ class KintsugiParams:
     """Count the segments of the prompt outside its `spans`, save those that recur, and use saved ones. A
     gateway sets it from the namespace's rules: other users of a namespace can tell what was saved in it."""
     no_store: StrictBool = False
-    """Count and save nothing of this prompt. Stored chunks are used; beside declared chunks no others are."""
+    """Count and save nothing of this prompt. Stored chunks are used, but no others than the declared ones if
+    there are any."""
     version: StrictInt = PARAMS_VERSION
     """Version of this form."""
 
@@ -236,8 +237,8 @@ class KintsugiParams:
 
 
 def trim_spans(spans: Sequence[Span], multiple: int) -> tuple[Span, ...]:
-    """Cut each span at its end to a multiple of ``multiple`` tokens; shorter spans are left out. Their keys
-    are dropped, because they belong to the whole spans."""
+    """Shorten each span at its end to a multiple of ``multiple`` tokens; shorter spans are left out. Keys are
+    dropped, because they belong to the whole spans."""
     if multiple == 1:
         return tuple(spans)
     cut = (Span(one.start, one.end - one.num_tokens % multiple) for one in spans)

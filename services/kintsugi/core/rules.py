@@ -1,4 +1,4 @@
-"""Rules over several fields of a settings object, each stated once for Python and for CEL.
+"""Rules over several fields of a settings object, each written once for Python and for CEL.
 
 `this.min <= this.max` is a `Term`. Python evaluates it on an object; in CEL (Common Expression Language),
 which Kubernetes' API server evaluates from a CRD, it reads `self.min <= self.max`. A term with `before`, the
@@ -26,7 +26,7 @@ def camel(name: str) -> str:
 
 
 class Term:
-    """A value or a condition: its CEL, and a function of the object. `|` is "or", `~` is "not"."""
+    """A value or a condition, as CEL and as a function of the object. `|` is "or", `~` is "not"."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -84,7 +84,7 @@ def _literal(value: object) -> Term:
 
 
 def _absent(_: object) -> Any:
-    raise AssertionError("only the API server knows what an object was before")
+    raise AssertionError("only the API server has the object before an update")
 
 
 this = Term("self", lambda value: value)
@@ -114,11 +114,11 @@ class Rule:
 
     @property
     def is_transition(self) -> bool:
-        """Whether the rule compares an object with what it was before an update."""
+        """Whether the rule compares an object with the object before an update."""
         return "oldSelf" in self.condition.cel
 
     def is_kept_by(self, settings: object) -> bool:
-        """Whether an object meets the rule. True for transition rules, which also need the earlier object."""
+        """Whether an object meets the rule. True for transition rules, which need the earlier object, too."""
         return self.is_transition or bool(self.condition.evaluate(settings))
 
     def manifest(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Strict loader of frozen dataclasses from untrusted mappings, for configurations and request fields."""
+"""A strict loader of frozen dataclasses from untrusted mappings, such as configurations and requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 
 def _first_error(cls: type[Any], error: ValidationError, where: str) -> InvalidField:
-    """Return one of the errors: an unknown key first, since a misspelt key also makes another one missing."""
+    """Return the first error. Unknown keys come first, since a misspelt key also makes another key
+    missing."""
     found = error.errors(include_url=False)
     first = min(found, key=lambda item: item["type"] not in _UNKNOWN)
     path = [str(part) for part in first["loc"]]

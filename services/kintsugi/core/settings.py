@@ -2,7 +2,7 @@
 
 A setting is defined once, with `setting`: its type, its default and its bounds, as keywords of JSON schema.
 `check` enforces bounds and rules in Python; the operator's CRDs and the chart's schema are generated from the
-same fields. A subclass may narrow what it inherits (`NARROWED`): Kubernetes wants limits that one machine
+same fields. A subclass may narrow inherited fields (`NARROWED`): Kubernetes needs bounds that one machine
 does not need.
 """
 
@@ -31,7 +31,7 @@ class Settings:
     RULES: ClassVar[tuple[Rule, ...]] = ()
     """Conditions over several fields."""
     NARROWED: ClassVar[Mapping[str, Bounds]] = {}
-    """Bounds of inherited fields that hold for this class in addition, by field."""
+    """Additional bounds of inherited fields, by field."""
 
 
 def setting(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
@@ -76,7 +76,7 @@ Naming = Callable[[str], str]
 
 
 def check(settings: Any, where: str = "", naming: Naming = str) -> None:
-    """Raise `InvalidField` where `settings`, or anything within, breaks a bound or a rule.
+    """Raise `InvalidField` if `settings`, or anything within, violates a bound or a rule.
 
     `where` is the path of `settings` in the user's input.
     """
@@ -108,13 +108,13 @@ def _check_items(items: tuple[Any, ...], bounds: Bounds, where: str, naming: Nam
         if key := bounds.get("mapKey"):
             name = getattr(item, key)
             if name in seen:
-                raise InvalidField(_join(path, key), f"{name} is there twice")
+                raise InvalidField(_join(path, key), f"{name} is repeated")
             seen.add(name)
 
 
 def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, naming: Naming) -> None:
     for key in sorted(set(bounds.get("reserved", ())) & set(mapping)):
-        raise InvalidField(_join(where, key), "follows from the rest of the configuration")
+        raise InvalidField(_join(where, key), "cannot be set: it is derived from the other settings")
     for key, value in mapping.items():
         if key not in bounds.get("keys", (key,)):
             raise UnknownField(_join(where, key), bounds["keys"])
@@ -124,7 +124,7 @@ def _check_mapping(mapping: Mapping[str, Any], bounds: Bounds, where: str, namin
 
 
 def json_schema_bounds(bounds: Bounds) -> dict[str, Any]:
-    """The keywords of JSON schema that hold for a field itself."""
+    """Return the keywords of JSON schema for a field itself."""
     ours = ("exclusiveMinimum", "items", "mapKey", "reserved", "keys", "after", "description")
     return {keyword: bound for keyword, bound in bounds.items() if keyword not in ours}
 
@@ -189,7 +189,7 @@ def plain(
 def non_default_fields(settings: Any, *without: str, naming: Naming = str) -> dict[str, Any]:
     """Return the fields that differ from their defaults, except those in `without`, as plain values.
 
-    A field that a later version adds does not change the result, and so restarts nothing.
+    A field that a later version adds does not change the result, so an upgrade restarts nothing for it.
     """
     fields: dict[str, Any] = plain(settings, naming, lambda one, inner: inner != default_of(one))
     return {name: value for name, value in fields.items() if name not in without}

@@ -1,4 +1,4 @@
-"""How many bytes a corpus takes, and at which bandwidth blending pays. Arithmetic only.
+"""The size of a corpus in the store, and the bandwidth above which blending is faster than prefill.
 
 The times are bounds from the model's shape (CacheBlend's loading controller, section 5 of the paper): a blend
 takes at least as long as its computing plus the load of the first layer, and at least as long as its loading
@@ -15,7 +15,7 @@ from kintsugi.core.errors import InvalidField, NotBlendable
 from kintsugi.core.layout import Codec, KVLayout, LayerGroup, Part, PartKind
 
 SLAB_FILL_MAX = 0.9
-"""Usable share of an SSD tier: above it the allocator fragments and eviction runs all the time."""
+"""Usable share of an SSD tier. Above it, the allocator fragments and eviction never stops."""
 HOT_SHARE = 0.1
 """Share of the corpus that RAM holds."""
 COST = 0.2
@@ -33,7 +33,8 @@ class ModelSize:
     head_dim: int
     """Mean of the widths of a query head and of its output."""
     active_parameters: int
-    """Weights that one token passes through in the decoder's layers; embeddings and head left out."""
+    """Number of weights that one token passes through in the decoder's layers, without embeddings and
+    head."""
 
     def prefill_flops(self, num_tokens: int) -> float:
         """FLOPs of a causal prefill: two per weight and token, and attention over half a square per layer."""
@@ -70,7 +71,7 @@ def _latent_size(
 ) -> tuple[KVLayout, int, int]:
     """Return layout, head width and parameters per layer of multi-head latent attention (DeepSeek-V3)."""
     if any(values.get(name) for name in ("index_topk", "compress_ratios")):
-        raise NotBlendable("indexed_attention", "layers attend to tokens that an index chooses")
+        raise NotBlendable("indexed_attention", "its layers attend to tokens that an index chooses")
     rank, rotary = _positive(values, "kv_lora_rank"), _positive(values, "qk_rope_head_dim")
     nope, out = _positive(values, "qk_nope_head_dim"), _positive(values, "v_head_dim")
     parts = (Part(PartKind.LATENT, rank), Part(PartKind.ROTARY, rotary))
@@ -92,14 +93,14 @@ def _positive(values: Mapping[str, Any], name: str, default: int | None = None) 
     value = values.get(name)
     value = default if value is None else value
     if value is None:
-        raise InvalidField(name, "is not in config.json; name the folder of a decoder's checkpoint")
+        raise InvalidField(name, "is missing in config.json; name the checkpoint folder of a decoder")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidField(name, f"{value!r} in config.json is not a positive number")
     return value
 
 
 def engine_dtype(config: Mapping[str, Any], dtype: str = "auto") -> str:
-    """The element type that vLLM runs a checkpoint in, where it is told `dtype`."""
+    """Return the element type in which vLLM runs a checkpoint with the argument `dtype`."""
     if dtype != "auto":
         return dtype
     places = (config, text_config(config))
@@ -139,7 +140,7 @@ class CodecSize:
 
 
 def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSize:
-    """Sizes of a corpus that is cut into whole chunks."""
+    """Return the sizes of a corpus that is cut into whole chunks."""
     chunk_bytes = layout.chunk_bytes(codec, work.chunk_tokens)
     chunks = -(-work.corpus_tokens // work.chunk_tokens)
     corpus_bytes = chunks * (chunk_bytes + layout.digests_bytes) * work.replication

@@ -21,11 +21,11 @@ from kintsugi.core.errors import InvalidField
 
 KEY_BYTES = 32
 FORMAT_VERSION = 2
-"""Increased when the meaning of stored token data changes. It is part of every fingerprint, so no request
-finds older chunks. The layout of a chunk's bytes has its own version, `layout.FORMAT`."""
+"""Version of the meaning of stored token data. It is part of every fingerprint, so requests do not find
+chunks of another version. The layout of a chunk's bytes has its own version, `layout.FORMAT`."""
 
 ANCHOR_TOKENS = 32
-"""Length of the window whose hash finds known chunks at any offset of a plain prompt."""
+"""Number of tokens in an anchor, the hash that finds known chunks at any offset of a plain prompt."""
 
 ANCHOR_BYTES = 8
 
@@ -41,10 +41,10 @@ ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenIds(Sequence[int]):
-    """Token ids, kept in the form that every digest reads.
+    """Token ids as bytes, the form that every digest reads.
 
-    Incoming ids become this type at once, and a list only for calls to vLLM. Microseconds for 4,000 ids on
-    one x86 core, against the two alternatives::
+    Incoming ids are converted to this type, and to a list only for calls to vLLM. Microseconds for 4,000 ids
+    on one x86 core, compared with two alternatives::
 
                                TokenIds   tuple   numpy uint32
         from a protobuf list          6      95              2
@@ -54,8 +54,8 @@ class TokenIds(Sequence[int]):
         into vLLM's list             43       6             42
         sum                          61     347             59
 
-    A numpy array is as fast, but it can be changed, has no hash and compares element by element, so a frozen
-    dataclass cannot hold it. A tuple takes up to 40 bytes per id, this takes 4.
+    A numpy array is as fast, but it is mutable, has no hash and compares element by element, so a frozen
+    dataclass cannot hold it. A tuple needs up to 40 bytes per id, `TokenIds` needs 4.
     """
 
     data: bytes = b""
@@ -65,8 +65,8 @@ class TokenIds(Sequence[int]):
     def of(ids: Sequence[int]) -> TokenIds:
         """Convert ids; `TokenIds` are returned as they are.
 
-        Raises `InvalidField` for anything but integers that fit in 32 bits: a rounded or wrapped id would
-        name another chunk.
+        Raises `InvalidField` for values that are not integers of 32 bits: a rounded or wrapped id would
+        identify another chunk.
         """
         if isinstance(ids, TokenIds):
             return ids
@@ -131,7 +131,7 @@ def check_namespace(namespace: str) -> str:
     """Return the namespace, which is mandatory: a tenant's name and part of every key. Raises
     `InvalidField`."""
     if not isinstance(namespace, str) or not namespace:
-        raise InvalidField("namespace", "is mandatory: name the tenant whose chunks may be used")
+        raise InvalidField("namespace", "is mandatory; name the tenant whose chunks are used")
     if len(namespace) > NAMESPACE_BYTES_MAX or not re.fullmatch(NAMESPACE_PATTERN, namespace):
         raise InvalidField(
             "namespace",
@@ -143,10 +143,10 @@ def check_namespace(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Digest of everything that determines a token's KV. A mismatch is a miss, never a guess."""
+    """Digest of everything that determines a token's KV. Chunks of another fingerprint are misses."""
 
     digest: bytes
-    """`KEY_BYTES` bytes: a fixed length, because other digests read it without one."""
+    """`KEY_BYTES` bytes. Other digests include it without its length, so the length is fixed."""
 
     def __post_init__(self) -> None:
         if len(self.digest) != KEY_BYTES:
@@ -176,7 +176,7 @@ class ModelFingerprint:
 class ChunkSpace:
     """The set of chunks that one request may use: model, tenant, and what chunks were prefilled after.
 
-    A chunk is *prepared* where the space has a context: it was prefilled after the prefix (the head of the
+    In a space with a context, a chunk is *prepared*: it was prefilled after the prefix (the beginning of the
     service's prompts) and the context. Its *plain copy* was prefilled after the prefix alone. The KV of
     prefix and context is not stored. See docs/adr/0010.
     """
@@ -184,7 +184,7 @@ class ChunkSpace:
     fingerprint: ModelFingerprint
     """The model that computed the chunks."""
     namespace: str
-    """The tenant that they belong to."""
+    """The tenant that owns the chunks."""
     prefix_token_ids: tuple[int, ...] = ()
     """Tokens that each chunk was prefilled after."""
     portable: bool = True
@@ -204,7 +204,7 @@ class ChunkSpace:
 
     @cached_property
     def plain(self) -> ChunkSpace:
-        """The space of the plain copies; this space itself where it has no context."""
+        """The space of the plain copies; this space itself if it has no context."""
         return replace(self, context_token_ids=()) if self.context_token_ids else self
 
     def copies(self, plain: bool = True) -> tuple[ChunkSpace, ...]:
@@ -219,13 +219,12 @@ class ChunkSpace:
 
     @cached_property
     def context_keys(self) -> tuple[ChunkKey, ...]:
-        """The key of the context as a chunk of the plain space; none where there is no context."""
+        """The key of the context as a chunk of the plain space; empty without a context."""
         return (ChunkKey.of(self.plain, self.context_token_ids),) if self.context_token_ids else ()
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes over every field. Spaces without a context or a name key keep the digests that they had
-        before these existed."""
+        """Digest of all fields, 32 bytes."""
         if self.context_token_ids:
             context = token_bytes(self.context_token_ids)
             return _hash(b"kintsugi-context\0" + self.plain.digest + context, self.name_key).digest()
@@ -255,7 +254,7 @@ class ChunkSpace:
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChunkKey:
-    """blake3(chunk space ‖ token ids), keyed with the space's name key where it has one; 32 bytes."""
+    """The key of a chunk: blake3(chunk space ‖ token ids), keyed with the space's name key if it has one."""
 
     digest: bytes
     """The 32 bytes."""
@@ -297,13 +296,14 @@ class ChunkKey:
 
 
 def anchors_of(token_ids: Sequence[int], name_key: bytes = b"") -> tuple[int, ...]:
-    """The anchors of a chunk: xxh3-64 of its first `ANCHOR_TOKENS` ids, or 64 bits of their keyed blake3 in a
-    space with a name key. Empty for a shorter chunk, which only spans can name."""
+    """Return the anchors of a chunk: xxh3-64 of its first `ANCHOR_TOKENS` ids, or 64 bits of their keyed
+    blake3 in a space with a name key. Empty for a shorter chunk, which can be named only by spans."""
     return tuple(anchors_at_every_offset(token_ids[:ANCHOR_TOKENS], name_key))
 
 
 def anchors_at_every_offset(token_ids: Sequence[int], name_key: bytes = b"") -> list[int]:
-    """The anchor of each window of `ANCHOR_TOKENS` ids. Cost: one 128-byte xxh3 or blake3 per offset."""
+    """Return the anchor of each window of `ANCHOR_TOKENS` ids. Cost: one xxh3 or blake3 of 128 bytes per
+    offset."""
     data = memoryview(token_bytes(token_ids))
     width, count = 4 * ANCHOR_TOKENS, len(token_ids) - ANCHOR_TOKENS + 1
     windows = (data[4 * i : 4 * i + width] for i in range(max(count, 0)))
@@ -321,7 +321,7 @@ class Span:
     end: int
     """Position after the last token."""
     key: ChunkKey | None = None
-    """The chunk's key, where the caller knows it."""
+    """The chunk's key, if the caller knows it."""
 
     @property
     def num_tokens(self) -> int:

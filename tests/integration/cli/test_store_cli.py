@@ -104,7 +104,7 @@ def test_everything_has_a_json_form(server: ShardServer, tmp_path: Path) -> None
         (("status", "--store", "grpc://127.0.0.1:1"), "check that it runs"),
         (("status", "--store", "grpc://"), "host:port"),
         (("ls", "-n", "acme", "--store", "grpc://localhost"), "host:port"),
-        (("status", "--store", "ram://here"), "is not one shard"),
+        (("status", "--store", "ram://here"), "does not name one shard"),
         (("serve", "--ram", "much"), "4GiB"),
         (("serve", "--ssd", "nowhere"), "64GiB"),
         (("serve", "--ssd", "disk:1GiB"), "data-dir"),

@@ -99,7 +99,9 @@ def test_every_command_is_listed_whatever_is_installed(extras: str) -> None:
 def test_without_the_command_line_the_script_says_what_to_install() -> None:
     done = run("", "status")
     assert (done.returncode, done.stdout) == (ExitCode.UNAVAILABLE, "")
-    assert done.stderr.startswith("error: kintsugi needs what is not installed (cryptography, jinja2, ")
+    assert done.stderr.startswith(
+        "error: kintsugi needs modules that are not installed (cryptography, jinja2, "
+    )
     assert done.stderr.endswith("pip install 'kintsugi-kv[cli]'\n")
 
 
@@ -113,8 +115,10 @@ def test_a_command_without_its_extras_says_what_to_install() -> None:
     done = run("cli", "serve")
     assert done.returncode == ExitCode.UNAVAILABLE
     assert "Traceback" not in done.stderr
-    assert "serve needs what is not installed (lmdb, prometheus_client, grpc_health, …)" in done.stderr
-    assert "install kintsugi-kv[serving,gpu], or without a GPU [serving,cpu] as docs/howto" in done.stderr
+    assert (
+        "serve needs modules that are not installed (lmdb, prometheus_client, grpc_health, …)" in done.stderr
+    )
+    assert "install kintsugi-kv[serving,gpu], or without a GPU [serving,cpu]; see docs/howto" in done.stderr
 
 
 def test_a_configuration_is_printed_without_an_engine() -> None:
@@ -123,7 +127,7 @@ def test_a_configuration_is_printed_without_an_engine() -> None:
     assert "applications:" in done.stdout
     refused = run("serving", "serve")
     assert refused.returncode == ExitCode.UNAVAILABLE
-    assert "serve needs what is not installed (torch, transformers, vllm)" in refused.stderr
+    assert "serve needs modules that are not installed (torch, transformers, vllm)" in refused.stderr
 
 
 @pytest.mark.parametrize("extras", [STORE, ENGINE, SERVING, SERVING_HERE, PRECOMPUTE])
@@ -142,7 +146,7 @@ def test_in_place_of_a_group_any_arguments_are_taken(words: list[str]) -> None:
     add_missing_command(own, "store", LACKING)
     done = CliRunner().invoke(own, ["store", *words])
     assert done.exit_code == ExitCode.UNAVAILABLE
-    assert "store needs what is not installed (no_module_of_this_name): pip install" in done.stderr
+    assert "store needs modules that are not installed (no_module_of_this_name): pip install" in done.stderr
     if "--json" in words:
         assert json.loads(done.stdout)["error"]["type"] == "Unavailable"
     assert "Not installed: needs kintsugi-kv with store." in CliRunner().invoke(own, ["--help"]).stdout

@@ -156,7 +156,7 @@ def test_shards_ask_for_a_token_where_the_gateway_does(tmp_path: Path) -> None:
 
 def test_a_bucket_needs_an_ssd_tier() -> None:
     store: dict[str, Any] = {"bucket_url": "s3://chunks/kintsugi", "data_dir": "/data"}
-    with pytest.raises(InvalidField, match="a bucket takes what SSD tiers give up"):
+    with pytest.raises(InvalidField, match="a bucket stores the chunks that SSD tiers evict"):
         spec_from_yaml_mapping({"model": {"path": "m"}, "store": store})
     tiers = [{"path": "/ssd", "gib": 1}]
     assert spec_from_yaml_mapping({"model": {"path": "m"}, "store": {**store, "tiers": tiers}})
@@ -224,7 +224,7 @@ def refusal(*arguments: str) -> str:
 def test_two_gateways_are_refused_on_one_machine(no_ray: None, tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("model: {path: other}\ngateway: {replicas: 2}\n")
-    assert "gateway.replicas: 2 gateways need as many nodes" in refusal("--config", str(file))
+    assert "gateway.replicas: each of 2 gateways needs a node of its own" in refusal("--config", str(file))
     printed = CliRunner().invoke(app, ["serve", "--config", str(file), "--print-config"])
     assert printed.exit_code == 0
 

@@ -21,7 +21,7 @@ def test_a_token_is_shown_once_and_opens_what_it_is_bound_to(tmp_path: Path) -> 
     token = done.stdout.strip()
     assert token not in file.read_text()
     assert TokenFile(file).caller(token) == Caller("search", ("search", "docs/*"))
-    assert "only time" in done.stderr
+    assert "is not printed again" in done.stderr
     done = RUNNER.invoke(app, ["token", "other", "-n", "*", "--file", str(file), "--json"])
     document = json.loads(done.stdout)
     assert document["namespaces"] == ["*"]
@@ -65,7 +65,7 @@ def test_a_token_with_verbs_and_an_end_can_be_revoked_by_its_name(tmp_path: Path
     [
         ([], "namespace: is mandatory"),
         (["-n", "a", "--expires", "soon"], "expires: 'soon' must be a time"),
-        (["-n", "a", "--revoke"], "revoke: stands alone"),
+        (["-n", "a", "--revoke"], "revoke: cannot be combined"),
         (["--revoke"], "no token named 'search'"),
     ],
 )

@@ -106,9 +106,7 @@ class TestGroups:
 
     def test_codecs_encode_k_and_v_alone(self) -> None:
         layout = KVLayout.of_groups([mla(2)], "bfloat16")
-        with pytest.raises(
-            InvalidField, match="codec: int8 encodes K and V alone; store this model's KV in raw"
-        ):
+        with pytest.raises(InvalidField, match="codec: int8 encodes only K and V; use raw for this model"):
             layout.chunk_bytes(Codec.INT8, 10)
 
     @pytest.mark.parametrize(

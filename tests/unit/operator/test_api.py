@@ -86,7 +86,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
         ({"engines": {"replicas": 0}}, "spec.engines.replicas: 0 must be at least 1"),
         (
             {"store": {"bucketUrl": "s3://chunks"}},
-            "spec.store.bucketUrl: a bucket takes what",
+            "spec.store.bucketUrl: a bucket stores the chunks that SSD tiers evict",
         ),
         ({"gateway": {"httpPort": 7500}}, "spec.gateway.httpPort: grpcPort and httpPort must differ"),
         ({"gateway": {"httpPort": 8265}}, "8265 is used by Ray's dashboard"),
@@ -105,7 +105,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
         ({"store": {"shards": 257}}, "spec.store.shards: 257 must be at most 256"),
         (
             {"store": {"tiers": [{"name": "a", "gib": 1}, {"name": "a", "gib": 2}]}},
-            "tiers.1.name: a is there",
+            "tiers.1.name: a is repeated",
         ),
         ({"engines": {"memory": "much"}}, "spec.engines.memory: "),
         (
@@ -127,7 +127,7 @@ def env_of(*variables: dict[str, Any]) -> dict[str, Any]:
             {"gateway": {"expert": {"serviceAnnotations": {"kintsugi.dev/desired": "x"}}}},
             "spec.gateway.expert.serviceAnnotations: kintsugi.dev/desired cannot be set",
         ),
-        (env_of({"name": "A"}, {"name": "A"}), "podTemplates.engines.env.1.name: A is there twice"),
+        (env_of({"name": "A"}, {"name": "A"}), "podTemplates.engines.env.1.name: A is repeated"),
         (env_of({"name": "A", "valueFrom": {}}), "env.0.valueFrom: is mandatory: at least 1 entries"),
         (
             env_of({"name": "A", "value": "b", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}),

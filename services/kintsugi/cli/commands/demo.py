@@ -42,9 +42,9 @@ CONSOLE_PORTS = 16
 _ORDER_SEED = 3
 
 REPEAT = 3
-"""How often each method is timed; medians are shown."""
+"""Number of timed runs of each method; medians are shown."""
 BLEND = KintsugiParams(NAMESPACE, ratio=0.12, selector=SelectorName.QUERY)
-"""How the demo blends, on every model."""
+"""The demo's blend, on every model."""
 
 REFERENCE_DTYPE = "float32"
 """Data type of the reference model in the demo. In bfloat16 its answers depend on the CPU: CPUs that multiply
@@ -71,7 +71,7 @@ class Show:
 
     @staticmethod
     def of(model: str) -> Show:
-        """Choose the question by the reference model's answers."""
+        """Return the demo for a model. The reference model's answers decide which question is shown."""
         questions = read_demo_questions()
         shown = choose_shown(questions)
         if model != REFERENCE.name:
@@ -189,9 +189,9 @@ def _render(console: Console, show: Show, session: Session, measurements: Sequen
     console.print("\n[bold]Next[/]")
     steps = make_plain_table()
     for command, purpose in (
-        ("kintsugi demo --open", f"keep it running, with a console in the browser: {CONSOLE_URL}"),
+        ("kintsugi demo --open", f"keep the model running, with a console in the browser: {CONSOLE_URL}"),
         ("kintsugi generate --compare", "ask your own question about your own files"),
-        (f"kintsugi calibrate --model {show.model} --out report.json", "may it be blended, and how?"),
+        (f"kintsugi calibrate --model {show.model} --out report.json", "measure how it can be blended"),
         (f"kintsugi serve --model {show.model}", "serve it to gRPC and OpenAI clients"),
     ):
         steps.add_row(Text(command), purpose)

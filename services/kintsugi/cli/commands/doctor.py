@@ -1,4 +1,4 @@
-"""`kintsugi doctor`: checks whether this machine and a model can blend, and says why not."""
+"""`kintsugi doctor`: checks whether this installation and a model can blend, and reports why not."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class CheckResult(StrEnum):
 
     OK = "ok"
     WARNING = "warning"
-    """It works or may work, but this setup was not tested."""
+    """The setup works or may work, but it was not tested."""
     FAILED = "failed"
-    """Blending is off, or nothing runs at all."""
+    """Blending is off, or nothing runs."""
     SKIPPED = "skipped"
     """The check did not run; the detail says why."""
 
@@ -60,9 +60,9 @@ def run(screen: Screen, model: str | None) -> ExitCode:
         checks = installation_checks()
     missing = [check.name for check in checks if check.verdict is CheckResult.FAILED]
     if model is None:
-        checks.append(_skip_self_test("name a model with --model to run it"))
+        checks.append(_skip_self_test("pass --model to run it"))
     elif missing:
-        checks.append(_skip_self_test(f"needs {', '.join(missing)}"))
+        checks.append(_skip_self_test(f"not run, because these checks failed: {', '.join(missing)}"))
     else:
         checks.append(_run_self_test(screen, model))
     failed = any(check.verdict is CheckResult.FAILED for check in checks)
@@ -118,13 +118,11 @@ def find_installed_version(distribution: str) -> str | None:
 def _plugin_check() -> Check:
     entries = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)}
     if "kintsugi" not in entries:
-        return Check(
-            "plugin", CheckResult.FAILED, f"no entry point in {PLUGIN_GROUP}; install the package again"
-        )
+        return Check("plugin", CheckResult.FAILED, f"no entry point in {PLUGIN_GROUP}; reinstall kintsugi-kv")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "kintsugi" not in allowed.split(","):
         return Check(
-            "plugin", CheckResult.FAILED, f"VLLM_PLUGINS={allowed!r} excludes it; add kintsugi to it"
+            "plugin", CheckResult.FAILED, f"VLLM_PLUGINS={allowed!r} excludes the plugin; add kintsugi"
         )
     return Check("plugin", CheckResult.OK, f"{PLUGIN_GROUP}: {entries['kintsugi']}")
 
@@ -170,7 +168,7 @@ def _skip_self_test(why: str) -> Check:
 
 
 def _run_self_test(screen: Screen, model: str) -> Check:
-    """Start an engine, which runs its self-test, store two short chunks, and blend them."""
+    """Start an engine, which runs its self-test; then store and blend two short chunks."""
     texts = [(title, text[:600]) for title, text in demo_texts()[:2]]
     try:
         asked = Asked(texts, BUNDLED_QUESTIONS[0])

@@ -56,7 +56,7 @@ class Evaluation:
 
 
 def run(screen: Screen, task: EvaluateTask) -> Evaluation:
-    """Measure and print. If an engine fails, the results of earlier engines are kept."""
+    """Measure and print. If an engine fails, print the results of the engines before it."""
     prepare_model(screen, task.model)
     packaged = find_packaged(task.model)
     model = packaged.title if packaged else task.model
@@ -122,22 +122,22 @@ class EvaluationGrid:
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3)
     """Shares of the chunks' tokens to recompute."""
     check_layers: tuple[int, ...] = ()
-    """Check layers, whose KV deviation selects tokens; empty: a few, chosen by the model's depth."""
+    """Layers whose KV deviation selects tokens; empty: a few layers that depend on the model's depth."""
     codecs: tuple[str, ...] = ("raw",)
     """Encodings of chunk KV."""
     chunk_tokens: tuple[int, ...] = ()
-    """Chunk sizes in tokens; empty: chunks stay as they are."""
+    """Chunk sizes in tokens; empty: chunks keep their sizes."""
     chunks: tuple[int, ...] = ()
-    """Numbers of chunks to keep; empty: all."""
+    """Numbers of chunks per prompt; empty: all chunks of a question."""
     batches: tuple[int, ...] = (32,)
-    """Numbers of prompts to submit at once."""
+    """Numbers of prompts that are submitted together."""
     tiers: tuple[float, ...] = ()
     """Speeds of slower tiers, in bytes per second."""
     rates: tuple[float, ...] = ()
-    """Request rates per second, for TTFT."""
+    """Requests per second at which TTFT is measured; empty: not measured."""
 
     limit: int | None = None
-    """Number of leading questions to use; None: all."""
+    """Number of questions to use, from the start of the file; None: all."""
     max_tokens: int | None = None
     """Maximum tokens in an answer; None: the length of the longest expected answer."""
 
@@ -194,8 +194,8 @@ def render(console: Console, evaluation: Evaluation) -> None:
             table.add_row(rate.method, f"{rate.rate_per_s:g}", _span(rate.ttft, 1e3, 0), p95)
         console.print(table)
     console.print(
-        "cost: share of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points lost to "
-        "full prefill, paired · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
+        "cost: share of a full prefill's token-layers · ms: mean TTFT · EM: exact match, and points "
+        "lost to full prefill · R-L: Rouge-L · KL: nats · ranges are 95 % bootstrap intervals",
         style="dim",
     )
 

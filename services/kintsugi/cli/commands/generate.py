@@ -30,7 +30,7 @@ NAMESPACE = "cli"
 
 
 def run(screen: Screen, task: GenerateTask) -> ExitCode:
-    """Answer the question. Returns `NOT_BLENDABLE` if the answer is from an ordinary full prefill."""
+    """Answer the question. Returns `NOT_BLENDABLE` if a full prefill produced the answer."""
     choice = KintsugiParams(NAMESPACE, ratio=task.ratio, selector=task.selector)
     extra_config: Mapping[str, object] = UNCALIBRATED if task.allow_uncalibrated else {}
     if task.report is not None and not task.allow_uncalibrated:
@@ -47,7 +47,7 @@ def run(screen: Screen, task: GenerateTask) -> ExitCode:
     screen.show(document, lambda console: _render(console, session, measurements))
     reason = session.not_saved_because or blend.fell_back_because
     if reason is not None:
-        screen.note(f"kintsugi: not blended; this answer is from a full prefill: {reason}")
+        screen.note(f"kintsugi: not blended, a full prefill produced this answer: {reason}")
         return ExitCode.NOT_BLENDABLE
     if task.allow_uncalibrated:
         screen.note(f"kintsugi: {UNCALIBRATED_NOTE}")

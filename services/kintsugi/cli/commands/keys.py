@@ -13,28 +13,28 @@ from kintsugi.store.client import key_file
 
 app = typer.Typer(help="Manage the keys of encrypted namespaces.", no_args_is_help=True)
 
-Namespace = Annotated[str, typer.Argument(help="Namespace whose keys are meant.")]
-File = Annotated[Path, typer.Option(help="The key file, which store clients name as ?keys=FILE.")]
+Namespace = Annotated[str, typer.Argument(help="Namespace that the keys encrypt.")]
+File = Annotated[Path, typer.Option(help="The key file, as in ?keys=FILE of a store URL.")]
 
 
 @command(app)
 def create(screen: Screen, namespace: Namespace, file: File) -> None:
-    """Create keys for a namespace: from then on, its chunks are encrypted. A missing file is created."""
+    """Create keys for a namespace, whose new chunks are then encrypted. A missing file is created."""
     keys = key_file.create_keys(file, namespace)
     _show(screen, namespace, keys.newest_id, ())
-    screen.note("chunks stored before are not found any more; delete them, or let them leave by eviction")
+    screen.note("chunks stored before are no longer found; delete them, or wait until they are evicted")
 
 
 @command(app)
 def rotate(screen: Screen, namespace: Namespace, file: File) -> None:
-    """Add a data key, which encrypts new chunks. Chunks of the older keys stay readable until `retire`."""
+    """Add a data key for new chunks. Chunks of older keys stay readable until `retire`."""
     keys = key_file.rotate_keys(file, namespace)
     _show(screen, namespace, keys.newest_id, ())
 
 
 @command(app)
 def retire(screen: Screen, namespace: Namespace, file: File) -> None:
-    """Destroy all data keys but the newest: the chunks encrypted with them are erased, and become misses."""
+    """Destroy all data keys but the newest. This erases the chunks that they encrypt."""
     retired, newest = key_file.retire_keys(file, namespace)
     _show(screen, namespace, newest, retired)
 
@@ -44,22 +44,22 @@ def destroy(
     screen: Screen,
     namespace: Namespace,
     file: File,
-    yes: Annotated[bool, typer.Option("--yes", help="Destroy without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Destroy without confirmation.")] = False,
 ) -> None:
-    """Destroy all keys of a namespace: its chunks are erased, and its requests are refused from then on."""
+    """Destroy all keys of a namespace. This erases its chunks; its later requests are refused."""
     if not yes:
-        typer.confirm(f"Erase all chunks of {namespace!r} for ever?", abort=True, err=True)
+        typer.confirm(f"Erase all chunks of {namespace!r} irreversibly?", abort=True, err=True)
     destroyed, at = key_file.destroy_keys(file, namespace)
     _show(screen, namespace, "", destroyed, at)
     screen.note(
-        "copies of the file, such as backups and mounted Secrets, still hold these keys: destroy them"
+        "destroy copies of the key file, too, such as backups and Secrets: they still hold these keys"
     )
 
 
 def _show(
     screen: Screen, namespace: str, newest: str, destroyed: tuple[str, ...], destroyed_at: str = ""
 ) -> None:
-    """Print the ids of keys, never a key."""
+    """Print the ids of keys, but no key."""
     values = {"namespace": namespace, "key_id": newest, "destroyed": list(destroyed)}
     if destroyed_at:
         values["destroyed_at"] = destroyed_at

@@ -1,4 +1,4 @@
-"""`kintsugi precompute`: fills a store with a corpus, or says what is missing."""
+"""`kintsugi precompute`: prefills a corpus into a store, or reports which chunks are missing."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from kintsugi.precompute.spec import JobSpec
 from kintsugi.precompute.warm import pin as pin_corpus
 
 LEASE_S = 86_400.0
-"""Time until the pins of a corpus expire."""
+"""Time until the pins of a corpus expire, in seconds."""
 LEFT_OUT_SHOWN = 20
-"""Left-out files on the screen; `--json` lists more."""
+"""Number of left-out files on the screen; `--json` lists more."""
 DEFAULT_STORE = "grpc://127.0.0.1:7400"
 
 
@@ -59,7 +59,7 @@ StateFolder = Annotated[Path | None, typer.Option("--state", help="Folder of the
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusOptions:
-    """Options for the documents, and for how they are cut into chunks."""
+    """Options for the documents and their chunking."""
 
     source: Annotated[
         str,
@@ -75,10 +75,10 @@ class CorpusOptions:
     tokens_max: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
     overlap: Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")] = 0
     columns: Annotated[
-        str, typer.Option(help="Columns of a document, such as text=body,id=key,version=revision.")
+        str, typer.Option(help="Other names of columns, such as text=body,id=key,version=revision.")
     ] = ""
     file_format: Annotated[
-        Format | None, typer.Option("--format", help="Format of every file. Default: by suffix.")
+        Format | None, typer.Option("--format", help="Format of all files. Default: by suffix.")
     ] = None
     form: Form = FormName.AUTO
     system: SystemPrompt = None
@@ -90,7 +90,7 @@ class CorpusOptions:
         """Return the job for these documents; ``options`` are further fields of `JobSpec`. Raises
         `InvalidField`."""
         engine = options.get("engine", {})
-        prefix = None  # the head of the model's own form
+        prefix = None  # that of the model's default form
         if self.system is not None or self.form is not FormName.AUTO:
             from kintsugi.quality.session import load_form_behind  # its imports are slow
 
@@ -113,7 +113,7 @@ class CorpusOptions:
 
 
 def parse_columns(text: str) -> Columns:
-    """Parse `text=body,id=key`; columns that are not named keep their names. Raises `InvalidField`."""
+    """Parse `text=body,id=key`; other columns keep their names. Raises `InvalidField`."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     return load(Columns, {name.strip(): column.strip() for name, _, column in pairs}, "columns")
 
@@ -128,25 +128,25 @@ def state_folder(given: Path | None) -> Path:
 def run(
     screen: Screen,
     documents: CorpusOptions,
-    corpus: Annotated[str, typer.Option(help="Name of the corpus. Default: from the source.")] = "",
+    corpus: Annotated[str, typer.Option(help="Name of the corpus. Default: derived from the source.")] = "",
     state: StateFolder = None,
     codec: Codec = "raw",
     workers: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
-    gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: run on the CPU.")] = 0.0,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs per engine; 0: the CPU.")] = 0.0,
     tokens_per_s: Annotated[float, typer.Option(min=0, help="Maximum tokens per second; 0: no limit.")] = 0.0,
     errors_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of documents that may fail without failing the job.")
     ] = 0.05,
     replace_model: Annotated[bool, typer.Option(help="Fill for a new model; keep the old chunks.")] = False,
     retire: Annotated[
-        bool, typer.Option("--retire", help="Afterwards, delete chunks of models replaced before this run.")
+        bool, typer.Option("--retire", help="Then delete chunks of models that earlier runs replaced.")
     ] = False,
     engine: EngineArguments = "{}",
     dry_run: Annotated[
-        bool, typer.Option(help="Print what is stored, by tier, what is missing, and whether it fits.")
+        bool, typer.Option(help="Only print what is stored, by tier, what is missing, and whether it fits.")
     ] = False,
 ) -> ExitCode:
-    """Prefill the chunks that the store lacks. Run again, it continues where it stopped."""
+    """Prefill the chunks of a corpus that the store lacks. A run that was stopped continues when repeated."""
     prepare_model(screen, documents.model)
     spec = documents.job_spec(
         corpus=corpus,
@@ -187,7 +187,7 @@ def pin(
 
 @command(app, "list")
 def list_corpora(screen: Screen, state: StateFolder = None) -> None:
-    """List the corpora of this ledger, one row per model."""
+    """List the corpora of the ledger, one row for each corpus and model."""
     editions = Ledger(state_folder(state)).editions()
     table = Table("corpus", "namespace", "model", "documents", "chunks", "complete")
     for one in editions:
@@ -198,11 +198,11 @@ def list_corpora(screen: Screen, state: StateFolder = None) -> None:
 
 @contextmanager
 def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the job after the running batches; a second Ctrl-C ends it at once."""
+    """Make Ctrl-C and SIGTERM end the job after the running batches, and a second Ctrl-C immediately."""
 
     def stop(number: int, frame: object) -> None:
         job.cancel()
-        note("stopping after the running batches; press Ctrl-C again to stop now and lose them")
+        note("stopping after the running batches; press Ctrl-C again to stop now and discard them")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -214,7 +214,7 @@ def _cancel_on_signals(job: Job, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _format_progress(progress: Progress) -> str:
-    """Format the share that is done, the counts, the throughput and the remaining time."""
+    """Format the completed share, the counts, the throughput and the remaining time."""
     done = progress.chunks_resident + progress.chunks_filled
     share = progress.share_read * done / progress.chunks if progress.chunks else 0.0
     text = (
@@ -229,7 +229,7 @@ def _format_progress(progress: Progress) -> str:
 
 
 def _report(screen: Screen, progress: Progress, tokens_per_s: float | None, workers: int) -> None:
-    """Print the final table. For a dry run, ``tokens_per_s`` of earlier runs predicts the time."""
+    """Print the result. For a dry run, the time is predicted from the ``tokens_per_s`` of earlier runs."""
     predicted = None
     if progress.dry and tokens_per_s:
         predicted = progress.tokens_missing / tokens_per_s / workers
@@ -251,13 +251,13 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
         ("missing", f"{progress.chunks_missing} ({format_bytes(progress.bytes_missing)})"),
     ]
     if progress.dry:
-        time_text = "unknown: this model has not run yet" if predicted is None else f"{predicted:.0f} s"
+        time_text = "unknown: no run with this model yet" if predicted is None else f"{predicted:.0f} s"
         rows += [("predicted time", time_text), ("fits the store", "yes" if progress.fits else "NO")]
     else:
         rows += [
             ("prefilled", f"{progress.chunks_filled} ({progress.tokens_per_s:.0f} tokens/s)"),
             ("chunks failed · invalidated", f"{progress.chunks_failed} · {progress.chunks_invalidated}"),
-            ("evicted again", str(progress.chunks_evicted)),
+            ("evicted during the run", str(progress.chunks_evicted)),
         ]
     rows += [("resident now", f"{progress.coverage:.1%}"), ("time", f"{progress.elapsed_s:.1f} s")]
     for row in rows:
@@ -267,7 +267,7 @@ def _print_report(console: Console, progress: Progress, predicted: float | None)
 
 
 def _print_failures(console: Console, progress: Progress) -> None:
-    """Print the recorded failures and left-out files, and how many more there were."""
+    """Print the recorded failures and left-out files, and the number of further ones."""
     failed = progress.documents_failed + progress.chunks_failed
     for title, shown, count in (
         ("failed", progress.failures, failed),
@@ -281,7 +281,7 @@ def _print_failures(console: Console, progress: Progress) -> None:
 
 
 def _locate(failure: Failure) -> str:
-    """Describe where a failure occurred: the file, the place in it, and the document's own name if it has
+    """Describe where a failure occurred: the file, the position in it, and the document's id if it has
     one."""
     path = failure.url.removeprefix("file://")
     place = f"{path}@{failure.place}" if failure.place else path

@@ -40,7 +40,7 @@ from kintsugi.store.protocol.access import EVERY_NAMESPACE, Verb, open_access
 from kintsugi.store.shard.opening import SsdSpec, parse_size
 
 START_TIMEOUT_S = 900.0
-"""A large model takes minutes to load."""
+"""Time for a service to become ready; a large model takes minutes to load."""
 POLL_S = 0.5
 INFO_PERIOD_S = 5.0
 GIB = 1 << 30
@@ -105,8 +105,8 @@ def _store(store: StoreSpec, task: ServeTask) -> StoreSpec:
 
 
 def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, NamespacePrivacy]:
-    """Add a rule with `discover` for each namespace in ``discovering``. It copies the rule that applies to
-    the namespace, because only the most specific rule applies."""
+    """Return the privacy rules, with discovery for the namespaces in ``discovering``. A new rule copies the
+    rule that applied before, because only the most specific rule applies."""
     rules = {
         check_namespace_pattern(name, "discover"): dataclasses.replace(
             spec.rules.privacy_of(name), discover=True
@@ -117,7 +117,7 @@ def _privacy(spec: ServiceSpec, discovering: Sequence[str]) -> dict[str, Namespa
 
 
 def run(screen: Screen, task: ServeTask) -> ExitCode:
-    """Serve until SIGINT or SIGTERM; running answers then have `DRAIN_S` to finish."""
+    """Serve until SIGINT or SIGTERM. Running answers then have `DRAIN_S` to finish."""
     spec = build_service_spec(task)
     if task.print_config:
         import yaml
@@ -149,16 +149,16 @@ def serve(
 
 
 def _check_here(spec: ServiceSpec) -> None:
-    """Check here what the gateway would otherwise refuse later, inside Serve. Raises `InvalidField`.
+    """Check ports, files and exposure before Serve starts the gateway. Raises `InvalidField`.
 
-    A configuration that is only printed is not checked: it may be for other machines and files.
+    A configuration that is only printed is not checked: it may be for another machine.
     """
     gateway = spec.gateway
     if gateway.replicas > 1:
         raise InvalidField(
             "gateway.replicas",
-            f"{gateway.replicas} gateways need as many nodes, and this is one; set it to 1, or deploy what "
-            "--print-config prints on a Ray cluster",
+            f"each of {gateway.replicas} gateways needs a node of its own; set it to 1, or deploy the output "
+            "of --print-config on a Ray cluster",
         )
     open_access(gateway.tokens_file)
     open_access(spec.store.expert.tokens_file)
@@ -174,8 +174,8 @@ def _check_here(spec: ServiceSpec) -> None:
 
 @contextmanager
 def protect_store(spec: ServiceSpec) -> Iterator[ServiceSpec]:
-    """Make shards require a token if the gateway requires tokens: every user of this machine can connect to
-    their ports. Engines and the gateway use a token of this run, in files that only this user may read."""
+    """Make shards require a token if the gateway requires tokens, because every user of this machine can
+    connect to their ports. The token is made for this run, and only this user can read its file."""
     if not spec.gateway.tokens_file or spec.store.expert.tokens_file or spec.store.tls_ca:
         yield spec
         return
@@ -202,14 +202,14 @@ def _with_free_ports(spec: ServiceSpec) -> ServiceSpec:
                 free_port(gateway.host, port, 1)
         except Unavailable as error:
             raise Unavailable(
-                f"{error} ({option} 0: any free port); kintsugi status says whether a service runs already"
+                f"{error}; use {option} 0, or see whether kintsugi status finds a service"
             ) from error
     directory = free_port(expert.host, expert.directory_port, DIRECTORY_PORTS)
     return _with_store_expert(spec, directory_port=directory)
 
 
 def _listen_for_signals(stop: threading.Event) -> None:
-    """Set the event on SIGTERM and SIGINT. Call this after Ray has installed its own handlers."""
+    """Set the event on SIGTERM and SIGINT. Must be called after Ray has installed its own handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
@@ -289,7 +289,7 @@ class ServiceMonitor:
         self._unhealthy: dict[str, str] = {}
 
     def poll(self) -> None:
-        """Check the calibration and, every `INFO_PERIOD_S`, the replicas and the engine."""
+        """Check the calibration, and every `INFO_PERIOD_S` the replicas and the engine."""
         self._poll_calibration()
         if self._clock() - self._polled_s < INFO_PERIOD_S:
             return
@@ -335,7 +335,7 @@ class ServiceMonitor:
         self._running = self._calibrator.run.remote()
         self._screen.show_event(
             "calibration",
-            "calibrating on a separate engine; until then every prompt is prefilled in full",
+            "calibrating on a separate engine; until it is done, every prompt is prefilled in full",
             state="started",
         )
 

@@ -1,4 +1,4 @@
-"""`kintsugi size`: computes the RAM, SSD and network that a corpus needs, before anything is bought."""
+"""`kintsugi size`: computes the RAM, SSD space and network speed that a corpus needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kintsugi.core.sizing import (
 from kintsugi.models.checkpoint import read_config
 
 UTILISATION = 0.6
-"""Share of a device's peak that prefill reaches, typical of large matrix products on recent GPUs."""
+"""Share of a device's peak that prefill reaches; typical of large matrix products on recent GPUs."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMGB]?)")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -48,7 +48,7 @@ def parse_count(name: str, text: str) -> int:
 
 
 def parse_speed(text: str) -> float:
-    """Parse `25Gbit/s` or `7GB/s` into bytes per second; a small b is a bit. Raises `InvalidField`."""
+    """Parse `25Gbit/s` or `7GB/s` into bytes per second; a lower-case b means bits. Raises `InvalidField`."""
     match = _SPEED.fullmatch(text.strip())
     speed = 0.0 if match is None else float(match[1]) * _SPEEDS[match[2]] / (1 if match[3] == "B" else 8)
     if not 0 < speed <= _NUMBER_MAX:
@@ -88,17 +88,17 @@ def rows_of(
 
 def size(
     screen: Screen,
-    model: Annotated[str, typer.Option(help="Checkpoint folder; config.json suffices.")],
-    corpus_tokens: Annotated[str, typer.Option(help="Tokens in all chunks, such as 250M.")],
+    model: Annotated[str, typer.Option(help="Checkpoint folder; only its config.json is read.")],
+    corpus_tokens: Annotated[str, typer.Option(help="Tokens of the whole corpus, such as 250M.")],
     bandwidth: Annotated[str, typer.Option(help="Slowest link to an engine, such as 25Gbit/s or 7GB/s.")],
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 6,
-    replication: Annotated[int, typer.Option(min=1, help="Shards that hold each chunk.")] = 1,
+    replication: Annotated[int, typer.Option(min=1, help="Number of shards that hold each chunk.")] = 1,
     prefill_tokens_per_s: Annotated[
-        float | None, typer.Option(help="Measured prefill rate of such prompts on one engine.")
+        float | None, typer.Option(help="Measured prefill rate of one engine with such prompts.")
     ] = None,
     tflops: Annotated[
-        float, typer.Option(help="Peak TFLOP/s of an engine's devices, used without a measured rate.")
+        float, typer.Option(help="Peak TFLOP/s of an engine's devices. Ignored if a rate is given.")
     ] = 989.0,
 ) -> None:
     """Compute the RAM and SSD that a corpus needs, and the network speed above which blending pays."""
@@ -141,7 +141,7 @@ def render(console: Console, document: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(
         "pays, hides: Gbit/s above which a blend beats a full prefill, and above which it hides loading · "
-        f"ms: blend at {_gbits(document['bandwidth_bytes_per_s'])} Gbit/s · wins: at that speed\n"
+        f"ms: blend at {_gbits(document['bandwidth_bytes_per_s'])} Gbit/s · wins: the faster one\n"
         f"A prompt has {document['chunks_per_prompt']} chunks of {document['chunk_tokens']} tokens. Its full "
         f"prefill takes {document['full_prefill_s'] * 1e3:,.0f} ms ({document['full_prefill_source']}); a "
         f"blend computes {COST:g} of it. RAM holds {HOT_SHARE:.0%} of the corpus, SSD all of it; bytes are "

@@ -25,12 +25,12 @@ from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.models.reference import REFERENCE
 
 MENTIONED_SHARE = 0.1
-"""Minimum share of the answers for a reason to be mentioned."""
+"""Minimum share of all answers at which a reason is shown."""
 
 _NEXT = {
     Contact.REFUSED: (
-        f"start one here: kintsugi serve --model {REFERENCE.name}",
-        "if one runs elsewhere, name it: kintsugi status --url http://HOST:PORT",
+        f"start a service here: kintsugi serve --model {REFERENCE.name}",
+        "if a service runs elsewhere, name it: kintsugi status --url http://HOST:PORT",
     ),
     Contact.SILENT: ("if it is still starting, try again in a minute; otherwise read its log",),
     Contact.UNTRUSTED: ("name the authority of its certificate with --tls-ca, or use http:// in --url",),
@@ -40,7 +40,7 @@ _NEXT = {
     ),
     Contact.UNAUTHENTICATED: (
         "pass a token with --api-key or in OPENAI_API_KEY",
-        "an operator makes one: kintsugi token NAME --namespace NAMESPACE --file TOKENS_FILE",
+        "operators create tokens: kintsugi token NAME --namespace NAMESPACE --file TOKENS_FILE",
     ),
     Contact.FAILED: ("check --url, and read the gateway's log",),
 }
@@ -55,7 +55,7 @@ _BLENDING_OFF = {
     "drift": f"answers drifted since the calibration: find the cause, then calibrate again: {_CALIBRATE}",
     "weights_changed": "restart the engines: their weights changed while they ran",
 }
-_BLENDING_OFF_ELSE = "see what is missing: kintsugi doctor --model MODEL"
+_BLENDING_OFF_ELSE = "find out why: kintsugi doctor --model MODEL"
 
 _NO_CHUNK = "no_chunk_cached"
 _DISCOVER = (
@@ -73,8 +73,8 @@ _NOT_BLENDED = {
     "with --segments where chunks are discovered",
     "loading_is_slower": "use a faster store, or do nothing: loading these chunks takes longer than prefill",
     "blending_is_slower": "do nothing: a prefill of such short prompts is faster",
-    "store_unavailable": "see which shards answer: kintsugi status --url URL",
-    "store_timeout": "see which shards answer: kintsugi status --url URL",
+    "store_unavailable": "find out which shards answer: kintsugi status --url URL",
+    "store_timeout": "find out which shards answer: kintsugi status --url URL",
     "foreign_prefix": "begin prompts with the system prompt that chunks are prefilled after",
     "prompt_logprobs": "do not request logprobs of prompt tokens: they need a full prefill",
     "busy": "add engines (--engines): lookups wait for the store",
@@ -96,7 +96,7 @@ class ServiceStatus:
     why_not: list[str] = field(default_factory=list)
     """Why answers were not blended, the most frequent reason first."""
     helps: list[str] = field(default_factory=list)
-    """What would help, each with a command where there is one."""
+    """Advice, with commands."""
 
 
 def run(screen: Screen, link: ServiceLink) -> ExitCode:
@@ -166,12 +166,12 @@ def describe_status(facts: ServiceFacts) -> ServiceStatus:
 
 
 def advise_on_gate(blending: str) -> str:
-    """Return advice for turning blending on; ``blending`` says why it is off."""
+    """Return advice on how to turn blending on. ``blending``: why it is off."""
     return _BLENDING_OFF.get(label_of_reason(blending), _BLENDING_OFF_ELSE)
 
 
 def find_frequent_reasons(answers: Sequence[AnswerCount]) -> list[AnswerCount]:
-    """Return the reasons, frequent enough to matter, why answers were not blended; most frequent first."""
+    """Return the frequent reasons why answers were not blended, the most frequent first."""
     total = sum(one.count for one in answers)
     other = (Outcome.BLENDED, Outcome.PREFIX_HIT, Outcome.SAVED, Outcome.AUDITED)
     found = [

@@ -42,19 +42,22 @@ DEFAULT_STORE = f"grpc://{DEFAULT_ADDRESS}"
 FAILURE_POLL_S = 0.5
 VERIFY_PAGE = 64
 SWITCH_INTERVAL_S = 0.0005
-"""A tenth of Python's default: a lookup must not wait 5 ms for a thread that reads the disk."""
+"""Python's interval between thread switches, a tenth of its default: a lookup must not wait 5 ms for a
+thread that reads the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
     """The files of mutual TLS."""
 
-    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signs both.")] = None
+    tls_ca: Annotated[Path | None, typer.Option(help="PEM file of the authority of both certificates.")] = (
+        None
+    )
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
 
     def files(self) -> TlsFiles | None:
-        """The three files, or None if none is given. Raises `InvalidField` if only some are."""
+        """Return the three files; None if no file is given. Raises `InvalidField` if only some are given."""
         ca, cert, key = self.tls_ca, self.tls_cert, self.tls_key
         if ca is not None and cert is not None and key is not None:
             return TlsFiles(ca, cert, key)
@@ -65,11 +68,11 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLink:
-    """How a command reaches a shard."""
+    """Connection to a shard."""
 
     store: Annotated[
         str,
-        typer.Option(help="The shard's URL: grpc://HOST:PORT, with ?token_file=FILE and tls_ca=… if needed."),
+        typer.Option(help="URL of the shard, such as grpc://HOST:PORT?token_file=FILE&tls_ca=FILE."),
     ] = DEFAULT_STORE
 
     @contextmanager
@@ -77,7 +80,7 @@ class ShardLink:
         """Connect to the shard. Raises `InvalidField` if the URL does not name one shard."""
         with closing(open_store(self.store)) as store:
             if not isinstance(store, GrpcStore):
-                raise InvalidField("store", f"{self.store!r} is not one shard: name it as grpc://HOST:PORT")
+                raise InvalidField("store", f"{self.store!r} does not name one shard; use grpc://HOST:PORT")
             yield store
 
 
@@ -96,33 +99,33 @@ def serve(
     ssd: SsdTiers = None,
     bucket: BucketTier = None,
     listen: Annotated[str, typer.Option(help="Address to listen on, as host:port.")] = DEFAULT_ADDRESS,
-    ack: Annotated[str, typer.Option(help="When a put returns by default: ram or durable.")] = "ram",
+    ack: Annotated[str, typer.Option(help="Where a chunk is when its put returns: ram or durable.")] = "ram",
     policy: Annotated[
-        str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}, or an added one.")
+        str, typer.Option(help=f"Eviction policy: {', '.join(POLICIES)}, or that of a plugin.")
     ] = DEFAULT_POLICY,
     peers: Annotated[
         str,
         typer.Option(
-            help="URL of the store (shards://, shardfile://): send its shards the chunks that they lack, "
+            help="URL of the whole store (shards://, shardfile://): replicate chunks to its other shards, "
             "and apply their erasures."
         ),
     ] = "",
     metrics: Annotated[str, typer.Option(help="Address for Prometheus metrics, as host:port.")] = "",
     share_arena: Annotated[
-        bool, typer.Option(help="Let peers on this host read the RAM tier directly.")
+        bool, typer.Option(help="Let engines on this host read the RAM tier through shared memory.")
     ] = True,
     *,
     tls: TlsOptions,
     insecure: Annotated[bool, typer.Option(help="Listen beyond loopback without TLS.")] = False,
     tokens_file: Annotated[
-        Path | None, typer.Option(help="File of hashed tokens and what each may do; default: anything.")
+        Path | None, typer.Option(help="File of hashed tokens and permissions. Default: no tokens needed.")
     ] = None,
     audit_dir: Annotated[Path | None, typer.Option(help="Folder of the audit log.")] = None,
     protect_metrics: Annotated[
-        bool, typer.Option(help="Show metrics only to tokens with the verb admin on every namespace.")
+        bool, typer.Option(help="Serve metrics only to tokens with the verb admin for every namespace.")
     ] = False,
 ) -> int:
-    """Run a shard until interrupted; it drains before it stops."""
+    """Run a shard until interrupted. Before it stops, it writes back what only RAM holds."""
     if ack not in ("ram", "durable"):
         raise InvalidField("ack", f"{ack!r} must be ram or durable")
     spec = ShardSpec(
@@ -186,7 +189,7 @@ def _serve_shard(screen: Screen, spec: ShardSpec, listen: str, options: ServerOp
 
 @command(app)
 def status(screen: Screen, shard: ShardLink) -> None:
-    """Print what a shard holds, and its state."""
+    """Print the state of a shard: chunks, tiers and counters."""
     with shard.connect() as store:
         stats = store.counters()
     document = MessageToDict(
@@ -196,7 +199,7 @@ def status(screen: Screen, shard: ShardLink) -> None:
 
 
 def _numbers(document: Any) -> Any:
-    """Unquote numbers: Protobuf's JSON form quotes 64-bit integers."""
+    """Convert strings of digits to numbers: Protobuf's JSON form quotes 64-bit integers."""
     if isinstance(document, dict):
         return {key: _numbers(value) for key, value in document.items()}
     if isinstance(document, list):
@@ -218,7 +221,7 @@ def _print_status(console: Console, stats: Any) -> None:
     console.print(table)
     for tier in stats.tiers:
         if tier.failure:
-            console.print(f"{tier.name} fails: {tier.failure}", soft_wrap=True)
+            console.print(f"{tier.name} failed: {tier.failure}", soft_wrap=True)
     for path, size in sorted(stats.bytes_read.items()):
         console.print(f"read over {path}: {format_bytes(size)}")
 
@@ -229,7 +232,7 @@ def list_chunks(
     namespace: Namespace,
     *,
     shard: ShardLink,
-    limit: Annotated[int, typer.Option(help="Maximum chunks to list.", min=1, max=10_000)] = 100,
+    limit: Annotated[int, typer.Option(help="Maximum number of chunks to list.", min=1, max=10_000)] = 100,
 ) -> None:
     """List chunks of a namespace in key order."""
     with shard.connect() as store:
@@ -259,14 +262,14 @@ def remove(
     keys: Annotated[list[str] | None, typer.Argument(help="Chunk keys in hexadecimal.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every chunk of the namespace.")] = False,
     erase: Annotated[
-        bool, typer.Option("--erase", help="Leave nothing in memory and files; caches are told.")
+        bool, typer.Option("--erase", help="Also overwrite or destroy the data in memory, files and caches.")
     ] = False,
     *,
     shard: ShardLink,
 ) -> None:
     """Delete chunks."""
     if everything == bool(keys):
-        raise InvalidField("keys", "name chunk keys, or give --all, but not both")
+        raise InvalidField("keys", "give either chunk keys or --all")
     with shard.connect() as store:
         if erase:
             _erase(screen, store, namespace, None if everything else parse_keys(keys or []))
@@ -291,7 +294,7 @@ def verify(
     *,
     shard: ShardLink,
 ) -> ExitCode:
-    """Verify chunks in every tier; quarantine damaged copies, and exit with 5 if there are any."""
+    """Verify chunks in every tier and quarantine damaged copies. The exit code is 5 if there are any."""
     found: list[Verified] = []
     with (
         shard.connect() as store,
