@@ -2,7 +2,7 @@
 
 vLLM allocates all blocks of a request when the connector claims its tokens, and parks the request until the
 worker has blended it. A parked request does not count towards `max_num_seqs`, so vLLM itself sets no bound.
-The rules here:
+The rules:
 
 - **A blend needs a place.** There are as many places as the worker runs blends at a time, but at most
   `max_num_seqs`. A blend takes a place together with its blocks, and keeps it until the request runs, is
