@@ -54,9 +54,7 @@ class StubSeen:
     """The requests that it received, for assertions."""
 
     requests: list[EngineRequest] = field(default_factory=list)
-    saves: list[tuple[str, str, tuple[TokenIds, ...], int, str, float | None, float]] = field(
-        default_factory=list
-    )
+    saves: list[tuple[str, str, tuple[TokenIds, ...], int, float | None, float]] = field(default_factory=list)
     """Request id, namespace, chunks, priority, lifetime in seconds, Unix seconds when asked for."""
     running: int = 0
     """Answers in progress."""
