@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.worker import FILLED, PRESENT
@@ -14,33 +13,11 @@ DEATHS_MAX = 2
 """A chunk is given up after this many workers died while it was alone in their batch."""
 
 
-class OutcomeVerdict(Enum):
-    """The meaning of a chunk's outcome for the job."""
-
-    FILLED = "filled"
-    PRESENT = "present"
-    RETRY = "retry"
-    """The store did not answer; the chunk is sent again later."""
-    FULL = "full"
-    """The store is full; every other chunk would fail as well."""
-    FOREIGN = "foreign"
-    """The engine uses another chunk space; every other chunk would fail as well."""
-    FAILED = "failed"
-    """Only this chunk failed."""
-
-
-_REASONS = (
-    (("Unavailable", "DeadlineExceeded"), OutcomeVerdict.RETRY),
-    (("ResourceExhausted",), OutcomeVerdict.FULL),
-    (("ForeignChunkKey",), OutcomeVerdict.FOREIGN),
-)
-
-
-def judge_outcome(outcome: str) -> OutcomeVerdict:
-    """Judge an outcome by its first word, the name of an error class."""
-    if outcome in (FILLED, PRESENT):
-        return OutcomeVerdict(outcome)
-    return next((verdict for words, verdict in _REASONS if outcome.startswith(words)), OutcomeVerdict.FAILED)
+FULL, FOREIGN = "ResourceExhausted", "ForeignChunkKey"
+"""Errors that every other chunk would meet as well: the store is full, or the engine uses another chunk
+space."""
+AGAIN = ("Unavailable", "DeadlineExceeded", FULL, FOREIGN)
+"""Errors after which a chunk is queued again. An outcome begins with the name of an error class."""
 
 
 @dataclass
@@ -64,7 +41,9 @@ class Settled:
     present: list[PendingChunk] = field(default_factory=list)
     failed: list[tuple[PendingChunk, str]] = field(default_factory=list)
     full: str = ""
+    """The last outcome of the error `FULL`."""
     foreign: str = ""
+    """The last outcome of the error `FOREIGN`."""
     retried: int = 0
 
 
@@ -104,17 +83,16 @@ class Batches:
         settled = Settled()
         again = []
         for chunk, outcome in zip(batch.chunks, outcomes, strict=True):
-            verdict = judge_outcome(outcome)
-            if verdict is OutcomeVerdict.FILLED:
+            if outcome == FILLED:
                 settled.filled.append(chunk)
-            elif verdict is OutcomeVerdict.PRESENT:
+            elif outcome == PRESENT:
                 settled.present.append(chunk)
-            elif verdict is OutcomeVerdict.FAILED:
-                settled.failed.append((chunk, outcome))
-            else:
+            elif outcome.startswith(AGAIN):
                 again.append(chunk)
-                settled.full = outcome if verdict is OutcomeVerdict.FULL else settled.full
-                settled.foreign = outcome if verdict is OutcomeVerdict.FOREIGN else settled.foreign
+                settled.full = outcome if outcome.startswith(FULL) else settled.full
+                settled.foreign = outcome if outcome.startswith(FOREIGN) else settled.foreign
+            else:
+                settled.failed.append((chunk, outcome))
         if again:
             self.requeue(ChunkBatch(again, batch.deaths))
         settled.retried = len(again)

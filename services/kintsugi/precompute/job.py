@@ -37,10 +37,9 @@ from kintsugi.precompute.ledger import Ledger, ScannedDocument
 from kintsugi.precompute.ledger_chunks import PendingChunk
 from kintsugi.precompute.pool import Outcome, Pool, ensure_ray
 from kintsugi.precompute.progress import Progress, State
-from kintsugi.precompute.sources.files import ROW_FORMATS, FileRange, list_source
+from kintsugi.precompute.sources.files import list_source
 from kintsugi.precompute.sources.readers import Failure
-from kintsugi.precompute.sources.sandbox import read_confined
-from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan, scan_here
+from kintsugi.precompute.sources.scan import ChunkTask, Scanned, scan
 from kintsugi.precompute.spec import JobSpec, ModelFacts
 from kintsugi.precompute.warm import delete_some_orphans, forget
 from kintsugi.precompute.worker import EnginePrefiller, NotStarted, PrefillerFactory, WorkerSpec, durable_url
@@ -212,26 +211,14 @@ class Job:
         changed = [piece for piece in pieces if piece.url not in unchanged]
         if not changed:
             return
-        if all(piece.format in ROW_FORMATS for piece in pieces):
-            self._check_columns(changed[0])
         Chunker.of_model(spec.model, spec.chunking)  # raises its errors here, not inside a Ray task
         self._bytes_to_read = sum({piece.url: piece.size for piece in changed}.values())
-        if self._dry:
-            yield from scan_here(changed, task)
+        if self._dry:  # without Ray
+            for piece in changed:
+                yield from task.read_blocks(piece)
             return
         ensure_ray(spec.workers)
         yield from scan(changed, task)
-
-    def _check_columns(self, piece: FileRange) -> None:
-        """Raise `InvalidField` if the text column is missing, which is a mistake in the job and not in a
-        document."""
-        with closing(read_confined(piece, self.spec.columns)) as documents:
-            first = next(documents, None)
-        if isinstance(first, Failure) and first.reason.startswith("no column"):
-            raise InvalidField(
-                "columns.text",
-                f"{piece.url}: {first.reason}; name the column of the text (--columns text=NAME)",
-            )
 
     def _record_block(self, edition: int, run: int, block: Sequence[Scanned]) -> None:
         """Record one block of the scan in the ledger and queue its new chunks."""
@@ -304,8 +291,8 @@ class Job:
             return
         if progress.bytes_total > self._bytes_max and missing:
             raise ResourceExhausted(
-                f"the corpus needs more than the {self._bytes_max} bytes that it may use; enlarge the store, "
-                "raise --bytes-max, or precompute less. Stored chunks stay"
+                f"the corpus needs more than the {self._bytes_max} bytes of the store; enlarge it, or "
+                "precompute less. Stored chunks stay"
             )
         self._batches.add(missing)
         self._pump(flush=False)

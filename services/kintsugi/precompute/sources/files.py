@@ -34,8 +34,6 @@ class Format(StrEnum):
     DOCX = "docx"
 
 
-ROW_FORMATS = (Format.JSONL, Format.PARQUET, Format.CSV)
-"""Formats whose documents are rows with columns."""
 _CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "Last-Modified")
 """Names of the values, reported by file systems, that change when the file changes."""
 _SUFFIXES = {

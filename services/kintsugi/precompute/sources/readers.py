@@ -133,7 +133,10 @@ def row_to_document(
         return Failure(piece.url, place, reason, str(row.get(columns.id) or ""))
 
     if columns.text not in row:
-        return make_failure(f"no column {columns.text!r}; there are {', '.join(map(repr, row)) or 'none'}")
+        names = ", ".join(map(repr, row)) or "none"
+        return make_failure(
+            f"no column {columns.text!r}; there are {names}: choose one (--columns text=NAME)"
+        )
     text = row[columns.text]
     if not isinstance(text, str):
         return make_failure(f"column {columns.text!r} holds {type(text).__name__}, not text")

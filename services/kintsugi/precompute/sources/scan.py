@@ -111,12 +111,6 @@ def scan(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]
         raise Unavailable(f"reading the corpus failed: {type(cause).__name__}: {cause}") from error
 
 
-def scan_here(pieces: Sequence[FileRange], task: ChunkTask) -> Iterator[list[Scanned]]:
-    """Like `scan`, but in this process, without Ray."""
-    for piece in pieces:
-        yield from task.read_blocks(piece)
-
-
 def _silence_ray() -> None:
     """Turn off Ray Data's progress output: the command shows its own."""
     from ray.data import DataContext

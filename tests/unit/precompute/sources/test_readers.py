@@ -184,13 +184,13 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"body": "x", "n": 1}]), tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("body,n\nx,1\n")
     for reason in failures(tmp_path):
-        assert reason == "no column 'text'; there are 'body', 'n'"
+        assert reason == "no column 'text'; there are 'body', 'n': choose one (--columns text=NAME)"
     assert len(failures(tmp_path)) == 2
 
 
 def test_a_csv_without_the_column_is_one_failure(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("body,n\n" + "x,1\n" * 50)
-    assert failures(tmp_path) == ["no column 'text'; there are 'body', 'n'"]
+    assert failures(tmp_path) == ["no column 'text'; there are 'body', 'n': choose one (--columns text=NAME)"]
 
 
 @pytest.fixture(autouse=True)
