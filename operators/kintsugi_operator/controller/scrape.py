@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import aiohttp
 
 TIMEOUT_S = 2.0
 BYTES_MAX = 2 << 20
-AT_ONCE_MAX = 16
 
 
 class Web:
@@ -16,13 +13,12 @@ class Web:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._places = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def fetch(self, url: str) -> str:
         """Return the page; empty after an error or a timeout, and for a page larger than `BYTES_MAX`."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
-            async with self._places, self._session.get(url, timeout=timeout) as answer:
+            async with self._session.get(url, timeout=timeout) as answer:
                 if answer.status != 200:
                     return ""
                 page = await answer.content.read(BYTES_MAX)

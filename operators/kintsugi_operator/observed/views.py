@@ -75,7 +75,6 @@ class ShardPod:
 class CorpusView:
     """The progress of one of the service's CorpusPrecomputes."""
 
-    name: str
     revision: str
     """The revision that the last job was for."""
     is_finished: bool
@@ -193,7 +192,6 @@ def corpus_view(manifest: Manifest) -> CorpusView:
     """The view of a CorpusPrecompute."""
     status = manifest.get("status") or {}
     return CorpusView(
-        manifest["metadata"]["name"],
         revision_of_run(status.get("run", "")),
         status.get("phase") in ("Succeeded", "Failed"),
         bool(manifest["spec"].get("suspend")),

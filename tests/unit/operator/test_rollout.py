@@ -43,11 +43,11 @@ def test_it_serves_once_ready_calibrated_and_warm() -> None:
     up = Observed(services={"new": READY})
     rollout = moved(rollout, up)
     assert rollout.phase == Phase.CALIBRATING
-    corpus = CorpusView("docs", "old", is_finished=True)
+    corpus = CorpusView("old", is_finished=True)
     measured = Observed(services={"new": READY}, calibrations={"new": DONE}, corpora=(corpus,))
     rollout = moved(rollout, measured)
     assert (rollout.phase, rollout.active) == (Phase.WARMING, "old")
-    filled = CorpusView("docs", "new", is_finished=True)
+    filled = CorpusView("new", is_finished=True)
     warm = Observed(services={"new": READY}, calibrations={"new": DONE}, corpora=(filled,))
     rollout = moved(rollout, warm)
     assert (rollout.active, rollout.pending, rollout.phase) == ("new", "", Phase.IDLE)
@@ -86,10 +86,10 @@ def test_a_third_model_replaces_the_second() -> None:
 @pytest.mark.parametrize(
     ("corpus", "waits"),
     [
-        (CorpusView("docs", "old", is_finished=True), True),
-        (CorpusView("docs", "new", is_finished=False), True),
-        (CorpusView("docs", "new", is_finished=True), False),
-        (CorpusView("docs", "old", is_finished=False, is_suspended=True), False),
+        (CorpusView("old", is_finished=True), True),
+        (CorpusView("new", is_finished=False), True),
+        (CorpusView("new", is_finished=True), False),
+        (CorpusView("old", is_finished=False, is_suspended=True), False),
     ],
 )
 def test_corpora_are_waited_for(corpus: CorpusView, waits: bool) -> None:
