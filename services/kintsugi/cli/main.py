@@ -141,7 +141,7 @@ def token(
         screen.show(revoked, f"the token of {name} is revoked")
         return
     if not namespace:
-        raise InvalidField("namespace", "is mandatory: pass --namespace for each one that the caller may use")
+        raise InvalidField("namespace", "is mandatory: pass --namespace, and repeat it for several")
     text, grant = new_token(name, namespace, verb, expires)
     add_grant(file, grant)
     document = {"token": text, "name": name, "namespaces": namespace, "file": str(file)}

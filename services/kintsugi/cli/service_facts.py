@@ -54,7 +54,7 @@ class EngineFacts:
     max_model_len: int = 0
     form: str = ""
     blending: str = ""
-    """`on`, or why not."""
+    """`on`, or why blending is off."""
     version: str = ""
     vllm: str = ""
 

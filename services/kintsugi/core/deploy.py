@@ -247,7 +247,7 @@ class StoreSpec(StoreSettings):
 
 @dataclass(frozen=True)
 class GatewayExpert(Settings):
-    """Settings of gateways that few need."""
+    """Rarely needed settings of gateways."""
 
     fill_on_miss: bool = True
     """After an answer, prefill and store the chunks that the store lacked."""
@@ -271,7 +271,7 @@ class GatewaySettings(Settings):
 
 @dataclass(frozen=True)
 class GatewaySpecExpert(GatewayExpert):
-    """Settings of gateways on one machine that few need."""
+    """Rarely needed settings of gateways on one machine."""
 
     tls_client_ca: str = ""
     """PEM file of the authority that signed clients' certificates; empty: clients need none."""

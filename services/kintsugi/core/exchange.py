@@ -89,7 +89,7 @@ class SaveState(StrEnum):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The result of saving one chunk, and the reason."""
+    """The result of saving one chunk, and the reason of a failure."""
 
     state: SaveState
     reason: str = ""
@@ -158,7 +158,7 @@ class EngineInfo:
     portable: bool
     max_model_len: int
     blending: str
-    """`on`, or why not: the gate's reason."""
+    """`on`, or the gate's reason for not blending."""
     tokenizer: str = ""
     """Hexadecimal, `models.checkpoint.tokenizer_digest`; empty: not checked."""
     form: str = ""

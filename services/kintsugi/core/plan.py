@@ -62,7 +62,7 @@ class Selection:
     """Makes `ratio` a ceiling: only the tokens that make up this share of the selector's signal over all
     candidates are chosen. If None, or if the selector has no signal, the ratio is used as it is."""
     ratio_min: float = 0.0
-    """Floor of an adaptive ratio."""
+    """Lower limit of an adaptive ratio."""
 
     def __post_init__(self) -> None:
         for name in ("ratio", "ratio_min"):

@@ -156,7 +156,7 @@ def codec_size(layout: KVLayout, codec: Codec, work: SizingWorkload) -> CodecSiz
 
 @dataclass(frozen=True)
 class LoadingPace:
-    """Bandwidths that matter to one prompt, in bytes per second."""
+    """Two bandwidths for loading one prompt's chunks, in bytes per second."""
 
     pays_bytes_per_s: float
     """Above it a blend takes less time than a full prefill; below it loading loses."""

@@ -154,7 +154,8 @@ class ModelFingerprint:
 
     @staticmethod
     def of(parts: dict[str, str]) -> ModelFingerprint:
-        """From named facts: weights, architecture, rope, kv_dtype, tokenizer (see `models.checkpoint`)."""
+        """Make the fingerprint from facts by name: weights, architecture, rope, kv_dtype, tokenizer (see
+        `models.checkpoint`)."""
         hasher = blake3.blake3(f"kintsugi-model-{FORMAT_VERSION}".encode())
         for name in sorted(parts):
             for text in (name, parts[name]):

@@ -178,7 +178,7 @@ def restore_files(folders: BackedUpFolders, source: Path, store: str | None) -> 
 
 
 def find_erasures(store_url: str | None, shard_folders: Sequence[Path], since_s: float) -> list[Erasure]:
-    """Return the recorded erasures that were requested since `since_s` (Unix seconds), less `UNSURE_S`. Reads
+    """Return the recorded erasures that were requested after `since_s` (Unix seconds) less `UNSURE_S`. Reads
     the records of running shards and of the given data folders.
 
     Raises `Unavailable` if a shard of the store does not answer, `InvalidField` for a URL that names no

@@ -75,7 +75,7 @@ class CorpusOptions:
     tokens_max: Annotated[int, typer.Option(help="Maximum tokens per chunk.")] = 512
     overlap: Annotated[int, typer.Option(help="Maximum tokens that consecutive chunks share.")] = 0
     columns: Annotated[
-        str, typer.Option(help="Other names of columns, such as text=body,id=key,version=revision.")
+        str, typer.Option(help="Columns with other names, such as text=body,id=key,version=revision.")
     ] = ""
     file_format: Annotated[
         Format | None, typer.Option("--format", help="Format of all files. Default: by suffix.")

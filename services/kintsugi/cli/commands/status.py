@@ -92,7 +92,7 @@ class ServiceStatus:
     runs: list[tuple[str, str]] = field(default_factory=list)
     """(part, description) pairs."""
     blending: str = ""
-    """`on`, or why not; empty: unknown."""
+    """`on`, or why blending is off; empty: unknown."""
     why_not: list[str] = field(default_factory=list)
     """Why answers were not blended, the most frequent reason first."""
     helps: list[str] = field(default_factory=list)
