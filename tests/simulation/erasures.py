@@ -21,8 +21,8 @@ from kintsugi.core.exchange import SaveOutcome, SaveState
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import erasing
+from kintsugi.gateway.chunks import Saver
 from kintsugi.gateway.erasing import Eraser
-from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.client.grpc_store import read_cursor, write_cursor

@@ -26,9 +26,9 @@ from kintsugi.core.accounting import Outcome, label_of_reason
 from kintsugi.core.errors import KintsugiError, Unavailable
 from kintsugi.core.exchange import EngineBackend
 from kintsugi.core.namespaces import NO_PRIVACY
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import EnginePlace, FairShares
 from kintsugi.gateway.tracing import Attribute, TraceSpan, add_layers, describe, span
 

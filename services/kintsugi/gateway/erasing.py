@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 from kintsugi.core.errors import NotFound, PermissionDenied
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.chunks import Copies, Saver
 from kintsugi.gateway.fill import Filler
 from kintsugi.gateway.repeating import Repeating
-from kintsugi.gateway.saves import Saver
-from kintsugi.gateway.spaces import Copies
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.learning import Learner
 from kintsugi.gateway.texts.segments import SegmentResolver

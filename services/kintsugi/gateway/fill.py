@@ -20,8 +20,7 @@ from kintsugi.core.exchange import SaveState
 from kintsugi.core.namespaces import is_within
 from kintsugi.core.request import longest_ttl
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway.saves import Saver, ToSave
-from kintsugi.gateway.spaces import Copies
+from kintsugi.gateway.chunks import Copies, Saver, ToSave
 
 log = logging.getLogger(__name__)
 

@@ -30,14 +30,13 @@ from kintsugi.core.namespaces import NO_RULES, NamespacePrivacy, NamespaceRules
 from kintsugi.core.request import check_ttl
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.gateway.answers import AnswerPipeline, Ask, Event, padding_s
+from kintsugi.gateway.chunks import Copies, Recent, Saver, Spaces
 from kintsugi.gateway.erasing import Eraser, Receipt
 from kintsugi.gateway.fill import FillConfig, Filler
 from kintsugi.gateway.metrics import GatewayMetrics, ShareMetrics
 from kintsugi.gateway.prompts import Finished, GenerateCall, PromptAsk, Prompts, Resolved, refuse_keys
 from kintsugi.gateway.residency import ChunkResidence, Residency
-from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.shares import FairShares
-from kintsugi.gateway.spaces import Copies, Recent, Spaces
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.known_texts import disjoint
 from kintsugi.gateway.texts.learning import Detokenize, Learner

@@ -18,10 +18,9 @@ from kintsugi.core.exchange import (
 from kintsugi.core.request import BlendOptions, KintsugiParams, Op, check_priority
 from kintsugi.core.spaces import Span
 from kintsugi.gateway.answers import Ask
+from kintsugi.gateway.chunks import Spaces, ToSave
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.requests import choose_request_id
-from kintsugi.gateway.saves import ToSave
-from kintsugi.gateway.spaces import Spaces
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.gateway.tracing import (
     Attribute,

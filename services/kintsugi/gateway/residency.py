@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kintsugi.core.exchange import MatchedChunk
 from kintsugi.core.plan import ChunkSource
 from kintsugi.core.spaces import ChunkKey
-from kintsugi.gateway.spaces import Spaces
+from kintsugi.gateway.chunks import Spaces
 from kintsugi.gateway.texts.segments import Segment, SegmentResolver
 from kintsugi.gateway.threaded_store import ThreadedStore
 from kintsugi.store.protocol.interface import ChunkStore, Found

@@ -43,7 +43,7 @@ def client(service: ServiceUnderTest) -> openai.OpenAI:
 def test_the_model_is_listed_and_retrieved(client: openai.OpenAI, service: ServiceUnderTest) -> None:
     assert service.model in [model.id for model in client.models.list()]
     assert client.models.retrieve(service.model).id == service.model
-    with pytest.raises(openai.NotFoundError, match="ask for one of"):
+    with pytest.raises(openai.NotFoundError, match="request one of"):
         client.models.retrieve("another")
 
 

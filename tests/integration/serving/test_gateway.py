@@ -22,12 +22,12 @@ from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import InvalidField, NotFound, ResourceExhausted, Unavailable
 from kintsugi.core.exchange import EngineInfo, SaveState
 from kintsugi.core.spaces import ChunkKey, TokenIds, token_bytes
-from kintsugi.gateway import spaces
+from kintsugi.gateway import chunks as gateway_chunks
+from kintsugi.gateway.chunks import Saver
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import grpc_server
 from kintsugi.gateway.fronts.grpc_server import GatewayServer, load_gateway_tls
 from kintsugi.gateway.gateway import Gateway, GatewayLimits
-from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.models.bundled import bundled_checkpoint
 from kintsugi.models.checkpoint import tokenizer_digest
@@ -524,7 +524,7 @@ def test_a_gateway_of_a_new_model_waits_for_its_engines_and_keeps_to_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its token ids mean something else to the engines of the model that is being replaced."""
-    monkeypatch.setattr(spaces, "INFO_TTL_S", 0.0)
+    monkeypatch.setattr(gateway_chunks, "INFO_TTL_S", 0.0)
 
     async def replaced() -> None:
         backend = StubBackend()

@@ -18,9 +18,9 @@ from kintsugi.core.deploy import GatewaySpec, GatewaySpecExpert
 from kintsugi.core.errors import PermissionDenied, Unauthenticated
 from kintsugi.gateway import erasing
 from kintsugi.gateway.access import add_grant, new_token, revoke_grant
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.requests import METHOD_VERBS
-from kintsugi.gateway.saves import ToSave
 from kintsugi.rpc.v1 import gateway_pb2 as pb
 from kintsugi.sdk.client import Client
 from kintsugi.sdk.transport import ClientOptions

@@ -14,8 +14,8 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.spaces import ChunkKey, TokenIds
 from kintsugi.gateway import answers
 from kintsugi.gateway.answers import AnswerPipeline, Ask, may_have_missed
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.metrics import GatewayMetrics
-from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.shares import FairShares
 from kintsugi.gateway.tracing import TraceSpan
 

@@ -9,9 +9,9 @@ import pytest
 from kintsugi.core.errors import InvalidField
 from kintsugi.core.prompt import FormName, PromptChunk
 from kintsugi.core.spaces import TokenIds
+from kintsugi.gateway.chunks import Recent, Spaces
 from kintsugi.gateway.metrics import GatewayMetrics
 from kintsugi.gateway.prompts import GenerateCall, Prompts
-from kintsugi.gateway.spaces import Recent, Spaces
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.gateway.texts.segments import ResolvedPrompt, Segment, SegmentResolver
 from kintsugi.models.prompt_form import PromptForm

@@ -9,8 +9,8 @@ import pytest
 
 from kintsugi.core.errors import ResourceExhausted
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway import saves
-from kintsugi.gateway.saves import Saver
+from kintsugi.gateway import chunks as gateway_chunks
+from kintsugi.gateway.chunks import Saver
 from kintsugi.store.protocol.save_times import CLOCKS_DIFFER_S
 from tests.fakes.stub_backend import StubBackend, StubDelays
 
@@ -21,7 +21,7 @@ def chunks(start: int, count: int) -> list[tuple[ChunkKey, TokenIds]]:
 
 
 def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "WAITING_CHUNKS_MAX", 10)
+    monkeypatch.setattr(gateway_chunks, "WAITING_CHUNKS_MAX", 10)
 
     async def ask() -> None:
         saver = Saver(StubBackend(StubDelays(save_s=0.001)))
@@ -38,8 +38,8 @@ def test_chunks_of_one_token_are_counted_too(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_erased_is_not_saved_and_what_is_put_after_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of three chunks is with an engine; the others wait for their turn."""
-    monkeypatch.setattr(saves, "RUNNING_MAX", 1)
-    monkeypatch.setattr(saves, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(gateway_chunks, "RUNNING_MAX", 1)
+    monkeypatch.setattr(gateway_chunks, "BATCH_TOKENS", 1)
 
     async def ask() -> None:
         backend = StubBackend(StubDelays(save_s=0.05))

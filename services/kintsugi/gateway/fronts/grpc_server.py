@@ -19,9 +19,9 @@ from kintsugi.core.deploy import GatewaySpec
 from kintsugi.core.errors import InvalidField, KintsugiError, Unavailable
 from kintsugi.gateway.access import check_exposure
 from kintsugi.gateway.addresses import format_address
+from kintsugi.gateway.chunks import INFO_TTL_S
 from kintsugi.gateway.fronts.grpc_service import SERVICE, Guard, KintsugiService
 from kintsugi.gateway.gateway import Gateway
-from kintsugi.gateway.spaces import INFO_TTL_S
 from kintsugi.store.protocol.tls import SERVER_OPTIONS, ServerTls, TlsFiles, parse_address
 
 log = logging.getLogger("kintsugi.gateway")

@@ -22,6 +22,7 @@ from kintsugi.core.exchange import (
 )
 from kintsugi.core.request import PARAMS_KEY
 from kintsugi.gateway.answers import Ask
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.fronts.openai_request import (
     ANSWER_LIMITS,
     ANSWERS_MAX,
@@ -29,7 +30,6 @@ from kintsugi.gateway.fronts.openai_request import (
     find_prompt_texts,
 )
 from kintsugi.gateway.prompts import Prompts
-from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.tracing import (
     Attribute,
     count_cached,

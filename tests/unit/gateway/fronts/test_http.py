@@ -15,13 +15,13 @@ import pytest
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH, COMPLETIONS_PATH, OpenAICall
 from kintsugi.core.spaces import ChunkKey, TokenIds
-from kintsugi.gateway import spaces
+from kintsugi.gateway import chunks as gateway_chunks
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts import limits
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_server import HttpServer
 from kintsugi.gateway.gateway import GatewayLimits
-from kintsugi.gateway.saves import ToSave
 from kintsugi.gateway.texts.known_chunks import KnownChunks
 from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over
@@ -457,7 +457,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
             backend.info_error = errors.Unavailable("whatever becomes of it, the answer is out")
             assert await ask(caller) == 0
             backend.info_error = None
-            monkeypatch.setattr(spaces, "RECENT_S", 0.0)
+            monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)
             assert await ask(caller) == 1
             assert missed == [("acme", (TokenIds.of([ord(letter) for letter in text]),))]
             accounting |= {"outcome": "declined", "chunks_hit": 0, "tokens_missed": 0}
@@ -472,7 +472,7 @@ def test_chunks_that_were_computed_are_handed_on(monkeypatch: pytest.MonkeyPatch
 
 def test_models_and_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(spaces, "RECENT_S", 0.0)
+        monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)
         backend = ScriptedBackend()
         async with client(backend) as caller:
             (model,) = (await caller.get("/v1/models")).json()["data"]

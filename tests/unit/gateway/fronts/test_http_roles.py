@@ -13,11 +13,11 @@ import pytest
 
 from kintsugi.core import errors
 from kintsugi.core.exchange import CHAT_PATH
+from kintsugi.gateway.chunks import ToSave
 from kintsugi.gateway.fill import FillConfig
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import Piece
 from kintsugi.gateway.fronts.openai_server import HttpServer
-from kintsugi.gateway.saves import ToSave
 from kintsugi.store.protocol.access import Access, Caller, TokenFile, Verb
 from kintsugi.store.protocol.audit import AuditLog
 from tests.authority import Authority

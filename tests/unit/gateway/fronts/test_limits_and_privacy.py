@@ -24,11 +24,11 @@ from kintsugi.core.exchange import (
 from kintsugi.core.namespaces import NamespaceLimits, NamespacePrivacy, NamespaceRules, PrivacyExpert
 from kintsugi.core.request import KintsugiParams
 from kintsugi.core.spaces import ChunkKey
+from kintsugi.gateway.chunks import Saver
 from kintsugi.gateway.fronts.http import HttpFront
 from kintsugi.gateway.fronts.openai_answer import ANSWER_TOKENS_ASSUMED as ASSUMED
 from kintsugi.gateway.fronts.openai_answer import estimate_tokens
 from kintsugi.gateway.prompts import GenerateCall
-from kintsugi.gateway.saves import Saver
 from kintsugi.gateway.texts.segments import Segment
 from kintsugi.store.protocol.access import Access, Caller
 from tests.fakes.openai_backend import JSON, STREAM, Item, ScriptedBackend, answered, gateway_over

@@ -14,7 +14,7 @@ from kintsugi.cli.commands.status import describe_status
 from kintsugi.cli.service_facts import AnswerCount, Contact, EngineFacts, ServiceLink, ask_service
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import CHAT_PATH
-from kintsugi.gateway import spaces
+from kintsugi.gateway import chunks as gateway_chunks
 from kintsugi.gateway.answers import TALLY_MAX, AnswerTally
 from kintsugi.gateway.fronts import service_routes
 from kintsugi.gateway.fronts.http import HttpFront
@@ -105,8 +105,8 @@ def test_engines_and_stores_that_fail_are_told_and_not_waited_for(monkeypatch: p
         assert failing["engines"] == {"error": "no engine"}
         assert failing["store"] == {"error": "the directory does not answer"}
         gateway._store._store = hanging = HangingStore()
-        monkeypatch.setattr(spaces, "RECENT_S", 0.0)
-        monkeypatch.setattr(spaces, "ANSWER_S", 0.01)
+        monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)
+        monkeypatch.setattr(gateway_chunks, "ANSWER_S", 0.01)
         told = await service_routes.describe_service(gateway, caller)
         hanging.let_go.set()
         assert "did not answer within" in told["store"]["error"]
@@ -146,7 +146,7 @@ def test_a_model_is_retrieved_by_its_name() -> None:
             for other in ("another", "/models/another", "scripted/more"):
                 missing = await caller.get(f"/v1/models/{other}")
                 assert missing.status_code == 404
-                assert "ask for one of scripted" in error_of(missing)["message"]
+                assert "request one of scripted" in error_of(missing)["message"]
         async with client(ScriptedBackend(), Roles()) as caller:
             assert (await caller.get("/v1/models/scripted")).status_code == 401
 

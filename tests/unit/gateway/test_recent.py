@@ -6,8 +6,8 @@ import pytest
 
 from kintsugi.core.errors import Unavailable
 from kintsugi.core.exchange import EngineInfo
-from kintsugi.gateway import spaces
-from kintsugi.gateway.spaces import Recent
+from kintsugi.gateway import chunks as gateway_chunks
+from kintsugi.gateway.chunks import Recent
 from tests.fakes.openai_backend import INFO
 
 
@@ -52,7 +52,7 @@ def test_what_is_old_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await recent.get() is INFO
         engine.error = Unavailable("gone")
         assert await recent.get() is INFO, "for a second"
-        monkeypatch.setattr(spaces, "RECENT_S", 0.0)
+        monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)
         with pytest.raises(Unavailable, match="gone"):
             await recent.get()
         monkeypatch.undo()
@@ -76,7 +76,7 @@ def test_what_was_said_once_is_known_while_engines_hang_or_fail(
             await recent.get_stale(60.0)
         engine.error = None
         assert await recent.get_stale(60.0) is INFO, "the first is asked for until it is there"
-        monkeypatch.setattr(spaces, "RECENT_S", 0.0)
+        monkeypatch.setattr(gateway_chunks, "RECENT_S", 0.0)
         engine.go.clear()
         for _ in range(3):
             assert await recent.get_stale(0.0) is INFO, "without waiting for the engine"
@@ -98,7 +98,7 @@ def test_what_was_said_once_is_known_while_engines_hang_or_fail(
 
 def test_an_engine_that_hangs_is_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
-        monkeypatch.setattr(spaces, "ANSWER_S", 0.01)
+        monkeypatch.setattr(gateway_chunks, "ANSWER_S", 0.01)
         engine = Engine()
         with pytest.raises(Unavailable, match="no engine answered within"):
             await Recent(engine.info, "no engine answered").get()
