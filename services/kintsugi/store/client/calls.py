@@ -138,8 +138,8 @@ def put_messages(
         first = stop
 
 
-class Guard:
-    """A guarded stream. Call `arm` before each wait and `disarm` after it; each costs an attribute write."""
+class GuardedStream:
+    """A stream with a bound on each wait. Call `arm` before a wait and `disarm` after it."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self.expires_s = math.inf
@@ -162,14 +162,14 @@ class Watchdog:
     guarded."""
 
     def __init__(self) -> None:
-        self._guards: set[Guard] = set()
+        self._guards: set[GuardedStream] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def guard(self, cancel: Callable[[], object]) -> Guard:
+    def guard(self, cancel: Callable[[], object]) -> GuardedStream:
         """Watch a stream until `release`."""
-        guard = Guard(cancel)
+        guard = GuardedStream(cancel)
         with self._changed:
             self._guards.add(guard)
             if self._thread is None:
@@ -178,7 +178,7 @@ class Watchdog:
             self._changed.notify()
         return guard
 
-    def release(self, guard: Guard) -> None:
+    def release(self, guard: GuardedStream) -> None:
         with self._changed:
             self._guards.discard(guard)
 

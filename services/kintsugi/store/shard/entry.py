@@ -225,7 +225,7 @@ class Copying:
 _Anchor = tuple[str, bytes, int]
 
 
-class Index:
+class EntryIndex:
     """Not thread-safe: the table holds the lock."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from kintsugi.core.errors import InvalidField, Unavailable
 from kintsugi.core.layout import ChunkManifest, HeadRange
 from kintsugi.core.spaces import ChunkKey
 from kintsugi.store.shard import life
-from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, Index, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, CopyTier, EntryIndex, Residence
 from kintsugi.store.shard.erasure import CLEAR_BATCH, FREE_POLL_S, Deletions, Removed, Scope, is_in_hand
 from kintsugi.store.shard.eviction.room import (
     NO_SSD_TIER,
@@ -81,7 +81,7 @@ class EntryTable:
         self.ratio = RATIO
         """Share of a chunk's prefill that a blend computes. `Shard.set_ratio` changes it."""
         self._wall_clock, self._clock = wall_clock, clock
-        self._index = Index()
+        self._index = EntryIndex()
         self._deletions = Deletions(clock)
         self._leases = Leases(max(ram.capacity_bytes, *(disk.capacity_bytes for disk in disks), 0), clock)
         self.shares = Shares(ram, (*disks, *bucket), self._leases)
@@ -193,7 +193,7 @@ class EntryTable:
     def find_candidates(
         self, namespace: str, space_digest: bytes, anchors: Iterable[int]
     ) -> dict[int, list[ChunkManifest]]:
-        """As `Index.find_candidates`."""
+        """As `EntryIndex.find_candidates`."""
         with self._lock:
             return self._index.find_candidates(namespace, space_digest, anchors)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kintsugi.core.errors import InvalidField, ResourceExhausted, Unavailable
 from kintsugi.core.layout import ChunkManifest
 from kintsugi.core.namespaces import NO_RULES, NamespaceRules, bytes_of, sum_account
-from kintsugi.store.shard.entry import Address, ChunkEntry, Index, Residence
+from kintsugi.store.shard.entry import Address, ChunkEntry, EntryIndex, Residence
 from kintsugi.store.shard.pins import Leases
 from kintsugi.store.shard.tiers.lower_tier import LowerTier
 from kintsugi.store.shard.tiers.ram_tier import PutOptions, RamTier
@@ -370,7 +370,7 @@ class Room:
 
     def __init__(
         self,
-        index: Index,
+        index: EntryIndex,
         ram: RamTier,
         queues: Sequence[WriteQueue],
         shares: Shares,
