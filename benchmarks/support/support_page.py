@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kintsugi.engine.versions import LACKING, PROBED, REQUIREMENT, RUN
-from kintsugi.models.layers import ADVICE, DeclineReason
+from kintsugi.models.declines import ADVICE, DeclineReason
 
 PAGE = Path("docs/SUPPORT.md")
 MATRIX_RESULT = Path("benchmarks/results/architectures.json")

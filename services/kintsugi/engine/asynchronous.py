@@ -61,8 +61,8 @@ from kintsugi.engine.watching import (
 from kintsugi.engine.worker.hooks import ENGINE_HOOKS, HOOKS, OPENAI_HOOKS, check_vllm
 from kintsugi.models.checkpoint import digest_weights
 from kintsugi.models.context import NONE, encode_context
+from kintsugi.models.declines import DeclineReason
 from kintsugi.models.hub import find_aliases
-from kintsugi.models.layers import DeclineReason
 from kintsugi.models.prompt_form import PromptForm, load_form
 from kintsugi.models.reference import resolve_model
 from kintsugi.store.client.registry import is_process_local, open_store

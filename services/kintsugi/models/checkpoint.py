@@ -22,7 +22,6 @@ import blake3
 from kintsugi.core.errors import Corrupted, InvalidField, KintsugiError, NotFound
 from kintsugi.core.spaces import ModelFingerprint
 from kintsugi.models import hub
-from kintsugi.models.layers import longrope_factors
 from kintsugi.models.reference import resolve_model
 
 log = logging.getLogger(__name__)
@@ -111,6 +110,24 @@ def digest_weights(path: str | Path) -> None:
         log.debug("the weights were not digested in advance: %s", error)
 
 
+def longrope_factors(config: Mapping[str, Any], max_model_len: int | None) -> str | None:
+    """Return which of LongRoPE's two lists of factors vLLM uses for all prompts: ``short`` or ``long``; None
+    for another rotation. vLLM uses ``long`` if `max_model_len` exceeds the length that the model was trained
+    for. A `max_model_len` of None or -1 means vLLM's default."""
+    text = _text_config(config)
+    fields = _first_value(text, "rope_parameters", "rope_scaling") or {}
+    of_layers = [one for one in fields.values() if isinstance(one, Mapping)]
+    found = next((one for one in (fields, *of_layers) if _rope_type(one) in ("longrope", "su")), None)
+    if found is None:
+        return None
+    trained = _first_value({**text, **found}, "original_max_position_embeddings")
+    if max_model_len is None or max_model_len < 0:
+        max_model_len = _first_value(text, "original_max_position_embeddings", "max_position_embeddings")
+    if not isinstance(trained, int) or not isinstance(max_model_len, int):
+        return "long"
+    return "long" if max_model_len > trained else "short"
+
+
 def tokenizer_digest(path: str | Path, revision: str | None = None) -> str:
     """Return the hexadecimal digest of the `tokenizer.json` that `precompute.chunking` uses; empty without
     one. The checkpoint is found as in `model_fingerprint`, with the same errors."""
@@ -179,6 +196,24 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Corrupted(f"{path} does not hold a JSON object; download it again")
     return value
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a config."""
+    for name in ("text_config", "llm_config", "language_config"):
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            return inner
+    return config
+
+
+def _first_value(config: Mapping[str, Any], *names: str) -> Any:
+    """Return the value of the first field that exists and is not None."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _rope_type(fields: Mapping[str, Any]) -> str:
+    return str(_first_value(fields, "rope_type", "type") or "default")
 
 
 def _canonical(value: object) -> str:

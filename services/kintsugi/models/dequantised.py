@@ -258,15 +258,15 @@ def _write_weights(gguf: GgufFile, path: Path) -> None:
 
 def _weights(gguf: GgufFile) -> Iterator[Float32s]:
     """Yield each tensor's values as transformers expects them, in the order of the file."""
-    heads = {
+    paired = {
         "attn_q.weight": gguf.fact("attention.head_count"),
         "attn_k.weight": gguf.fact("attention.head_count_kv"),
     }
+    paired = paired if gguf.family.rotates_pairs else {}
     for name, tensor in gguf.tensors.items():
         values: Float32s = dequantize(tensor.data, tensor.tensor_type).reshape(gguf.shape_of(name))
-        number = heads.get(name.split(".", 2)[-1])
-        is_paired = gguf.family.rotates_pairs and number is not None
-        yield _split_rotated_halves(values, number) if is_paired else values
+        heads = paired.get(name.split(".", 2)[-1])
+        yield values if heads is None else _split_rotated_halves(values, heads)
 
 
 def _split_rotated_halves(weight: Float32s, heads: int) -> Float32s:

@@ -12,7 +12,6 @@ import pytest
 from kintsugi.core.request import KintsugiParams, SelectorName
 from kintsugi.engine.local import LocalEngine
 from kintsugi.fusor.gaps import KEPT_TOKENS
-from kintsugi.models.layers import describe_layers
 from tests.conftest import Figure, Supports
 from tests.integration.engine.conftest import (
     NAMESPACE,
@@ -163,7 +162,7 @@ QUERY_LAYERS = (1, 2)
 def counts_distances(family: str) -> bool:
     """Whether some layer attends by how far a token lies back: windows and ALiBi."""
     config = config_of(family).to_dict()
-    return bool(config.get("alibi")) or any(layer.window for layer in describe_layers(config).layers)
+    return bool(config.get("alibi") or config.get("sliding_window"))
 
 
 def test_a_missed_chunk_passes_once_unless_layers_count_distances(

@@ -8,12 +8,13 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kintsugi.core.errors import Corrupted, InvalidField, NotFound
 from kintsugi.models import checkpoint
-from kintsugi.models.checkpoint import digest_weights, model_fingerprint, tokenizer_digest
+from kintsugi.models.checkpoint import digest_weights, longrope_factors, model_fingerprint, tokenizer_digest
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -266,3 +267,29 @@ def test_weights_that_were_read_ahead_are_not_read_again(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["nobody/nothing", "/nowhere", "", "."])
 def test_what_cannot_be_read_ahead_is_left_to_who_needs_it(name: str) -> None:
     digest_weights(name)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+TRAINED = {"original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "max_model_len", "factors"),
+    [
+        ({"rope_parameters": LONGROPE, **TRAINED}, 4096, "short"),
+        ({"rope_parameters": LONGROPE, **TRAINED}, 4097, "long"),
+        ({"rope_parameters": LONGROPE, **TRAINED}, None, "short"),
+        ({"rope_parameters": LONGROPE, **TRAINED}, -1, "short"),
+        ({"rope_parameters": {**LONGROPE, **TRAINED}, "max_position_embeddings": 8192}, None, "long"),
+        ({"rope_parameters": LONGROPE}, 10, "long"),
+        ({"rope_scaling": {"type": "su", **TRAINED}}, 8192, "long"),
+        ({"rope_parameters": {"full_attention": {**LONGROPE, **TRAINED}}}, 8192, "long"),
+        ({"text_config": {"rope_parameters": LONGROPE, **TRAINED}}, 100, "short"),
+        ({"rope_parameters": {"rope_type": "yarn", **TRAINED}}, 8192, None),
+        ({}, 8192, None),
+    ],
+)
+def test_longrope_rotates_by_factors_that_the_engine_s_length_chooses(
+    config: dict[str, Any], max_model_len: int | None, factors: str | None
+) -> None:
+    assert longrope_factors(config, max_model_len) == factors

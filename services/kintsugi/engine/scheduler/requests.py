@@ -41,7 +41,7 @@ from kintsugi.engine.scheduler import hashing
 from kintsugi.engine.scheduler.lookups import Lookup
 from kintsugi.engine.scheduler.matching import Match, count_match, hits_of
 from kintsugi.fusor.control.controller import Planner
-from kintsugi.models.layers import DeclineReason
+from kintsugi.models.declines import DeclineReason
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -1,4 +1,4 @@
-"""Learns the calls and rotations of a loaded model's layers by running them, and describes the layers."""
+"""Learns the calls and rotations of a loaded model's layers by running them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker.calls import LayerCalls, watch_calls
-from kintsugi.engine.worker.model import Layer, LoadedModel
+from kintsugi.engine.worker.model import LatentKV, Layer, LoadedModel
 from kintsugi.engine.worker.native import mass_kernel, rotation_kernel
 from kintsugi.engine.worker.rotation import (
     TOKENS,
@@ -30,22 +30,14 @@ from kintsugi.engine.worker.stack import (
     rank_and_size,
 )
 from kintsugi.fusor.stack import Hidden
-from kintsugi.models.layers import (
-    Decline,
-    DeclineReason,
-    LayerKind,
-    LayerSpec,
-    ModelLayers,
-    RotarySpec,
-    describe_layers,
-)
+from kintsugi.models.declines import Decline, DeclineReason
 
 SAMPLES = ((0, 11), (5, 12))
 """Position ranges of the observed tokens: two of different lengths."""
 
 
 def learn_model(model: LoadedModel) -> LoadedModel:
-    """Return the model with its calls, rotations and description. Raises `NotBlendable`."""
+    """Return the model with its calls, rotations and KV heads. Raises `NotBlendable`."""
     with torch.inference_mode(), model.custom_ops_on():
         try:
             calls = _learn_calls(model)
@@ -57,7 +49,7 @@ def learn_model(model: LoadedModel) -> LoadedModel:
             feature = f"calls that failed under observation ({type(defect).__name__}: {defect})"
             raise Decline(DeclineReason.LAYER_CALLS, None, feature).error() from defect
     model = dataclasses.replace(model, layers=layers, mass_kernel=mass_kernel(model.device))
-    return dataclasses.replace(model, described=_describe(model))
+    return dataclasses.replace(model, kv_heads=tuple(_total_heads(model, layer) for layer in layers))
 
 
 def free_blocks(model: LoadedModel, num_tokens: int) -> tuple[list[int], ...]:
@@ -170,50 +162,18 @@ def _project(model: LoadedModel, layer: Layer, hidden: Hidden, positions: Tensor
     return Projected(captured.key, captured.value, sources)
 
 
-def _describe(model: LoadedModel) -> ModelLayers:
-    """Describe the layers over all ranks by the config, with observed values in place of the config's."""
-    config = model.vllm_config.model_config.hf_config.to_dict()
-    told = describe_layers(config).layers
-    nothing = LayerSpec(LayerKind.ATTENTION)
-    return ModelLayers(
-        tuple(
-            _describe_layer(model, layer, told[layer.index] if layer.index < len(told) else nothing)
-            for layer in model.layers
-        )
-    )
-
-
-def _describe_layer(model: LoadedModel, layer: Layer, told: LayerSpec) -> LayerSpec:
-    attention, kv = layer.attention, layer.kv
-    rotary, rotation = layer.rotation.rotary, None
-    if rotary is not None:
-        mscale = float((rotary.cos[0].square() + rotary.sin[0].square()).sqrt().mean())
-        share = rotary.rotary_dim / kv.key_width
-        rotation = dataclasses.replace(told.rotation or RotarySpec(), share=share, mscale=mscale)
-    return dataclasses.replace(
-        told,
-        kind=kv.kind,
-        kv_heads=1 if kv.kind is LayerKind.LATENT else _total_heads(model, kv.heads, told.kv_heads),
-        key_width=kv.key_width,
-        value_width=kv.value_width,
-        rotation=rotation,
-        window=attention.sliding_window,
-        local_chunk=getattr(attention, "attention_chunk_size", None),
-        has_sinks=getattr(attention.impl, "sinks", None) is not None,
-        softcap=getattr(attention.impl, "logits_soft_cap", None) or None,
-        shares_kv_with=None,
-        value_is_key=False,
-    )
-
-
-def _total_heads(model: LoadedModel, own: int, told: int) -> int:
-    """Return the number of KV heads over all ranks, of which this rank holds ``own``."""
-    _, ranks = rank_and_size()
+def _total_heads(model: LoadedModel, layer: Layer) -> int:
+    """Return the number of a layer's KV heads over all ranks."""
+    if isinstance(layer.kv, LatentKV):
+        return 1
+    own, (_, ranks) = layer.kv.heads, rank_and_size()
     if ranks == 1:
         return own
-    whole: int = model.vllm_config.model_config.get_total_num_kv_heads()
-    for total in (told, whole):
+    # vLLM's projections know the total of their layer. The config's total is that of most layers.
+    found = [getattr(module, "total_num_kv_heads", None) for module in layer.module.modules()]
+    totals = [*filter(None, found), model.vllm_config.model_config.get_total_num_kv_heads()]
+    for total in totals:
         if own == max(1, total // ranks):
-            return total
-    feature = f"{own} KV heads on each of {ranks} ranks, which fits neither {told} nor {whole} in total"
+            return int(total)
+    feature = f"{own} KV heads on each of {ranks} ranks, which fits none of the totals {totals}"
     raise Decline(DeclineReason.ARCHITECTURE, None, feature).error()

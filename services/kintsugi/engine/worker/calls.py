@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.fusor.stack import Hidden
-from kintsugi.models.layers import Decline, DeclineReason
+from kintsugi.models.declines import Decline, DeclineReason
 
 Forward = Callable[[Tensor, Tensor], None]
 """Function that runs the model over token ids and positions, both int64 `[tokens]` on the host."""

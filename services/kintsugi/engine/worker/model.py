@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.utils import select_common_block_size
 
 from kintsugi.core.errors import NotBlendable
-from kintsugi.core.layout import KVLayout
+from kintsugi.core.layout import KVLayout, LayerGroup, Part, PartKind
 from kintsugi.engine.worker.attention.latent import is_latent, needs_rows
 from kintsugi.engine.worker.attention.scattered import kernel_serves
 from kintsugi.engine.worker.calls import LayerCalls
@@ -34,7 +34,7 @@ from kintsugi.fusor.kernels.native import MassKernel
 from kintsugi.fusor.latent import absorb_query
 from kintsugi.fusor.stack import Hidden
 from kintsugi.fusor.staging import upload
-from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason, LayerKind, ModelLayers
+from kintsugi.models.declines import RECURRENT_STATE, Decline, DeclineReason
 
 PLAIN_ATTENTIONS = frozenset({"Attention", "ChunkedLocalAttention"})
 """vLLM's softmax attention over K and V: over all positions, a window or a local chunk."""
@@ -58,14 +58,17 @@ SAMPLED_IDS = 8
 class HeadsKV:
     """The KV that vLLM's `Attention` stores per token: K and V of each KV head."""
 
-    kind = LayerKind.ATTENTION
-
     def __init__(self, attention: Any) -> None:
         self._attention = attention
         self.heads = int(attention.num_kv_heads)
         """KV heads of this rank."""
         self.key_width = self.query_width = int(attention.head_size)
         self.value_width = int(attention.head_size_v)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors that a chunk stores for each head."""
+        return (Part(PartKind.K, self.key_width), Part(PartKind.V, self.value_width))
 
     def tell_apart(self, query: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, K and V, `[tokens, heads, width]`, from the arguments of the attention."""
@@ -90,14 +93,16 @@ class LatentKV(HeadsKV):
     """The KV that vLLM's `MLAAttention` stores per token: the latent in place of V and the rotary key in
     place of K, shared by all heads and ranks."""
 
-    kind = LayerKind.LATENT
-
     def __init__(self, attention: Any) -> None:
         self._attention = attention
         self.heads = int(attention.num_kv_heads)
         self.key_width = int(attention.qk_rope_head_dim)
         self.value_width = int(attention.kv_lora_rank)
         self.query_width = int(attention.qk_nope_head_dim) + self.key_width
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part(PartKind.LATENT, self.value_width), Part(PartKind.ROTARY, self.key_width))
 
     def _key_and_value(self, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
         return third, second
@@ -189,8 +194,8 @@ class LoadedModel:
     projection_share: float
     calls: LayerCalls
     """The model's calls of its layers."""
-    described: ModelLayers
-    """Description of the layers over all ranks."""
+    kv_heads: tuple[int, ...]
+    """Number of KV heads of each layer over all ranks."""
     disabled_ops: tuple[CustomOp, ...] = ()
     """Operations with a fused kernel that vLLM has disabled."""
     mass_kernel: MassKernel | None = None
@@ -228,7 +233,11 @@ class LoadedModel:
     @cached_property
     def layout(self) -> KVLayout:
         """Layout of the KV over all ranks."""
-        return self.described.layout(str(self.dtype).removeprefix("torch."))
+        groups = [
+            LayerGroup(1, heads, kv_of(layer.attention).parts)
+            for layer, heads in zip(self.layers, self.kv_heads, strict=True)
+        ]
+        return KVLayout.of_groups(groups, str(self.dtype).removeprefix("torch."))
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Any:
         """Run the model's forward pass as vLLM's runner does. Both arguments are int64 `[tokens]` on the
@@ -283,7 +292,7 @@ def find_layers(
         dtype=vllm_config.model_config.dtype,
         projection_share=_projection_share(vllm_config, layers[0]),
         calls=LayerCalls((), (), ()),
-        described=ModelLayers(()),
+        kv_heads=(),
         disabled_ops=_disabled_ops(vllm_config, [layer.module for layer in layers]),
     )
 
@@ -438,7 +447,7 @@ def _projection_share(vllm_config: VllmConfig, layer: Layer) -> float:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     hidden = vllm_config.model_config.get_hidden_size()
     heads = attention.num_heads * ranks
-    if layer.kv.kind is LayerKind.LATENT:
+    if isinstance(layer.kv, LatentKV):
         fused, output = _latent_projections(attention, hidden, heads)
     else:
         query = heads * attention.head_size

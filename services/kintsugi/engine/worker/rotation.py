@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from kintsugi.engine.worker.calls import LayerCall, PerToken
 from kintsugi.fusor.rope import POSITIONS_AT_A_TIME, Rotary, measure_rotary
 from kintsugi.fusor.stack import Hidden
-from kintsugi.models.layers import Decline, DeclineReason
+from kintsugi.models.declines import Decline, DeclineReason
 
 TOKENS = 16
 """Tokens that are projected at each set of positions."""

@@ -341,7 +341,7 @@ class VllmStack:
             return values
         gathered: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
         # If ranks outnumber heads, neighbouring ranks hold the same head.
-        return gathered[:, :: gathered.shape[1] // self._model.described.layers[layer].kv_heads]
+        return gathered[:, :: gathered.shape[1] // self._model.kv_heads[layer]]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.world_size == 1:

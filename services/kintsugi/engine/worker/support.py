@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kintsugi.models.layers import RECURRENT_STATE, Decline, DeclineReason
+from kintsugi.models.declines import RECURRENT_STATE, Decline, DeclineReason
 
 
 def find_unsupported(vllm_config: VllmConfig) -> str | None:

@@ -35,7 +35,6 @@ from kintsugi.fusor.loader import LayerLoader, placements_of
 from kintsugi.fusor.rope import Rotary
 from kintsugi.fusor.save import SaveItem, SavePass
 from kintsugi.fusor.sliced import PassStatus
-from kintsugi.models.layers import LayerKind, LayerSpec, ModelLayers
 from kintsugi.store.client.ram import RamStore
 from tests.fakes.pretend_cuda import CUDA, PretendCuda, attend
 
@@ -193,7 +192,6 @@ def model_of(num_layers: int, device: torch.device, kernel_serves: bool) -> Load
         module = DecoderLayer([random(*size) for size in sizes], attention, rotary_module)
         layers.append(Layer(index, name, module, attention, group, rotation_of(rotary, rotary_module)))
     modules = [layer.module for layer in layers]
-    spec_of_layer = LayerSpec(LayerKind.ATTENTION, KV_HEADS, HEAD_DIM, HEAD_DIM)
     config: Any = VllmConfig()
     config.model_config = SimpleNamespace(uses_mrope=False)
     return LoadedModel(
@@ -204,7 +202,7 @@ def model_of(num_layers: int, device: torch.device, kernel_serves: bool) -> Load
         torch.float32,
         0.2,
         LayerCalls(tuple(modules), (CALL,) * num_layers, ((0, 0),)),
-        ModelLayers((spec_of_layer,) * num_layers),
+        (KV_HEADS,) * num_layers,
     )
 
 

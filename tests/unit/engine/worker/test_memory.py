@@ -20,7 +20,6 @@ from kintsugi.engine.worker.calls import LayerCalls
 from kintsugi.engine.worker.model import CacheGroup, LoadedModel
 from kintsugi.engine.worker.side import WorkerSide
 from kintsugi.engine.worker.stack import VllmStack
-from kintsugi.models.layers import ModelLayers
 from kintsugi.store.client.ram import RamStore
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -54,8 +53,8 @@ def model_of(device: torch.device = CUDA) -> LoadedModel:
         )
         for index in range(LAYERS)
     )
-    calls, described = LayerCalls((), (), ()), ModelLayers(())
-    return LoadedModel(config, nn.Module(), layers, device, torch.bfloat16, 0.2, calls, described)
+    calls, kv_heads = LayerCalls((), (), ()), tuple[int, ...]()
+    return LoadedModel(config, nn.Module(), layers, device, torch.bfloat16, 0.2, calls, kv_heads)
 
 
 def job_of(selection: Selection, blocks: list[list[int]] = FULL, cached: int = 0) -> Any:

@@ -27,7 +27,6 @@ from kintsugi.engine.worker.model import (
     _require_text_embeddings,
     _without_graphs,
 )
-from kintsugi.models.layers import ModelLayers
 
 CUDA = torch.device("cuda")
 
@@ -55,8 +54,8 @@ def config() -> Any:
 def model_of(config: VllmConfig, ops: tuple[CustomOp, ...] = ()) -> LoadedModel:
     attention = SimpleNamespace(num_kv_heads=2, head_size=16, head_size_v=16)
     layers: Any = (SimpleNamespace(attention=attention),) * 8
-    calls, described = LayerCalls((), (), ()), ModelLayers(())
-    return LoadedModel(config, nn.Module(), layers, CUDA, torch.bfloat16, 0.2, calls, described, ops)
+    calls, kv_heads = LayerCalls((), (), ()), tuple[int, ...]()
+    return LoadedModel(config, nn.Module(), layers, CUDA, torch.bfloat16, 0.2, calls, kv_heads, ops)
 
 
 def test_layer_calls_run_the_fused_operations_and_the_engine_does_not(config: VllmConfig) -> None:
