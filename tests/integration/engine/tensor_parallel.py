@@ -43,6 +43,7 @@ from tests.integration.engine.conftest import (
 
 SIZES = (33, 100, 257, 64)
 QUERY_LAYERS = (1, 2)
+"""The fusor's choice in four layers."""
 RANKS = 2
 ATTENDING = (SelectorName.QUERY, SelectorName.HYBRID)
 """Selectors that look at attention, of which each rank has a part."""
@@ -156,7 +157,6 @@ def main(shape: str) -> None:
             extra_config={
                 "store": f"grpc://{server.address}",
                 "layer_deadline_ms": 20_000,
-                "query_layers": list(QUERY_LAYERS),
                 **UNCALIBRATED,
             },
             dtype=engine_dtype(),
