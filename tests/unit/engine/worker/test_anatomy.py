@@ -11,7 +11,7 @@ from torch import nn
 
 from kintsugi.core.errors import NotBlendable
 from kintsugi.engine.worker import anatomy
-from kintsugi.engine.worker.anatomy import _find_on_every_rank, _num_positions
+from kintsugi.engine.worker.anatomy import _find_on_every_rank, _num_positions, _total_heads
 from kintsugi.engine.worker.rotation import UNROTATED
 
 
@@ -69,3 +69,38 @@ def test_a_rank_without_the_rotation_tells_the_others_before_it_declines(
         _find_on_every_rank(finder, 0)
     assert raised.value is mine
     assert told == [True]
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "of_layer", "of_config", "total"),
+    [
+        (3, 1, None, 8, 3),
+        (4, 2, 8, 8, 8),
+        (1, 2, 2, 8, 2),
+        (1, 4, 2, 8, 2),
+        (4, 2, None, 8, 8),
+        (1, 4, None, 1, 1),
+    ],
+    ids=["one rank", "all", "fewer than in other layers", "shared by ranks", "config alone", "one head"],
+)
+def test_the_heads_of_a_layer_are_counted_over_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, own: int, ranks: int, of_layer: int | None, of_config: int, total: int
+) -> None:
+    monkeypatch.setattr(anatomy, "rank_and_size", lambda: (0, ranks))
+    assert _total_heads(*sharded(own, of_layer, of_config)) == total
+
+
+def test_heads_that_fit_no_total_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anatomy, "rank_and_size", lambda: (0, 2))
+    with pytest.raises(NotBlendable, match=r"3 KV heads on each of 2 ranks, .* \[4, 8\]"):
+        _total_heads(*sharded(3, 4, 8))
+
+
+def sharded(own: int, of_layer: int | None, of_config: int) -> tuple[Any, Any]:
+    """A model and a layer with a projection as vLLM has it."""
+    module = nn.Sequential(nn.Linear(1, 1))
+    if of_layer is not None:
+        module[0].total_num_kv_heads = of_layer
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: of_config)
+    model = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
+    return model, SimpleNamespace(kv=SimpleNamespace(heads=own), module=module)
