@@ -119,7 +119,9 @@ def read(piece: FileRange, columns: Columns) -> Iterator[Document | Failure]:
             elif piece.format is Format.CSV:
                 yield from _read_csv(piece, stream, columns)
             else:
-                yield _read_whole(piece, stream)
+                # A remote file's own stream may return less than is asked for.
+                with io.BufferedReader(stream) as whole:
+                    yield _read_whole(piece, whole)
     except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, csv.Error) as error:
         yield Failure(piece.url, piece.start, f"the file cannot be read: {type(error).__name__}: {error}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import io
 import json
 import os
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -136,6 +138,23 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(readers, "DOCUMENT_BYTES_MAX", 10_000)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b" " * 10_000_000))
     assert failures(tmp_path) == ["exceeds 10000 bytes; split it"]
+
+
+def test_a_stream_may_return_less_than_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            return super().readinto(memoryview(buffer)[:7])
+
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(7)
+
+    text = "seven bytes at a time, " * 1_000
+    (tmp_path / "a.txt").write_text(text)
+    (piece,) = list_source(str(tmp_path)).pieces
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Slow(text.encode()))
+    (item,) = read(piece, Columns())
+    assert isinstance(item, Document)
+    assert item.text == text
 
 
 def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
